@@ -1,0 +1,34 @@
+"""Dynamic pipeline parallelism for DeepSpeed.
+
+Words, used everywhere in one sense: a *layer* is one entry of the module's layer list and the unit that
+moves; a *stage* is one pipeline rank and its data-parallel replicas; a *partition* is ``S + 1``
+boundaries, ``boundaries[s] <= layer < boundaries[s + 1]``; a *profile* is what each layer takes in time
+and memory, the same on every rank; a *plan* is a partition with what it promises; *migration* carries it
+out. Letters: L layers, S stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from dynpipe_ds import _deepspeed
+
+_deepspeed.check_version()
+
+from dynpipe_ds.engine import DynamicPipelineEngine, Overhead, RebalanceEvent  # noqa: E402
+from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
+from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
+from dynpipe_ds.partition import register_partitioner  # noqa: E402
+from dynpipe_ds.profile import PipelineProfile  # noqa: E402
+
+_deepspeed.install(DynamicPipelineModule, DynamicPipelineEngine)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicPipelineEngine",
+    "DynamicPipelineModule",
+    "MigrationError",
+    "Overhead",
+    "PipelineProfile",
+    "RebalanceEvent",
+    "register_partitioner",
+]

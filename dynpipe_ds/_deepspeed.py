@@ -1,0 +1,102 @@
+"""The one place where dynpipe_ds reaches into DeepSpeed.
+
+``deepspeed.initialize`` picks ``PipelineEngine`` by name and offers no registry. Instead of replacing
+that name (which would break ``isinstance(engine, deepspeed.PipelineEngine)``), :func:`install` teaches
+the class itself to construct our subclass when its model is a ``DynamicPipelineModule``. Every other
+model gets exactly the engine it got before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import deepspeed
+
+TESTED_SERIES = "0.19"
+
+# What we call or override, by owner: a missing name is reported at import, not in the middle of training.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "deepspeed:PipelineEngine": (
+        "_INSTRUCTION_MAP",
+        "_exec_schedule",
+        "_exec_load_micro_batch",
+        "_exec_backward_pass",
+        "_exec_reduce_tied_grads",
+        "reset_activation_shape",
+        "train_batch",
+        "eval_batch",
+        "_configure_optimizer",
+        "_configure_basic_optimizer",
+        "_configure_zero_optimizer",
+        "_configure_bf16_optimizer",
+        "clip_fp32_gradients",
+        "_take_model_step",
+    ),
+    "deepspeed:PipelineModule": (
+        "_partition_layers",
+        "_set_bounds",
+        "_count_layer_params",
+        "_precompute_checkpointable_values",
+        "_synchronize_tied_weights",
+        "forward",
+    ),
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": (
+        "get_grads_for_norm",
+        "_lazy_init_hp_params_optimizer_state",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+        "scaled_global_norm",
+        "_lazy_init_hp_params_optimizer_state",
+    ),
+}
+
+
+class DeepSpeedVersionError(RuntimeError):
+    """The installed DeepSpeed lacks something that dynpipe_ds builds on."""
+
+
+def check_version() -> None:
+    """Check that DeepSpeed has what dynpipe_ds needs; warn when its series was not tested.
+
+    Raises:
+        DeepSpeedVersionError: if a needed class or method is gone, naming it and the remedy.
+    """
+    version = str(deepspeed.__version__)
+    missing = []
+    for owner, names in _NEEDED.items():
+        module_name, class_name = owner.split(":")
+        try:
+            cls = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError):
+            missing.append(owner)
+            continue
+        missing += [f"{owner}.{name}" for name in names if not hasattr(cls, name)]
+    if missing:
+        raise DeepSpeedVersionError(
+            f"DeepSpeed {version} has no {', '.join(missing)}, which dynpipe_ds needs. "
+            f"Install the series it was tested with: pip install 'deepspeed=={TESTED_SERIES}.*'"
+        )
+    if not version.startswith(f"{TESTED_SERIES}."):
+        warnings.warn(
+            f"dynpipe_ds was tested with DeepSpeed {TESTED_SERIES}.x; {version} has every name it "
+            "needs, but its behaviour was not checked",
+            stacklevel=2,
+        )
+
+
+def install(module_class: type, engine_class: type) -> None:
+    """Make ``PipelineEngine(model=m, ...)`` an ``engine_class`` whenever ``m`` is a ``module_class``.
+
+    Args:
+        module_class: the pipeline module class that asks for the engine.
+        engine_class: a subclass of DeepSpeed's ``PipelineEngine``.
+    """
+    base = deepspeed.PipelineEngine
+
+    def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        wanted = cls is base and isinstance(kwargs.get("model"), module_class)
+        return object.__new__(engine_class if wanted else cls)
+
+    base.__new__ = construct

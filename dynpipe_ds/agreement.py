@@ -1,0 +1,57 @@
+"""All ranks or none: checks that every rank makes before anything irreversible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def first_error(error: BaseException | None, device: torch.device) -> str | None:
+    """Tell every rank whether any rank failed; collective over all ranks.
+
+    Args:
+        error: what went wrong on this rank, if anything.
+        device: where the communication back-end works.
+
+    Returns:
+        ``None`` if no rank failed; otherwise the same text on every rank, naming ranks and errors.
+    """
+    failed = torch.tensor([int(error is not None)], device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return None
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
+
+
+def same_everywhere(values: Sequence[int], what: str, device: torch.device) -> None:
+    """Check that all ranks hold the same numbers; collective over all ranks.
+
+    Args:
+        values: this rank's numbers; their count may differ between ranks.
+        what: name for the message.
+        device: where the communication back-end works.
+
+    Raises:
+        ValueError: on every rank, if some rank holds other numbers.
+    """
+    # A polynomial hash keeps the message at one number whatever the count.
+    digest = 0
+    for value in (len(values), *values):
+        digest = (digest * 1_000_003 + int(value) + 1) % (1 << 61)
+    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    high, low = ends.tolist()
+    if high == -low:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(values))
+    raise ValueError(
+        f"the ranks disagree on {what}: "
+        + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(everyone))
+        + "; every rank must decide the same from the same inputs"
+    )

@@ -1,0 +1,383 @@
+"""The ``"dynamic_pipeline"`` section of the DeepSpeed JSON as one typed value.
+
+:func:`parse_config` reads the section and reports *every* problem in one message, so that a
+user corrects a file once. :func:`check_against_model` adds the rules that need the number of
+layers and stages. ``docs/configuration.md`` lists the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+SECTION = "dynamic_pipeline"
+"""Key of the section in the DeepSpeed JSON."""
+
+CAP_BLIND_PARTITIONERS = ("uniform", "balanced")
+"""Built-in partitioners that honour neither a memory cap nor stage speeds."""
+
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_BYTES_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: object) -> object:
+    """Turn a size written as text into a number of bytes.
+
+    Args:
+        value: for example ``"16GiB"`` (powers of 1024), ``"1.5 GB"`` (powers of 1000).
+
+    Returns:
+        The whole number of bytes; anything that is not such text is returned as it is, for the
+        field's own rule to judge.
+    """
+    match = _BYTES_TEXT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return int(Decimal(match[1]) * _BYTE_UNITS[match[2].upper()])
+
+
+def _each_parse_bytes(value: object) -> object:
+    if isinstance(value, list):
+        return [parse_bytes(item) for item in value]
+    return parse_bytes(value)
+
+
+def _key(default: Any, meaning: str, *, rule: str, example: str) -> Any:
+    """Declare a key whose error message states the same rule as the documentation."""
+    extra: dict[str, Any] = {"rule": rule, "example": example}
+    return Field(default, description=meaning, json_schema_extra=extra)
+
+
+_NonNegativeInt = Annotated[int, Field(ge=0)]
+_PositiveInt = Annotated[int, Field(ge=1)]
+_Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_PartitionerName = Annotated[str, Field(pattern=r"^[^\s:]+$")]
+
+
+class ContradictionError(ValueError):
+    """Keys of the section that can't both be meant.
+
+    Args:
+        problems: one line each, with the values, the rule and the remedy.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problems))
+
+
+class DynamicPipelineConfig(BaseModel):
+    """When and how the pipeline is cut again; every key has a default.
+
+    Types are strict (``true`` is not 1, ``"5"`` is not 5) and unknown keys are refused.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    enabled: bool = _key(
+        False,
+        "Profile, decide and move layers at run time; when false, DeepSpeed's behaviour.",
+        rule="true or false",
+        example="true",
+    )
+    partitioner: _PartitionerName | None = _key(
+        None,
+        "Name of the partitioner used at run time: uniform, balanced, optimal, diffusion or a "
+        "registered one; null: the one in the module's partition_method, else optimal.",
+        rule="null or a name without spaces or ':' (the cost has a key of its own, 'cost')",
+        example='"optimal"',
+    )
+    cost: Literal["time", "parameters"] | None = _key(
+        None,
+        "What the partitioner balances: measured seconds or parameter counts; null: the one in "
+        "the module's partition_method, else time.",
+        rule='null, "time" or "parameters"',
+        example='"time"',
+    )
+    rebalance_every: _PositiveInt | Literal["auto", "never"] = _key(
+        "auto",
+        "When to consider a new partition: every so many batches (1: after every batch), 'auto' "
+        "(when the time saved repays the move) or 'never' (only by engine.rebalance()).",
+        rule='a whole number of batches >= 1, "auto" or "never"',
+        example='"auto"',
+    )
+    profile_batches: _PositiveInt = _key(
+        3,
+        "Number of newest profiled batches that a decision combines.",
+        rule="a whole number of batches >= 1",
+        example="3",
+    )
+    smoothing: Literal["median", "mean", "ema"] = _key(
+        "median",
+        "How layer times are combined over profile_batches batches.",
+        rule='"median", "mean" or "ema"',
+        example='"median"',
+    )
+    min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = _key(
+        0.05,
+        "Least predicted gain, as a share of the bottleneck's cost, that justifies a move.",
+        rule="a number from 0 up to, but not including, 1",
+        example="0.05 (5%)",
+    )
+    horizon_batches: _PositiveInt = _key(
+        20,
+        "For 'auto': number of batches a new partition is expected to serve, over which the time "
+        "saved must exceed the cost of moving.",
+        rule="a whole number of batches >= 1",
+        example="20",
+    )
+    memory_cap_bytes: Annotated[
+        _PositiveInt | Annotated[list[_PositiveInt], Field(min_length=1)] | None,
+        BeforeValidator(_each_parse_bytes),
+    ] = _key(
+        None,
+        "Most bytes a stage may hold (parameters, gradients, optimizer state, activations in "
+        "flight); one number for all stages or a list with one for each; null: no cap.",
+        rule='null, a number of bytes >= 1, a size such as "16GiB", or a list of these',
+        example='"16GiB"',
+    )
+    pinned_cuts: list[_PositiveInt] = _key(
+        [],
+        "Forbidden cuts: c keeps layers c-1 and c on the same stage.",
+        rule="a list of layer indices >= 1",
+        example="[3] (layers 2 and 3 stay together)",
+    )
+    stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = _key(
+        None,
+        "Relative speed of each stage's worker (1.0 normal, 0.5 half as fast); null: all equal.",
+        rule="null or a list of finite numbers > 0, one for each stage",
+        example="[1.0, 0.5]",
+    )
+    allow_empty_stages: bool = _key(
+        False,
+        "Let a partition leave a stage without layers.",
+        rule="true or false",
+        example="false",
+    )
+    first_batch: _NonNegativeInt = _key(
+        0,
+        "First batch (counted from 0) after which a new partition may be decided.",
+        rule="a whole number >= 0",
+        example="0",
+    )
+    last_batch: _NonNegativeInt | None = _key(
+        None,
+        "Last batch (counted from 0) after which a new partition may be decided; null: no end.",
+        rule="null or a whole number >= 0",
+        example="1000",
+    )
+    transfer_buffer_bytes: Annotated[int, Field(ge=2**20), BeforeValidator(parse_bytes)] = _key(
+        64 * 2**20,
+        "Largest message in which weights and optimizer state travel between stages.",
+        rule='a number of bytes >= 1048576 (1 MiB) or a size such as "64MiB"',
+        example='"64MiB"',
+    )
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> DynamicPipelineConfig:
+        problems = list(_contradictions(self))
+        if problems:
+            raise ContradictionError(problems)
+        return self
+
+
+def parse_config(ds_config: Mapping[str, Any]) -> DynamicPipelineConfig:
+    """Read the section out of a DeepSpeed configuration.
+
+    Args:
+        ds_config: the whole DeepSpeed configuration, as read from its JSON.
+
+    Returns:
+        The typed section; the defaults (disabled) when the section is missing.
+
+    Raises:
+        ValueError: for unknown keys, wrong types, values out of range and contradictions; one
+            message lists all of them, each with value, rule and remedy.
+    """
+    if SECTION not in ds_config:
+        _refuse_misspelt_section(ds_config)
+        return DynamicPipelineConfig()
+    section = ds_config[SECTION]
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f"{SECTION} = {_show(section)}: must be an object with keys and values; "
+            f'write {{"{SECTION}": {{"enabled": true}}}}, or leave the section out'
+        )
+    section = dict(section)
+    config, problems = _validate(section)
+    if config is None and any(problems.values()):
+        # Contradictions are looked for only between valid keys: look again without the others.
+        _, rest = _validate({key: value for key, value in section.items() if key not in problems})
+        problems |= rest
+    _raise_all([line for lines in problems.values() for line in lines])
+    assert config is not None
+    return config
+
+
+def check_against_model(
+    config: DynamicPipelineConfig,
+    *,
+    num_layers: int,
+    num_stages: int,
+    partitioner: str | None = None,
+) -> None:
+    """Check the rules that need the model; a disabled section passes.
+
+    Args:
+        config: the parsed section.
+        num_layers: L, the length of the module's layer list.
+        num_stages: S, the number of pipeline stages.
+        partitioner: the partitioner in use when ``config.partitioner`` is ``None`` and the
+            module's ``partition_method`` names one.
+
+    Raises:
+        ValueError: one message with every problem, each with value, rule and remedy.
+    """
+    if not config.enabled:
+        return
+    problems = list(_wrong_lengths(config, num_stages))
+    outside = [cut for cut in config.pinned_cuts if cut >= num_layers]
+    if outside:
+        problems.append(
+            f"pinned_cuts = {config.pinned_cuts}: with {num_layers} layers a cut lies between 1 "
+            f"and {num_layers - 1}; remove {_join(outside)}"
+        )
+    num_cuts = num_layers - 1 - len(set(config.pinned_cuts) - set(outside))
+    if not config.allow_empty_stages and num_cuts < num_stages - 1:
+        problems.append(
+            f"{num_layers} layers with {num_cuts} allowed cuts can't fill {num_stages} stages: "
+            f"{num_stages - 1} cuts are needed; use fewer stages, pin fewer cuts or set "
+            f"allow_empty_stages to true"
+        )
+    if config.partitioner is None and partitioner is not None:
+        problems.extend(_cap_blindness(config, partitioner, f"partition_method = {partitioner!r}"))
+    _raise_all(problems)
+
+
+def _validate(section: dict[Any, Any]) -> tuple[DynamicPipelineConfig | None, dict[Any, list[str]]]:
+    """Return the config, or the problems by key (key ``None``: between keys)."""
+    try:
+        return DynamicPipelineConfig.model_validate(section), {}
+    except ValidationError as error:
+        problems: dict[Any, list[str]] = {}
+        for detail in error.errors():
+            key = detail["loc"][0] if detail["loc"] else None
+            cause = detail.get("ctx", {}).get("error")
+            if isinstance(cause, ContradictionError):
+                problems[None] = list(cause.problems)
+            elif key not in problems:  # a union reports once for each of its branches
+                problems[key] = [_describe(key, section[key])]
+        return None, problems
+
+
+def _describe(key: object, value: object) -> str:
+    """One line on a key that is unknown or whose value breaks its rule."""
+    fields = DynamicPipelineConfig.model_fields
+    if key not in fields:
+        near = get_close_matches(str(key), fields, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(fields)}"
+        return f"{key} = {_show(value)}: not a key of this section; {remedy}"
+    extra = fields[str(key)].json_schema_extra
+    assert isinstance(extra, dict)
+    return f"{key} = {_show(value)}: must be {extra['rule']}; for example {extra['example']}"
+
+
+def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
+    """Yield what can't both be meant.
+
+    A key counts as given when it differs from its default, so that a section with every default
+    written out stays valid whatever single key is changed.
+    """
+    first, last = config.first_batch, config.last_batch
+    if last is not None and last < first:
+        yield (
+            f"first_batch = {first}, last_batch = {last}: the last batch can't come before the "
+            f"first; raise last_batch or lower first_batch"
+        )
+    when = config.rebalance_every
+    if when != "auto" and _is_given(config, "horizon_batches"):
+        yield (
+            f"horizon_batches = {config.horizon_batches}, rebalance_every = {when!r}: the horizon "
+            f"is used by 'auto' only; set rebalance_every to 'auto' or remove horizon_batches"
+        )
+    for key in ("first_batch", "last_batch"):
+        if when == "never" and _is_given(config, key):
+            yield (
+                f"{key} = {getattr(config, key)}, rebalance_every = 'never': there is no dynamic "
+                f"phase to bound; set rebalance_every or remove {key}"
+            )
+    if when != "never" and last is not None and last + 1 < config.profile_batches:
+        yield (
+            f"last_batch = {last}, profile_batches = {config.profile_batches}: no decision could "
+            f"ever be made, the dynamic phase ends before enough batches are profiled; raise "
+            f"last_batch to {config.profile_batches - 1} or more, or lower profile_batches"
+        )
+    if config.partitioner is not None:
+        yield from _cap_blindness(
+            config, config.partitioner, f"partitioner = {config.partitioner!r}"
+        )
+    speeds, caps = config.stage_speeds, config.memory_cap_bytes
+    if speeds is not None and isinstance(caps, list) and len(speeds) != len(caps):
+        yield (
+            f"stage_speeds = {speeds}, memory_cap_bytes = {caps}: {len(speeds)} and {len(caps)} "
+            f"stages; both lists need one entry for each stage"
+        )
+
+
+def _is_given(config: DynamicPipelineConfig, key: str) -> bool:
+    return bool(getattr(config, key) != DynamicPipelineConfig.model_fields[key].default)
+
+
+def _cap_blindness(config: DynamicPipelineConfig, partitioner: str, shown: str) -> Iterable[str]:
+    if partitioner not in CAP_BLIND_PARTITIONERS:
+        return
+    for key in ("memory_cap_bytes", "stage_speeds"):
+        if getattr(config, key) is not None:
+            yield (
+                f"{key} = {getattr(config, key)}, {shown}: this partitioner can't honour it; use "
+                f"'optimal' or 'diffusion', or remove {key}"
+            )
+
+
+def _wrong_lengths(config: DynamicPipelineConfig, num_stages: int) -> Iterable[str]:
+    for key in ("memory_cap_bytes", "stage_speeds"):
+        value = getattr(config, key)
+        if isinstance(value, list) and len(value) != num_stages:
+            yield (
+                f"{key} = {value}: {len(value)} entries, but there are {num_stages} stages; give "
+                f"one entry for each stage"
+            )
+
+
+def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    """A misspelt section name would silently switch everything off."""
+    near = get_close_matches(SECTION, [str(key) for key in ds_config], n=1, cutoff=0.85)
+    if near:
+        raise ValueError(
+            f"{near[0]!r} is not a section of the configuration; did you mean {SECTION!r}?"
+        )
+
+
+def _raise_all(problems: Sequence[str]) -> None:
+    if problems:
+        title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ValueError(f'{title} in section "{SECTION}":{lines}')
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _join(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,325 @@
+"""When is a new partition worth moving layers for? A function of profiles and measured costs.
+
+Three ways, chosen by ``rebalance_every``:
+
+* a number N (DynMo's fixed interval; 1 is every batch): rebalance after every N batches when the
+  partitioner predicts at least ``min_gain``;
+* ``"auto"``: rebalance when the seconds saved over ``horizon_batches`` exceed the measured cost
+  of moving, and the gain is too large and too steady to be noise;
+* ``"never"``.
+
+All of it is arithmetic on values that every rank has alike (profiles agreed by all ranks, costs
+reduced over them), so every rank reaches the same decision without asking the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean, median, median_low
+from typing import TYPE_CHECKING
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.profile import PipelineProfile, predicted_batch_s, smooth
+
+if TYPE_CHECKING:
+    from dynpipe_ds.partition import Plan
+
+# The constants were chosen with tests/test_controller.py's synthetic traces: no move at all in
+# 500 batches of a balanced static model with 10% noise over hundreds of seeds (also where another
+# partition is exactly as good), and most changes answered in EVIDENCE batches.
+
+HISTORY = 64
+"""Batches over which noise is measured and a gain may be confirmed.
+
+With half as many, the measured noise is too often by chance half of the true one.
+"""
+
+EVIDENCE = 4
+"""Fewest batches that confirm a gain; the newest so many must each agree with it.
+
+Two odd batches can mislead a median of three; four in a row are no accident.
+"""
+
+CONFIDENCE = 4.0
+"""A gain that the median of n batches shows must exceed ``CONFIDENCE * noise / n ** (1/3)``.
+
+That is 2.5 standard deviations of one batch at n = 4, one at n = 64. It falls slower than the
+``1 / sqrt(n)`` of independent batches, since neighbouring batches are not independent and many n
+are tried.
+"""
+
+REMEMBERED_COSTS = 5
+"""Newest measured costs of moving that the expected cost is taken from."""
+
+_QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
+_QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to move, and why.
+
+    Args:
+        rebalance: move to the planned partition now.
+        reason: one short sentence for a person.
+        saved_s: predicted seconds saved over the next N batches, or over ``horizon_batches``
+            for 'auto'; negative when the plan is slower.
+        cost_s: expected seconds for moving.
+        noise: standard deviation of one batch's relative gain.
+    """
+
+    rebalance: bool
+    reason: str
+    saved_s: float
+    cost_s: float
+    noise: float
+
+
+class Controller:
+    """Decides when to rebalance; holds the recent profiles and costs, nothing else.
+
+    After each profiled batch the engine calls :meth:`observe`, asks :meth:`due`, and if so makes
+    a plan and asks :meth:`worth_it`; after a move it calls :meth:`record_cost` and
+    :meth:`record_rebalance`. Layer times are global, so nothing needs to be profiled again after
+    a move before the next decision.
+
+    Args:
+        config: the ``dynamic_pipeline`` section.
+    """
+
+    def __init__(self, config: DynamicPipelineConfig) -> None:
+        self._config = config
+        self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
+        # Seconds of the first 0, 1, ... L layers, batch by batch: a stage is one subtraction.
+        self._history: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
+        self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
+        self._decided_batch: int | None = None
+
+    def due(self, batch: int) -> bool:
+        """Tell whether to make a plan now.
+
+        For 'auto' this is every batch after which a perfect balance would be worth having: a
+        cheap test that spares the planning when nothing can be gained.
+
+        Args:
+            batch: number of the batch just finished and observed, counted from 0.
+
+        Returns:
+            True inside the dynamic phase, with enough batches profiled, when a decision is due.
+        """
+        config, every = self._config, self._config.rebalance_every
+        last_batch = math.inf if config.last_batch is None else config.last_batch
+        ready = len(self._newest) >= config.profile_batches
+        if every == "never" or not ready or not config.first_batch <= batch <= last_batch:
+            return False
+        if every == "auto":
+            gains = self._gains(self._newest[-1].boundaries, None)
+            return confirming_batches(gains, 0.0, config.min_gain) > 0
+        return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
+
+    def observe(self, profile: PipelineProfile) -> None:
+        """Take in the profile of one batch.
+
+        Args:
+            profile: as measured, not smoothed.
+
+        Raises:
+            ValueError: when its number of layers is not that of earlier profiles.
+        """
+        if self._newest and len(profile.layers) != len(self._newest[-1].layers):
+            raise ValueError(
+                f"profile of batch {profile.batch} has {len(profile.layers)} layers, the one "
+                f"before {len(self._newest[-1].layers)}: a controller serves one model"
+            )
+        speeds = self._config.stage_speeds
+        at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
+        self._newest.append(profile)
+        self._history.append(tuple(accumulate(at_unit_speed.costs("time"), initial=0.0)))
+
+    def smoothed(self) -> PipelineProfile | None:
+        """The newest ``profile_batches`` profiles combined, to plan with.
+
+        Returns:
+            The profile, with layer times of a worker of speed 1; ``None`` before the first batch.
+        """
+        if not self._newest:
+            return None
+        return smooth(self._newest, self._config.smoothing, speeds=self._config.stage_speeds)
+
+    def worth_it(self, plan: Plan, profile: PipelineProfile) -> Decision:
+        """Decide on a plan; an interval of N batches begins anew.
+
+        Args:
+            plan: the partitioner's choice.
+            profile: the profile that it chose by, of :meth:`smoothed`; its boundaries are the
+                present partition.
+
+        Returns:
+            The decision.
+        """
+        config, every = self._config, self._config.rebalance_every
+        self._decided_batch = profile.batch
+        batch_s, planned_s = (
+            predicted_batch_s(
+                profile.stage_seconds(boundaries, speeds=config.stage_speeds),
+                profile.num_micro_batches,
+            )
+            for boundaries in (profile.boundaries, plan.boundaries)
+        )
+        num_batches = every if isinstance(every, int) else config.horizon_batches
+        saved_s = num_batches * (batch_s - planned_s)
+        cost_s = self._expected_cost_s(batch_s)
+        gains = self._gains(profile.boundaries, plan.boundaries)
+        noise = max(noise_of(gains), self._stage_noise(profile.boundaries))
+        if tuple(plan.boundaries) == profile.boundaries:
+            rebalance, reason = False, "the present partition is the best one known"
+        elif every == "never":
+            rebalance, reason = False, "rebalance_every is 'never'"
+        elif every == "auto":
+            rebalance, reason = self._judge(gains, noise, saved_s, cost_s)
+        else:
+            rebalance = plan.predicted_gain > 0 and plan.predicted_gain >= config.min_gain
+            reason = (
+                f"predicted gain {plan.predicted_gain:.1%} "
+                f"{'reaches' if rebalance else 'is less than'} min_gain {config.min_gain:.1%}"
+            )
+        return Decision(rebalance, reason, saved_s, cost_s, noise)
+
+    def record_cost(self, seconds: float, bytes_moved: int) -> None:
+        """Take in what a move cost.
+
+        Args:
+            seconds: planning and migration, the same number on every rank (the slowest one's).
+            bytes_moved: what travelled. Not used yet: for the models measured, rebuilding the
+                optimizer costs more than the transport.
+
+        Raises:
+            ValueError: for a negative or non-finite cost.
+        """
+        if not 0 <= seconds < math.inf or bytes_moved < 0:
+            raise ValueError(
+                f"seconds = {seconds}, bytes_moved = {bytes_moved}: must be finite and >= 0"
+            )
+        self._costs_s.append(seconds)
+
+    def record_rebalance(self, batch: int) -> None:
+        """Begin a new interval of N batches, also after a move that the user asked for.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        self._decided_batch = batch
+
+    def _judge(
+        self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
+    ) -> tuple[bool, str]:
+        """The rule of 'auto': the move pays for itself and the gain is real."""
+        money = (
+            f"{saved_s:.3g} s saved over {self._config.horizon_batches} batches, "
+            f"{cost_s:.3g} s to move"
+        )
+        if saved_s <= cost_s or saved_s <= 0:
+            return False, f"does not pay: {money}"
+        num_batches = confirming_batches(gains, noise, self._config.min_gain)
+        if not num_batches:
+            seen = median(gains[-EVIDENCE:]) if gains else 0.0
+            return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
+        return True, f"pays: {money}; gain confirmed by {num_batches} batches"
+
+    def _expected_cost_s(self, batch_s: float) -> float:
+        """The usual cost of the newest moves; before the first, one batch (an upper target).
+
+        The low median keeps a slow first move (memory pools, connections) from blocking others.
+        """
+        return median_low(self._costs_s) if self._costs_s else batch_s
+
+    def _intervals(self, batch: int | None, every: int) -> int:
+        """Number of whole intervals of the dynamic phase that have ended with this batch."""
+        return 0 if batch is None else max(0, batch + 1 - self._config.first_batch) // every
+
+    def _speeds(self, num_stages: int) -> Sequence[float]:
+        return self._config.stage_speeds or [1.0] * num_stages
+
+    def _loads(self, boundaries: Sequence[int]) -> list[list[float]]:
+        """Stage seconds of a partition in every batch of the history."""
+        cuts = list(zip(pairwise(boundaries), self._speeds(len(boundaries) - 1), strict=True))
+        return [
+            [(until[high] - until[low]) / speed for (low, high), speed in cuts]
+            for until in self._history
+        ]
+
+    def _gains(self, present: Sequence[int], planned: Sequence[int] | None) -> list[float]:
+        """What a plan would have saved of each batch's bottleneck; ``None``: perfect balance."""
+        before = [max(loads) for loads in self._loads(present)]
+        if planned is None:
+            total_speed = math.fsum(self._speeds(len(present) - 1))
+            after = [until[-1] / total_speed for until in self._history]
+        else:
+            after = [max(loads) for loads in self._loads(planned)]
+        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+
+    def _stage_noise(self, boundaries: Sequence[int]) -> float:
+        """Noise of the noisiest stage, relative to the usual bottleneck.
+
+        Layers on one rank slow down together, and a bottleneck is the largest of S such sums, so
+        a plan's own gains can look steadier than they are. What slows down all stages alike does
+        not matter: each batch counts by its stages' shares. The shares of S independent stages
+        vary by sqrt(1 - 1/S) of what the stages do, which is undone here.
+        """
+        num_stages = len(boundaries) - 1
+        history = [loads for loads in self._loads(boundaries) if any(loads)]
+        if num_stages < 2 or not history:
+            return 0.0
+        shares = [[load / sum(loads) for load in loads] for loads in history]
+        noise = max(map(noise_of, zip(*shares, strict=True)))
+        usual = median([max(stages) for stages in shares])
+        return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
+
+
+def noise_of(series: Sequence[float]) -> float:
+    """Standard deviation of one value, from successive differences.
+
+    Differences leave out slow drift, and a step of the model is one difference only. The largest
+    quarter of them (spikes, steps) is set aside; few differences count as noisier than they look.
+
+    Args:
+        series: values in the order of their batches.
+
+    Returns:
+        The standard deviation, in the unit of the series; 0 for fewer than two values.
+    """
+    differences = sorted(abs(new - old) for old, new in pairwise(series))
+    if not differences:
+        return 0.0
+    caution = 1.0 + 2.0 / len(differences)
+    quiet = differences[: math.ceil(_QUIET_SHARE * len(differences))]
+    return caution * fmean(quiet) / (_QUIET_MEAN * math.sqrt(2.0))
+
+
+def confirming_batches(gains: Sequence[float], noise: float, min_gain: float) -> int:
+    """Find the fewest newest batches that show a gain beyond doubt.
+
+    Their median must exceed both ``min_gain`` and the noise (:data:`CONFIDENCE`), and each of the
+    newest :data:`EVIDENCE` must show half of that. Judged by batches that the plan was not made
+    from as well, a plan that merely fits the noise of the newest ones fails.
+
+    Args:
+        gains: relative gain of the plan in each batch, oldest first.
+        noise: standard deviation of one batch's gain.
+        min_gain: least gain.
+
+    Returns:
+        The number of batches, at least :data:`EVIDENCE`; 0 when the gain is not confirmed.
+    """
+    if len(gains) < EVIDENCE:
+        return 0
+    least = min(gains[-EVIDENCE:])
+    for num_batches in range(EVIDENCE, len(gains) + 1):
+        needed = max(min_gain, CONFIDENCE * noise / num_batches ** (1 / 3))
+        if least > needed / 2 and median(gains[-num_batches:]) > needed:
+            return num_batches
+    return 0

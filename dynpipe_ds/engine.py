@@ -1,0 +1,472 @@
+"""``DynamicPipelineEngine``: DeepSpeed's pipeline engine that profiles, decides and moves layers.
+
+``train_batch`` reads top to bottom: run the batch with the recorder on, gather one profile, ask the
+controller, carry out the plan. Everything else here is API and wiring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from dynpipe_ds.agreement import first_error, same_everywhere
+from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.controller import Controller
+from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
+from dynpipe_ds.instructions import INSTRUCTION_MAP
+from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
+from dynpipe_ds.migration.parameter_groups import ParameterGroups, agree_on_groups, check_scheduler
+from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.partition import Plan, StageMemory, check_boundaries
+from dynpipe_ds.partition_method import PartitionMethod
+from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.profiling import BatchRecorder, activation_meter, gather_profile, layer_sizes
+from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+
+# Activation sizes change rarely and measuring them costs a Python call per saved tensor.
+_ACTIVATIONS_EVERY = 10
+
+
+@dataclass(frozen=True)
+class RebalanceEvent:
+    """One change of partition, as told to ``on_rebalance`` callbacks.
+
+    Attributes:
+        batch: number of batches trained before it.
+        before: boundaries it replaced.
+        after: boundaries since then.
+        predicted_gain: predicted share by which the bottleneck shrinks, 0 when not known.
+        bytes_moved: bytes of the moved layers, over all stages, one replica.
+        plan_s: seconds that deciding took.
+        migrate_s: seconds that moving took.
+    """
+
+    batch: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    predicted_gain: float
+    bytes_moved: int
+    plan_s: float
+    migrate_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the decision to the end of the move."""
+        return self.plan_s + self.migrate_s
+
+    def __str__(self) -> str:
+        return (
+            f"re-partition after batch {self.batch}: {list(self.before)} -> {list(self.after)}, predicted gain "
+            f"{self.predicted_gain:.1%}, {self.bytes_moved / 2**20:.1f} MiB moved, took {self.seconds:.3f} s"
+        )
+
+
+@dataclass
+class Overhead:
+    """Seconds that this rank has spent on not training, since the engine was made.
+
+    Attributes:
+        profiling_s: adding up marks and exchanging profiles (waiting for slower ranks left out).
+        planning_s: choosing boundaries and deciding.
+        migrating_s: moving layers and rebuilding optimizers.
+    """
+
+    profiling_s: float = 0.0
+    planning_s: float = 0.0
+    migrating_s: float = 0.0
+
+
+class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
+    """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
+
+    Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.
+
+    Args:
+        *args: arguments of ``PipelineEngine``.
+        **kwargs: keyword arguments of ``PipelineEngine``; ``model`` and ``config_class`` by keyword.
+
+    Raises:
+        ValueError: on every rank, if the section or the optimizer can't be used, with all problems.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        module: DynamicPipelineModule = kwargs["model"]
+        self.dynamic_config: DynamicPipelineConfig = parse_config(kwargs["config_class"]._param_dict)
+        self.stage_optimizer: StageOptimizer | None = None
+        self._groups: ParameterGroups | None = None
+        if self.dynamic_config.enabled:
+            check_against_model(
+                self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages
+            )
+            self._method = _runtime_method(self.dynamic_config, module)
+            self._INSTRUCTION_MAP = INSTRUCTION_MAP
+            _copy_into_optimizer(module.make_dynamic(), kwargs)
+        super().__init__(*args, **kwargs)
+        if self.dynamic_config.enabled:
+            self._start_dynamic()
+
+    def _start_dynamic(self) -> None:
+        if self.is_pipe_partitioned or self.is_grad_partitioned:
+            raise ValueError(
+                "dynamic_pipeline sends whole activations; with tensor parallelism set "
+                '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
+            )
+        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts}
+        self._pinned = tuple(sorted(pins))
+        check_boundaries(
+            self.partition, num_layers=self.module._num_layers, num_stages=self.num_stages,
+            pinned=self._pinned, allow_empty=True,
+        )
+        same_everywhere(self.partition, "the first partition", self.device)
+        self.overhead = Overhead()
+        self._recorder = BatchRecorder()
+        self._controller = Controller(self.dynamic_config)
+        self._window: list[PipelineProfile] = []
+        self._activation_bytes: dict[int, int] = {}
+        self._last_gather_s = 0.0
+        self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
+        self._batch = 0
+        self._trainable = self._trainable_flags()
+        self._norm = GradientNorm(
+            self.module.layer_of_parameter, num_layers=self.module._num_layers,
+            grid=self.grid, device=self.device,
+        )
+        if self.optimizer is not None:
+            assert self._groups is not None
+            self.stage_optimizer = stage_optimizer(self, self._groups)
+            self._norm.install(self.optimizer)
+
+    # -- public API ---------------------------------------------------------------------------
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The present boundaries, ``S + 1`` ints: stage s holds layers ``[p[s], p[s + 1])``."""
+        return tuple(int(b) for b in self.module.parts)
+
+    @property
+    def profile(self) -> PipelineProfile | None:
+        """The newest profile, smoothed over ``profile_batches``; ``None`` before the first batch."""
+        window = getattr(self, "_window", [])
+        return smooth(window, self.dynamic_config.smoothing) if window else None
+
+    @property
+    def last_batch_profile(self) -> PipelineProfile | None:
+        """The profile of the last batch alone; ``None`` before the first one."""
+        window = getattr(self, "_window", [])
+        return window[-1] if window else None
+
+    def local_layers(self) -> dict[int, nn.Module]:
+        """The live modules on this stage by global layer index; function layers are left out."""
+        if not self.dynamic_config.enabled:
+            start = self.module._local_start
+            functions = enumerate(self.module.forward_funcs)
+            return {start + i: f for i, f in functions if isinstance(f, nn.Module)}
+        return self.module.local_layers()
+
+    def on_rebalance(self, callback: Callable[[RebalanceEvent], Any]) -> Callable[[RebalanceEvent], Any]:
+        """Call a function on every rank after every change of partition; usable as a decorator.
+
+        Args:
+            callback: gets a :class:`RebalanceEvent`.
+
+        Returns:
+            The callback.
+        """
+        self._need_dynamic("on_rebalance")
+        self._callbacks.append(callback)
+        return callback
+
+    def rebalance(self) -> RebalanceEvent | None:
+        """Choose boundaries from the present profile and move to them, whatever the gain; collective.
+
+        Returns:
+            What happened, or ``None`` if the boundaries stay.
+
+        Raises:
+            RuntimeError: if no batch was profiled yet.
+            ValueError: on every rank, if no partition satisfies the constraints.
+            MigrationError: on every rank, if moving failed; the old partition is then in force.
+        """
+        self._need_dynamic("rebalance")
+        if not self._window:
+            raise RuntimeError("there is no profile to rebalance from; train one batch first")
+        started = time.perf_counter()
+        plan = self._plan()
+        return self._move_to(plan, time.perf_counter() - started)
+
+    def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
+        """Move to given boundaries; collective over all ranks.
+
+        Args:
+            boundaries: ``S + 1`` ints, the same on every rank.
+
+        Returns:
+            What happened, or ``None`` if these are the present boundaries.
+
+        Raises:
+            ValueError: on every rank, if the boundaries break a rule or differ between ranks.
+            MigrationError: on every rank, if moving failed; the old partition is then in force.
+        """
+        self._need_dynamic("repartition")
+        same_everywhere(boundaries, "the boundaries to move to", self.device)
+        checked = check_boundaries(
+            boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
+            pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
+        )
+        profile = self.profile
+        method = PartitionMethod(boundaries=checked)
+        plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
+            profile, self.num_stages, current=self.partition, allow_empty=True
+        )
+        return self._move_to(plan, 0.0)
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Train one batch, then move layers if that pays; otherwise as DeepSpeed's ``train_batch``.
+
+        Args:
+            data_iter: iterator over micro-batches.
+
+        Returns:
+            The mean loss of the batch.
+        """
+        if not self.dynamic_config.enabled:
+            return super().train_batch(data_iter)
+        self._notice_frozen_layers()
+        self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
+        meter = activation_meter(self.module) if self._batch % _ACTIVATIONS_EVERY == 0 else None
+        self.module.recorder = self._recorder
+        self._recorder.start(meter)
+        try:
+            loss = super().train_batch(data_iter)
+        finally:
+            self.module.recorder = None
+        self._batch += 1
+        self._take_profile(meter.num_bytes if meter is not None else None)
+        self._maybe_rebalance()
+        return loss
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's ``eval_batch``, on the present partition.
+
+        Args:
+            *args: arguments of ``PipelineEngine.eval_batch``.
+            **kwargs: its keyword arguments.
+        """
+        if self.dynamic_config.enabled:
+            self.reset_activation_shape()
+        return super().eval_batch(*args, **kwargs)
+
+    # -- after a batch ------------------------------------------------------------------------
+
+    def _take_profile(self, activation_bytes: dict[int, int] | None) -> None:
+        started = time.perf_counter()
+        if activation_bytes is not None:
+            self._activation_bytes = activation_bytes
+        elif self._window:
+            self._activation_bytes = {
+                i: layer.activation_bytes for i, layer in enumerate(self._window[-1].layers)
+            }
+        times = self._recorder.stop()
+        state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0
+        sizes = {i: layer_sizes(layer, state_bytes) for i, layer in self.local_layers().items()}
+        gathering = time.perf_counter()
+        profile, gather_s = gather_profile(
+            times, sizes, self._activation_bytes, batch=self._batch, boundaries=self.partition,
+            names=self.module.layer_names(), stage=self.stage_id, device=self.device,
+            last_gather_s=self._last_gather_s,
+        )
+        self._last_gather_s = time.perf_counter() - gathering
+        self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
+        self._controller.observe(profile)
+        self.overhead.profiling_s += gathering - started + gather_s
+        write_profile(self.monitor, profile, self.global_samples)
+
+    def _maybe_rebalance(self) -> None:
+        if not self._controller.due(self._batch):
+            return
+        started = time.perf_counter()
+        plan = self._plan()
+        profile = self.profile
+        assert profile is not None
+        decision = self._controller.worth_it(plan, profile)
+        plan_s = time.perf_counter() - started
+        if decision.rebalance:
+            self._move_to(plan, plan_s)
+        else:
+            self.overhead.planning_s += plan_s
+
+    def _plan(self) -> Plan:
+        """The method's choice for the present profile, checked to be the same on every rank."""
+        error: Exception | None = None
+        plan: Plan | None = None
+        try:
+            plan = self._choose()
+        except Exception as caught:
+            error = caught
+        message = first_error(error, self.device)
+        if error is not None:
+            raise error
+        if message is not None:
+            raise ValueError(f"choosing boundaries with {self._method} failed elsewhere: {message}")
+        assert plan is not None
+        same_everywhere(plan.boundaries, f"the boundaries chosen by {self._method}", self.device)
+        return plan
+
+    def _choose(self) -> Plan:
+        profile, config = self.profile, self.dynamic_config
+        assert profile is not None
+        memory = None
+        if config.memory_cap_bytes is not None:
+            memory = StageMemory(
+                state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
+                num_micro_batches=self.micro_batches, cap_bytes=config.memory_cap_bytes,
+            )
+        return self._method.plan(
+            profile, self.num_stages, current=self.partition, pinned=self._pinned, memory=memory,
+            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
+        )
+
+    def _move_to(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
+        self.overhead.planning_s += plan_s
+        before, started = self.partition, time.perf_counter()
+        if plan.boundaries == before:
+            return None
+        self._migrate(plan.boundaries)
+        event = RebalanceEvent(
+            batch=self._batch, before=before, after=self.partition, predicted_gain=plan.predicted_gain,
+            bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
+        )
+        self.overhead.migrating_s += event.migrate_s
+        self._controller.record_cost(self._agreed_cost(event.seconds), event.bytes_moved)
+        self._controller.record_rebalance(self._batch)
+        write_rebalance(self.monitor, event, self.global_samples)
+        for callback in self._callbacks:
+            callback(event)
+        return event
+
+    def _agreed_cost(self, seconds: float) -> float:
+        cost = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(cost, op=torch.distributed.ReduceOp.MAX)
+        return float(cost.item())
+
+    def _migrate(self, boundaries: Sequence[int]) -> None:
+        buffer_bytes = self.dynamic_config.transfer_buffer_bytes
+        Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Renew what DeepSpeed caches about a stage's layers."""
+        self.reset_activation_shape()
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self._trainable = self._trainable_flags()
+        self._norm.install(self.optimizer)
+
+    # -- frozen layers ------------------------------------------------------------------------
+
+    def _trainable_flags(self) -> list[tuple[int, bool]]:
+        return [(id(p), p.requires_grad) for p in self.module.parameters()]
+
+    def _notice_frozen_layers(self) -> None:
+        """Rebuild the optimizer when the user froze or unfroze layers since the last batch."""
+        if self.stage_optimizer is None or self._trainable == self._trainable_flags():
+            return
+        started = time.perf_counter()
+        self.stage_optimizer.prepare((), {})
+        self.stage_optimizer.fill({})
+        self._settle()
+        self.overhead.migrating_s += time.perf_counter() - started
+
+    # -- what DeepSpeed calls -----------------------------------------------------------------
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if not self.dynamic_config.enabled:
+            super()._configure_optimizer(client_optimizer, model_parameters)
+            return
+        basic = self._basic_optimizer(client_optimizer, list(model_parameters))
+        agree_on_groups(basic)
+        check_scheduler(self.client_lr_scheduler, len(basic.param_groups))
+        self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
+        self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
+        self.name_parameters()
+        super()._configure_optimizer(basic, model_parameters)
+
+    def _basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            return client_optimizer
+        if client_optimizer is not None:
+            optimizer: torch.optim.Optimizer = client_optimizer(parameters or [{"params": []}])
+            return optimizer
+        built: torch.optim.Optimizer = self._configure_basic_optimizer(parameters or [{"params": []}])
+        return built
+
+    def name_parameters(self) -> None:
+        """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for i, placeholder in enumerate(self._groups.placeholders if self._groups else ()):
+            self.param_names[placeholder] = f"placeholder.{i}"
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by one norm over all stages (DeepSpeed's counts the first stage only)."""
+        if not self.dynamic_config.enabled:
+            super().clip_fp32_gradients()
+            return
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        gradients = ((p, p.grad) for p in parameters if p.grad is not None)
+        self._global_grad_norm = self._norm(gradients, sharded=False)
+        clip_gradients(parameters, self._global_grad_norm, self.gradient_clipping())
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        if self.stage_optimizer is not None:
+            self.stage_optimizer.before_step()
+        super()._take_model_step(lr_kwargs)
+
+    def _need_dynamic(self, what: str) -> None:
+        if not self.dynamic_config.enabled:
+            raise RuntimeError(
+                f'engine.{what} needs "dynamic_pipeline": {{"enabled": true}} in the DeepSpeed config'
+            )
+
+
+def _runtime_method(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> PartitionMethod:
+    """What to call at run time: the module's choice, or the section's where that only says the start."""
+    from_section = PartitionMethod.parse(f"{config.partitioner or 'optimal'}:{config.cost or 'time'}")
+    chosen = module.partition_method
+    if chosen is None or chosen.is_start_only:
+        return from_section
+    section_says = config.partitioner is not None or config.cost is not None
+    agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
+    if section_says and not agrees:
+        raise ValueError(
+            f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for {from_section}; "
+            "remove one of the two"
+        )
+    return chosen
+
+
+def _copy_into_optimizer(
+    copies: Sequence[tuple[nn.Parameter, nn.Parameter]], arguments: dict[str, Any]
+) -> None:
+    """Put the new copies of tied weights next to their originals in what the client handed over."""
+    if not copies:
+        return
+    optimizer = arguments.get("optimizer")
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    parameters = arguments.get("model_parameters")
+    if parameters is not None:
+        arguments["model_parameters"] = parameters = list(parameters)
+        groups = [*groups, *(g for g in parameters if isinstance(g, dict))]
+        plain = {id(p) for p in parameters if not isinstance(p, dict)}
+        parameters += [copy for original, copy in copies if id(original) in plain]
+    for group in groups:
+        members = {id(p) for p in group["params"]}
+        group["params"] = [
+            *group["params"], *(copy for original, copy in copies if id(original) in members)
+        ]

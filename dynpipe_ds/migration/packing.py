@@ -1,0 +1,267 @@
+"""A layer as bytes and tensors, and back.
+
+The skeleton (classes, attributes, flags, hooks) is pickled; every strided tensor in it is replaced by
+a number and travels apart, so that large layers go through bounded buffers and land on the device
+they came from. What arrives is the layer as it was, not as its ``LayerSpec`` would build it.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+# Attributes that DeepSpeed's optimizer wrappers put on a parameter. They point into flat buffers,
+# process groups and the optimizer itself; the new owner's optimizer makes its own.
+WRAPPER_ATTRIBUTES = frozenset({
+    "_hp_mapping", "_hp_grad", "_dp_group", "_index_in_param_group", "_zero_optimizer", "cpu_data",
+    "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param", "set_full_hp_grad",
+    "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
+})
+
+_HOOK_TABLES = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class PackingError(RuntimeError):
+    """Something in a layer can't be carried to another process."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How to recreate an empty tensor that a received one fits in.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type.
+        on_host: whether it lives in host memory (else on the stage's accelerator).
+        is_parameter: whether it is an ``nn.Parameter``.
+        requires_grad: its flag.
+        attributes: user attributes of a parameter, for example ``original_name``.
+        hooks: tensor hooks of a parameter that could be carried.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    is_parameter: bool
+    requires_grad: bool
+    attributes: dict[str, Any] = field(default_factory=dict)
+    hooks: tuple[Any, ...] = ()
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocate a tensor of this kind.
+
+        Args:
+            device: the receiving stage's device, used unless the tensor lives in host memory.
+        """
+        where = torch.device("cpu") if self.on_host else device
+        data = torch.empty(self.shape, dtype=self.dtype, device=where)
+        if not self.is_parameter:
+            return data.requires_grad_(self.requires_grad)
+        parameter = nn.Parameter(data, requires_grad=self.requires_grad)
+        for name, value in self.attributes.items():
+            setattr(parameter, name, value)
+        for hook in self.hooks:
+            parameter.register_hook(hook)
+        return parameter
+
+
+@dataclass(frozen=True)
+class Package:
+    """A pickled skeleton and the tensors that were taken out of it.
+
+    Attributes:
+        skeleton: pickled object graph, tensors replaced by their index.
+        tensors: the tensors, by index; contiguous, detached.
+        warnings: what could not be carried, one sentence each.
+    """
+
+    skeleton: bytes
+    tensors: tuple[Tensor, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self.sources: list[Tensor] = []
+        self._index: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
+            return None
+        if id(obj) not in self._index:
+            self._index[id(obj)] = len(self.tensors)
+            self.sources.append(obj)  # keeps the id alive
+            self.tensors.append(obj.detach().contiguous())
+        return self._index[id(obj)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        # The ranks run the same script, so what its __main__ defines at module level is there on
+        # the other side: by reference, or isinstance() would fail on the copy.
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            if getattr(sys.modules["__main__"], obj.__qualname__, None) is obj:
+                return NotImplemented
+        return super().reducer_override(obj)
+
+
+class _Unpickler(cloudpickle.pickle.Unpickler):  # type: ignore[misc,name-defined]
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]
+
+
+def _carries(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO()).dump(value)
+    except Exception:  # noqa: BLE001 - whatever pickling raises, the answer is no
+        return False
+    return True
+
+
+@contextmanager
+def _without_foreign_hooks(layer: nn.Module, name: str) -> Iterator[list[str]]:
+    """Take hooks that can't be pickled off the layer while it is packed; name them."""
+    lost: list[str] = []
+    saved: list[tuple[OrderedDict[int, Any], dict[int, Any]]] = []
+    for path, module in layer.named_modules():
+        for table_name in _HOOK_TABLES:
+            table = getattr(module, table_name, None)
+            if not table or _carries(table):
+                continue
+            saved.append((table, dict(table)))
+            for key, hook in list(table.items()):
+                if not _carries(hook):
+                    del table[key]
+                    where = f"{name}.{path}" if path else name
+                    lost.append(f"{table_name[1:-1]} {hook!r} of {where} can't be pickled and stays behind")
+    try:
+        yield lost
+    finally:
+        for table, entries in saved:
+            table.clear()
+            table.update(entries)
+
+
+def _tensor_spec(source: Tensor, name: str, lost: list[str]) -> TensorSpec:
+    is_parameter = isinstance(source, nn.Parameter)
+    attributes: dict[str, Any] = {}
+    hooks: list[Any] = []
+    if is_parameter:
+        for key, value in vars(source).items():
+            if key in WRAPPER_ATTRIBUTES or key == "ds_pipe_replicated":
+                continue
+            if _carries(value):
+                attributes[key] = value
+            else:
+                lost.append(f"attribute {key!r} of a parameter of {name} can't be pickled and stays behind")
+        for hook in (source._backward_hooks or {}).values():
+            if _carries(hook):
+                hooks.append(hook)
+            else:
+                lost.append(f"tensor hook {hook!r} of {name} can't be pickled and stays behind")
+    return TensorSpec(
+        shape=tuple(source.shape),
+        dtype=source.dtype,
+        on_host=source.device.type == "cpu",
+        is_parameter=is_parameter,
+        requires_grad=source.requires_grad and source.is_leaf,
+        attributes=attributes,
+        hooks=tuple(hooks),
+    )
+
+
+def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
+    """Take a layer apart for the journey; the layer itself is left as it is.
+
+    Args:
+        layer: the layer, or ``None`` for a function layer.
+        name: what to call it in messages, for example ``"layer 7 (Block)"``.
+        extra: anything that travels with it (its optimizer state).
+
+    Returns:
+        The package; its tensors share memory with the layer's where they are contiguous.
+
+    Raises:
+        PackingError: if an attribute can't be pickled, naming layer, reason and remedy.
+    """
+    body = io.BytesIO()
+    pickler = _Pickler(body)
+    lost: list[str] = []
+    with _without_foreign_hooks(layer, name) if layer is not None else _nothing_lost() as hooks_lost:
+        try:
+            pickler.dump((layer, extra))
+        except Exception as error:
+            raise PackingError(
+                f"{name} holds something that can't be carried to another process ({error}); give its class "
+                "a __getstate__ that leaves that out, or forbid cuts around the layer with pinned_cuts"
+            ) from error
+        lost += hooks_lost
+    specs = tuple(_tensor_spec(source, name, lost) for source in pickler.sources)
+    head = io.BytesIO()
+    cloudpickle.dump(specs, head)
+    size = head.tell().to_bytes(8, "little")
+    return Package(size + head.getvalue() + body.getvalue(), tuple(pickler.tensors), tuple(lost))
+
+
+@contextmanager
+def _nothing_lost() -> Iterator[list[str]]:
+    yield []
+
+
+def _split(skeleton: bytes) -> tuple[bytes, bytes]:
+    size = int.from_bytes(skeleton[:8], "little")
+    return skeleton[8 : 8 + size], skeleton[8 + size :]
+
+
+def empty_tensors(skeleton: bytes, device: torch.device) -> list[Tensor]:
+    """Allocate the tensors that a package's skeleton refers to.
+
+    Args:
+        skeleton: ``Package.skeleton`` of the sender.
+        device: device of the receiving stage.
+    """
+    specs: tuple[TensorSpec, ...] = cloudpickle.loads(_split(skeleton)[0])
+    return [spec.empty(device) for spec in specs]
+
+
+def unpack(skeleton: bytes, tensors: list[Tensor]) -> tuple[nn.Module | None, Any]:
+    """Put a layer together from its skeleton and its received tensors.
+
+    Args:
+        skeleton: ``Package.skeleton`` of the sender.
+        tensors: filled tensors from :func:`empty_tensors`.
+
+    Returns:
+        The layer (``None`` for a function layer) and what travelled with it.
+    """
+    layer, extra = _Unpickler(io.BytesIO(_split(skeleton)[1]), tensors).load()
+    return layer, extra
+
+
+def warn_lost(messages: tuple[str, ...]) -> None:
+    """Warn once about each thing a migration had to leave behind.
+
+    Args:
+        messages: ``Package.warnings``.
+    """
+    for message in messages:
+        warnings.warn(message, stacklevel=3)

@@ -1,0 +1,123 @@
+"""The optimizer's parameter groups, the same list on every stage.
+
+A stage may hold no parameter of some group (no weight-decay group on a stage of norms, say). DeepSpeed
+drops such groups, so that group *indices* differ between stages and LR schedulers see different lists.
+Here every stage keeps every group: one without parameters holds a one-element placeholder that never
+gets a gradient. A moved parameter then finds its group by index, with the learning rate the scheduler
+left in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def _signature(group: Mapping[str, Any]) -> str:
+    return repr(sorted((key, value) for key, value in group.items() if key != "params"))
+
+
+class ParameterGroups:
+    """Which local parameter belongs to which group of the basic optimizer.
+
+    Args:
+        optimizer: the optimizer whose ``param_groups`` are canonical from now on.
+        device: where placeholders live.
+        dtype: dtype of the model's parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.optimizer = optimizer
+        self.placeholders = [
+            nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for _ in optimizer.param_groups
+        ]
+        for placeholder in self.placeholders:
+            placeholder.ds_pipe_replicated = True  # type: ignore[attr-defined]  # not part of any norm
+        self.index: dict[nn.Parameter, int] = {
+            parameter: i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+
+    def install(self, *, trainable_only: bool) -> None:
+        """Write the local parameters into the optimizer's groups.
+
+        Args:
+            trainable_only: leave frozen parameters out (for optimizers that flatten their groups).
+        """
+        members: list[list[nn.Parameter]] = [[] for _ in self.placeholders]
+        for parameter, i in self.index.items():
+            if not trainable_only or (parameter.requires_grad and parameter.numel()):
+                members[i].append(parameter)
+        for group, parameters, placeholder in zip(
+            self.optimizer.param_groups, members, self.placeholders, strict=True
+        ):
+            group["params"] = parameters or [placeholder]
+
+    def replace(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
+        """Take note of a migration.
+
+        Args:
+            departed: parameters that left this stage.
+            arrived: group index of each parameter that came.
+        """
+        for parameter in departed:
+            self.index.pop(parameter, None)
+        self.index.update(arrived)
+
+
+def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give every rank the same list of parameter groups, by index, adding empty ones where needed.
+
+    Collective over all ranks.
+
+    Args:
+        optimizer: this rank's basic optimizer; its ``param_groups`` are extended and reordered in place.
+
+    Raises:
+        ValueError: on every rank, if the groups can't be matched.
+    """
+    mine = [_signature(group) for group in optimizer.param_groups]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, settings))
+    everyone = [signatures for signatures, _ in gathered]
+    if all(signatures == mine for signatures in everyone):
+        return
+    for rank, signatures in enumerate(everyone):
+        if len(set(signatures)) != len(signatures):
+            raise ValueError(
+                f"the optimizer's parameter groups differ between ranks and rank {rank} has two with the same "
+                f"settings ({signatures}), so they can't be matched; give every rank the same groups in the "
+                "same order (an empty 'params' list is fine)"
+            )
+    union: dict[str, dict[str, Any]] = {}
+    for signatures, their_settings in gathered:
+        for signature, setting in zip(signatures, their_settings, strict=True):
+            union.setdefault(signature, setting)
+    local = dict(zip(mine, optimizer.param_groups, strict=True))
+    optimizer.param_groups[:] = [
+        local.get(signature, {"params": [], **setting}) for signature, setting in union.items()
+    ]
+
+
+def check_scheduler(scheduler: Any, num_groups: int) -> None:
+    """Refuse an LR scheduler that was built over other groups than the optimizer now has.
+
+    Args:
+        scheduler: a client's scheduler object, a callable, or ``None``.
+        num_groups: number of groups every rank agreed on.
+
+    Raises:
+        ValueError: if the scheduler manages another number of groups.
+    """
+    base_lrs = getattr(scheduler, "base_lrs", None)
+    if base_lrs is not None and len(base_lrs) != num_groups:
+        raise ValueError(
+            f"the LR scheduler manages {len(base_lrs)} parameter group(s) but the stages together have "
+            f"{num_groups}; give every rank's optimizer all groups (an empty 'params' list is fine) before "
+            "building the scheduler, or pass the scheduler as a callable"
+        )

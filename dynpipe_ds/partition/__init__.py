@@ -1,0 +1,45 @@
+"""Partitioners: pure functions from layer costs to stage boundaries.
+
+Every partitioner has the signature ``f(costs, num_stages, *, current, layer_bytes, memory,
+pinned, speeds, allow_empty)`` and returns a :class:`Plan`. They know nothing of ranks, devices or
+configuration.
+
+Letters: ``L`` layers, ``S`` stages, ``M`` micro-batches, ``K`` groups of layers that pinned cuts
+hold together. The objective is the smallest *bottleneck*, the largest stage cost.
+
+To read it: ``plan`` (the value), ``prepare`` and ``problem`` (arguments, exact sums, groups), then
+one file an algorithm: ``uniform``, ``balanced``, ``optimal`` (with ``reach`` and ``nearest``),
+``diffusion``; ``registry`` finds them by name.
+"""
+
+from dynpipe_ds.partition.balanced import balanced
+from dynpipe_ds.partition.diffusion import diffusion
+from dynpipe_ds.partition.memory import StageMemory
+from dynpipe_ds.partition.optimal import optimal
+from dynpipe_ds.partition.plan import InfeasiblePartitionError, Plan, check_boundaries
+from dynpipe_ds.partition.prepare import plan_from_boundaries
+from dynpipe_ds.partition.registry import (
+    Partitioner,
+    get_partitioner,
+    partitioner_names,
+    register_partitioner,
+    run_partitioner,
+)
+from dynpipe_ds.partition.uniform import uniform
+
+__all__ = [
+    "InfeasiblePartitionError",
+    "Partitioner",
+    "Plan",
+    "StageMemory",
+    "balanced",
+    "check_boundaries",
+    "diffusion",
+    "get_partitioner",
+    "optimal",
+    "partitioner_names",
+    "plan_from_boundaries",
+    "register_partitioner",
+    "run_partitioner",
+    "uniform",
+]

@@ -1,0 +1,147 @@
+"""Partitioners by name, and running one with its result checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+from dynpipe_ds.partition.balanced import balanced
+from dynpipe_ds.partition.diffusion import diffusion
+from dynpipe_ds.partition.optimal import optimal
+from dynpipe_ds.partition.plan import Plan, check_boundaries
+from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.uniform import uniform
+
+Partitioner = Callable[..., "Plan | Sequence[int]"]
+"""``f(costs, num_stages, *, current, layer_bytes, memory, pinned, speeds, allow_empty)``."""
+
+_PartitionerT = TypeVar("_PartitionerT", bound=Partitioner)
+
+_partitioners: dict[str, Partitioner] = {
+    "uniform": uniform,
+    "balanced": balanced,
+    "optimal": optimal,
+    "diffusion": diffusion,
+}
+
+_SHARED = ("current", "layer_bytes", "memory", "pinned", "speeds", "allow_empty")
+
+
+@overload
+def register_partitioner(name: str, fn: _PartitionerT) -> _PartitionerT: ...
+
+
+@overload
+def register_partitioner(name: str) -> Callable[[_PartitionerT], _PartitionerT]: ...
+
+
+def register_partitioner(name: str, fn: Any = None) -> Any:
+    """Make a partitioner known by name, on every rank; a call or a decorator.
+
+    The function is called as ``fn(costs, num_stages, *, current, layer_bytes, memory, pinned,
+    speeds, allow_empty)`` and returns a :class:`Plan` or boundaries. It must decide alike on every
+    rank: from its arguments only. ::
+
+        @register_partitioner("first_heavy")
+        def first_heavy(costs, num_stages, **options):
+            return [0, *range(len(costs) - num_stages + 1, len(costs) + 1)]
+
+    Args:
+        name: What ``partition_method`` and the configuration call it; not taken, no ``:``.
+        fn: The partitioner; left out when used as a decorator.
+
+    Returns:
+        The function, or a decorator.
+
+    Raises:
+        ValueError: The name is empty, taken or has a ``:``.
+        TypeError: ``fn`` can't be called.
+    """
+    _check_name(name)
+    if fn is None:
+        return lambda decorated: register_partitioner(name, decorated)
+    if not callable(fn):
+        raise TypeError(f"partitioner {name!r} is {fn!r}; it must be a function")
+    _partitioners[name] = fn
+    return fn
+
+
+def get_partitioner(name: str) -> Partitioner:
+    """Look up a partitioner.
+
+    Args:
+        name: A built-in or registered name.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: No such name; the message lists those that exist.
+    """
+    try:
+        return _partitioners[name]
+    except KeyError:
+        names = ", ".join(partitioner_names())
+        raise ValueError(
+            f"unknown partitioner {name!r}; known: {names}; add one with register_partitioner"
+        ) from None
+
+
+def partitioner_names() -> tuple[str, ...]:
+    """Names of all partitioners, sorted."""
+    return tuple(sorted(_partitioners))
+
+
+def run_partitioner(
+    fn: Partitioner, costs: Sequence[float], num_stages: int, **options: Any
+) -> Plan:
+    """Call a partitioner and check what it returns.
+
+    The figures of the plan are computed here, whatever the function says; only ``rounds`` is
+    taken from a plan that it returns.
+
+    Args:
+        fn: A partitioner; may return a plan or boundaries.
+        costs: Cost of every layer.
+        num_stages: ``S``.
+        **options: The keyword arguments of a partitioner.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InfeasiblePartitionError: The partitioner found no partition, or one that exceeds a cap.
+        ValueError: An argument is wrong, or the boundaries break a rule.
+    """
+    shared = {name: value for name, value in options.items() if name in _SHARED}
+    problem = prepare(costs, num_stages, **shared)
+    result = fn(costs, num_stages, **options)
+    boundaries, rounds = (
+        (result.boundaries, result.rounds) if isinstance(result, Plan) else (result, 0)
+    )
+    name = getattr(fn, "__name__", type(fn).__name__)
+    try:
+        checked = check_boundaries(
+            boundaries,
+            num_layers=problem.starts[-1],
+            num_stages=problem.num_stages,
+            pinned=options.get("pinned", ()),
+            allow_empty=problem.allow_empty,
+        )
+    except ValueError as error:
+        raise ValueError(f"partitioner {name!r}: {error}") from error
+    cuts = problem.snap(checked)
+    problem.require_fit(cuts, name)
+    return problem.plan(cuts, rounds)
+
+
+def _check_name(name: str) -> None:
+    if not name or ":" in name:
+        raise ValueError(
+            f"partitioner name {name!r} must not be empty or contain ':', which separates "
+            "partitioner and cost in 'optimal:time'"
+        )
+    if name in _partitioners:
+        raise ValueError(
+            f"partitioner name {name!r} is taken ({', '.join(partitioner_names())}); use another"
+        )

@@ -1,0 +1,400 @@
+"""What a training batch cost, layer by layer and stage by stage: a value, the same on every rank.
+
+Times are seconds, sizes bytes. A layer's times belong to the layer, not to the stage it happened
+to live on, so profiles of batches that ran with different boundaries can be combined.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from operator import index
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+FORMAT = "dynpipe_ds.profile"
+FORMAT_VERSION = 1  # raised when a key of the saved profile changes its meaning
+
+EMA_FACTOR = 0.5  # weight of the newest batch in 'ema': the last three then make 7/8
+Cost = Literal["time", "parameters"]
+Smoothing = Literal["median", "mean", "ema"]
+
+
+def _check_fields(value: LayerProfile | StageProfile | PipelineProfile, what: str) -> None:
+    """Refuse a number that is not finite, negative or of the wrong type, naming its field."""
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if field.type == "str" and not isinstance(item, str):
+            raise ValueError(f"{what}: {field.name} = {item!r}: must be text")
+        if field.type == "int" and not (type(item) is int and item >= 0):
+            raise ValueError(f"{what}: {field.name} = {item!r}: must be a whole number >= 0")
+        is_number = isinstance(item, float) or type(item) is int
+        if field.type == "float" and not (is_number and 0 <= item < math.inf):  # nan fails too
+            raise ValueError(f"{what}: {field.name} = {item!r}: must be finite seconds >= 0")
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer of the model.
+
+    Args:
+        name: what to call the layer in messages and plots.
+        forward_s: mean forward seconds of one micro-batch.
+        backward_s: mean backward seconds of one micro-batch, with recomputation when activation
+            checkpointing is on; 0 for a layer without backward.
+        num_parameters: number of parameter elements.
+        parameter_bytes: bytes of the parameters.
+        gradient_bytes: bytes of the gradients that the layer keeps between micro-batches.
+        optimizer_state_bytes: bytes of the optimizer's state, master weights included.
+        activation_bytes: bytes that one micro-batch holds from forward until backward.
+
+    Raises:
+        ValueError: for a negative or non-finite number.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    activation_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self, f"layer {self.name!r}")
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward seconds of one micro-batch."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that live between batches: parameters, gradients and optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One stage during one batch.
+
+    Args:
+        busy_s: seconds computing forward and backward passes.
+        fill_drain_s: idle seconds that the schedule itself costs, even in perfect balance.
+        waiting_s: idle seconds waiting for a slower neighbour.
+        step_s: seconds of gradient reduction and optimizer step.
+        batch_s: seconds of the whole batch.
+        peak_memory_bytes: most bytes allocated during the batch.
+
+    Raises:
+        ValueError: for a negative or non-finite number.
+    """
+
+    busy_s: float
+    fill_drain_s: float
+    waiting_s: float
+    step_s: float
+    batch_s: float
+    peak_memory_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "stage")
+
+    @property
+    def idle_s(self) -> float:
+        """Idle seconds of the batch: fill and drain, and waiting."""
+        return self.fill_drain_s + self.waiting_s
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of idle time, idle / (idle + busy); 0 when the stage did nothing at all."""
+        total_s = self.idle_s + self.busy_s
+        return self.idle_s / total_s if total_s else 0.0
+
+
+@dataclass(frozen=True)
+class PipelineProfile:
+    """The whole pipeline during one batch (or, smoothed, during several).
+
+    Args:
+        batch: number of the (newest) batch, counted from 0.
+        boundaries: S+1 layer indices, ``boundaries[s] <= layer < boundaries[s+1]`` on stage s;
+            empty when no partition exists yet.
+        num_micro_batches: M.
+        layers: L layers.
+        stages: S stages; empty when nothing has run yet.
+
+    Raises:
+        ValueError: when boundaries, layers and stages don't fit together.
+    """
+
+    batch: int
+    boundaries: tuple[int, ...]
+    num_micro_batches: int
+    layers: tuple[LayerProfile, ...]
+    stages: tuple[StageProfile, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "boundaries", tuple(index(cut) for cut in self.boundaries))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "stages", tuple(self.stages))
+        _check_fields(self, "profile")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"profile: num_micro_batches = {self.num_micro_batches}: must be >= 1")
+        if self.boundaries:
+            _check_cover(self.boundaries, len(self.layers))
+        if self.stages and len(self.boundaries) != len(self.stages) + 1:
+            raise ValueError(
+                f"profile: boundaries = {self.boundaries} name {len(self.boundaries) - 1} stages, "
+                f"but there are {len(self.stages)} stage profiles"
+            )
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Measured bubble ratio, mean over the stages; 0 when nothing has run yet."""
+        ratios = [stage.bubble_ratio for stage in self.stages]
+        return statistics.fmean(ratios) if ratios else 0.0
+
+    def costs(self, cost: Cost = "time") -> list[float]:
+        """Cost of every layer, for a partitioner.
+
+        Args:
+            cost: ``"time"`` for seconds of one micro-batch, ``"parameters"`` for their number.
+
+        Returns:
+            L numbers.
+
+        Raises:
+            ValueError: for any other word.
+        """
+        if cost == "time":
+            return [layer.seconds for layer in self.layers]
+        if cost == "parameters":
+            return [float(layer.num_parameters) for layer in self.layers]
+        raise ValueError(f"cost = {cost!r}: must be 'time' or 'parameters'")
+
+    def state_bytes(self) -> list[int]:
+        """Bytes of every layer that live between batches, and travel when it moves."""
+        return [layer.state_bytes for layer in self.layers]
+
+    def activation_bytes(self) -> list[int]:
+        """Bytes of every layer that one micro-batch in flight holds."""
+        return [layer.activation_bytes for layer in self.layers]
+
+    def stage_seconds(
+        self,
+        boundaries: Sequence[int] | None = None,
+        *,
+        speeds: Sequence[float] | None = None,
+    ) -> list[float]:
+        """Forward and backward seconds of one micro-batch on every stage.
+
+        Args:
+            boundaries: S+1 layer indices; ``None``: the profile's own.
+            speeds: S relative speeds to divide by, when layer times are :meth:`at_unit_speed`.
+
+        Returns:
+            S numbers.
+
+        Raises:
+            ValueError: when there are no boundaries, or they don't cover the layers.
+        """
+        cuts = tuple(self.boundaries if boundaries is None else boundaries)
+        _check_cover(cuts, len(self.layers))
+        costs = self.costs("time")
+        sums = [math.fsum(costs[low:high]) for low, high in pairwise(cuts)]
+        return sums if speeds is None else [s / v for s, v in zip(sums, speeds, strict=True)]
+
+    def at_unit_speed(self, speeds: Sequence[float]) -> PipelineProfile:
+        """Convert layer times, measured on workers of unequal speed, to a worker of speed 1.
+
+        Args:
+            speeds: S relative speeds of the workers that ran this batch.
+
+        Returns:
+            The profile with the times of a stage's layers multiplied by its speed.
+
+        Raises:
+            ValueError: when the profile has no boundaries or another number of stages.
+        """
+        if len(speeds) != len(self.boundaries) - 1:
+            raise ValueError(
+                f"speeds = {list(speeds)}: need one for each stage of boundaries {self.boundaries}"
+            )
+        layers = tuple(
+            replace(layer, forward_s=layer.forward_s * speed, backward_s=layer.backward_s * speed)
+            for (low, high), speed in zip(pairwise(self.boundaries), speeds, strict=True)
+            for layer in self.layers[low:high]
+        )
+        return replace(self, layers=layers)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the profile as JSON; :meth:`load` reads it back, equal.
+
+        Args:
+            path: file to write; an existing one is replaced.
+        """
+        data = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> PipelineProfile:
+        """Read a profile that :meth:`save` wrote.
+
+        Args:
+            path: the JSON file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            FileNotFoundError: when there is no such file.
+            ValueError: for no JSON, another format or version, a missing or impossible value;
+                the message names the file and the layer or stage.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"profile {file}: no such file; write one with PipelineProfile.save(path)"
+            )
+        try:
+            return _from_json(json.loads(file.read_text(encoding="utf-8")))
+        except ValueError as error:
+            kind = "not valid JSON: " if isinstance(error, json.JSONDecodeError) else ""
+            raise ValueError(f"profile {file}: {kind}{error}") from error
+
+
+def smooth(
+    profiles: Sequence[PipelineProfile],
+    how: Smoothing = "median",
+    *,
+    speeds: Sequence[float] | None = None,
+) -> PipelineProfile:
+    """Combine the layer times of several batches.
+
+    Boundaries may differ between the batches: layer times are global. Sizes, stages, boundaries,
+    micro-batches and the batch number are the newest profile's.
+
+    Args:
+        profiles: one or more, oldest first.
+        how: ``"median"`` (not moved by a single odd batch), ``"mean"``, or ``"ema"``, the
+            exponential moving average with :data:`EMA_FACTOR`.
+        speeds: S relative speeds; every batch is then first converted :meth:`at_unit_speed
+            <PipelineProfile.at_unit_speed>`.
+
+    Returns:
+        The combined profile.
+
+    Raises:
+        ValueError: for no profiles, another word, or profiles of different models.
+    """
+    if not profiles:
+        raise ValueError("profiles = []: need at least one to smooth")
+    if how not in _COMBINE:
+        raise ValueError(f"how = {how!r}: must be one of {', '.join(map(repr, _COMBINE))}")
+    counts = [len(profile.layers) for profile in profiles]
+    if len(set(counts)) > 1:
+        raise ValueError(f"profiles have {counts} layers: all must come from the same model")
+    if speeds is not None:
+        profiles = [profile.at_unit_speed(speeds) for profile in profiles]
+    combine = _COMBINE[how]
+    layers = tuple(
+        replace(
+            same_layer[-1],
+            forward_s=combine([layer.forward_s for layer in same_layer]),
+            backward_s=combine([layer.backward_s for layer in same_layer]),
+        )
+        for same_layer in zip(*(profile.layers for profile in profiles), strict=True)
+    )
+    return replace(profiles[-1], layers=layers)
+
+
+def predicted_batch_s(stage_seconds: Sequence[float], num_micro_batches: int) -> float:
+    """Predict how long the forward and backward passes of one batch take.
+
+    ``(M - 1) * max + sum``: the slowest stage paces all micro-batches but one, and one passes
+    through every stage. For equal stages this is the ``(M + S - 1)`` steps of GPipe (Huang et
+    al. 2019, section 2), which non-interleaved 1F1B shares (PipeDream-Flush, Narayanan et al.
+    2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3). It is exact for a flow
+    line of equal jobs; with unequal stages 1F1B comes close. Communication and the optimizer's
+    step, which depend little on the cut, are left out.
+
+    Args:
+        stage_seconds: S forward and backward seconds of one micro-batch.
+        num_micro_batches: M.
+
+    Returns:
+        Seconds.
+    """
+    return (num_micro_batches - 1) * max(stage_seconds) + math.fsum(stage_seconds)
+
+
+def _ema(values: Sequence[float]) -> float:
+    average = values[0]
+    for value in values[1:]:
+        average += EMA_FACTOR * (value - average)
+    return average
+
+
+_COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
+    "median": statistics.median,
+    "mean": statistics.fmean,
+    "ema": _ema,
+}
+
+
+def _check_cover(boundaries: Sequence[int], num_layers: int) -> None:
+    """Boundaries name at least one stage, never fall, and cover every layer once."""
+    covers = len(boundaries) >= 2 and boundaries[0] == 0 and boundaries[-1] == num_layers
+    if not covers or any(low > high for low, high in pairwise(boundaries)):
+        raise ValueError(
+            f"boundaries = {tuple(boundaries)}: must rise from 0 to the number of layers, "
+            f"{num_layers}"
+        )
+
+
+def _from_json(data: object) -> PipelineProfile:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f'not a profile: needs "format": "{FORMAT}"')
+    if data.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"version = {data.get('version')!r}: this release reads version {FORMAT_VERSION}; "
+            f"record the profile again"
+        )
+    body = {key: value for key, value in data.items() if key not in ("format", "version")}
+    _check_keys(PipelineProfile, body, "profile")
+    for key in ("boundaries", "layers", "stages"):
+        if not isinstance(body[key], list):
+            raise ValueError(f"{key} = {body[key]!r}: must be a list")
+    if any(type(cut) is not int for cut in body["boundaries"]):
+        raise ValueError(f"boundaries = {body['boundaries']}: must be whole numbers")
+    for key, cls in (("layers", LayerProfile), ("stages", StageProfile)):
+        body[key] = [_build(cls, raw, f"{key}[{i}]") for i, raw in enumerate(body[key])]
+    return PipelineProfile(**body)
+
+
+def _build(cls: type[LayerProfile | StageProfile], raw: Any, where: str) -> object:
+    """One layer or stage out of its JSON object; errors name its position."""
+    _check_keys(cls, raw, where)
+    try:
+        return cls(**raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_keys(cls: type[Any], raw: object, where: str) -> None:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where} must be a JSON object, not {type(raw).__name__}")
+    known = [field.name for field in fields(cls)]
+    for word, keys in (
+        ("missing", [key for key in known if key not in raw]),
+        ("unknown", [key for key in raw if key not in known]),
+    ):
+        if keys:
+            raise ValueError(f"{where}: {word} {', '.join(keys)}")

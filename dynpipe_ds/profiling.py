@@ -1,0 +1,360 @@
+"""Measuring layers while they train: stamps in a batch, one profile that all ranks agree on after it.
+
+A stage is one stream of work, so a batch is a list of marks: from this mark on, the stage is in this
+layer's forward, in that layer's backward, or waiting. A layer's backward begins when the gradient of its
+output is ready, which a tensor hook sees; recomputation under activation checkpointing falls into the
+backward. Marks are CUDA events (read after the batch, no synchronisation inside) or a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+
+FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
+
+
+class HostClock:
+    """Stamps of a monotonic clock, for devices that compute synchronously."""
+
+    def stamp(self) -> Any:
+        """Take a stamp now."""
+        return time.perf_counter()
+
+    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
+        """Seconds between successive stamps.
+
+        Args:
+            stamps: what :meth:`stamp` gave, in order.
+        """
+        return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+
+
+class DeviceClock:
+    """Stamps that are events on the accelerator's current stream."""
+
+    def stamp(self) -> Any:
+        """Record an event on the current stream; does not synchronise."""
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
+        """Seconds between successive stamps; waits for the last one.
+
+        Args:
+            stamps: what :meth:`stamp` gave, in order.
+        """
+        if stamps:
+            stamps[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(stamps, stamps[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """What one rank measured in one batch.
+
+    Attributes:
+        forward_s: forward seconds by layer, all micro-batches together.
+        backward_s: the same for the backward, recomputation included.
+        num_micro_batches: M.
+        fill_s: idle before the first forward.
+        waiting_s: time in transfers between the first and the last computation.
+        compute_end_s: end of the last computation, counted from the start of the batch.
+        step_s: seconds in the optimizer step.
+        batch_s: the whole batch.
+    """
+
+    forward_s: dict[int, float]
+    backward_s: dict[int, float]
+    num_micro_batches: int
+    fill_s: float
+    waiting_s: float
+    compute_end_s: float
+    step_s: float
+    batch_s: float
+
+
+class BatchRecorder:
+    """Collects the marks of one batch on one rank."""
+
+    def __init__(self) -> None:
+        self._clock: HostClock | DeviceClock = (
+            HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
+        )
+        self._labels: list[tuple[int, int]] = []
+        self._stamps: list[Any] = []
+        self._phase = FORWARD
+        self._num_forwards = 0
+        self._meter: _ActivationMeter | None = None
+
+    def start(self, meter: _ActivationMeter | None = None) -> None:
+        """Begin a batch.
+
+        Args:
+            meter: counts activation bytes in the first micro-batch when given.
+        """
+        self._labels, self._stamps, self._num_forwards = [], [], 0
+        self._meter = meter
+        self._mark(TRANSFER)
+
+    def instruction(self, kind: int, layer: int = -1) -> None:
+        """Note that the stage turns to another pipeline instruction.
+
+        Args:
+            kind: ``FORWARD``, ``BACKWARD``, ``LOAD``, ``TRANSFER``, ``REDUCE`` or ``STEP``.
+            layer: for computation, the layer it begins with.
+        """
+        if kind == FORWARD:
+            self._num_forwards += 1
+        if kind in (FORWARD, BACKWARD):
+            self._phase = kind
+        self._mark(kind, layer)
+
+    def run(self, layer: int, function: Callable[[Any], Any], x: Any) -> Any:
+        """Run one layer, marking when it begins and, by a hook, when its backward begins.
+
+        Args:
+            layer: global layer index.
+            function: the layer.
+            x: its input.
+
+        Returns:
+            Its output, untouched.
+        """
+        self._mark(self._phase, layer)
+        with self._metering(layer):
+            y = function(x)
+        if torch.is_grad_enabled():
+            inputs = {id(t) for t in _tensors(x)}
+            for tensor in _tensors(y):
+                if tensor.grad_fn is not None and id(tensor) not in inputs:
+                    tensor.register_hook(partial(self._gradient_ready, layer))
+        return y
+
+    def checkpoint(self, layer: int, inputs: Sequence[Any]) -> None:
+        """Note that a block of layers will keep only its inputs.
+
+        Args:
+            layer: first layer of the block.
+            inputs: what the block keeps.
+        """
+        if self._meter is not None and self._num_forwards == 1:
+            self._meter.count(layer, inputs)
+
+    def stop(self) -> BatchTimes:
+        """End the batch and add up its marks."""
+        self._mark(TRANSFER)
+        return _summarise(self._labels, self._clock.durations_s(self._stamps), self._num_forwards)
+
+    def _mark(self, kind: int, layer: int = -1) -> None:
+        self._labels.append((kind, layer))
+        self._stamps.append(self._clock.stamp())
+
+    def _gradient_ready(self, layer: int, _gradient: Tensor) -> None:
+        self._mark(BACKWARD, layer)
+
+    def _metering(self, layer: int) -> AbstractContextManager[Any]:
+        if self._meter is None or self._num_forwards != 1 or self._phase != FORWARD:
+            return nullcontext()
+        return self._meter.hooks(layer)
+
+
+def _summarise(labels: list[tuple[int, int]], durations_s: list[float], num_forwards: int) -> BatchTimes:
+    totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}}
+    computing = [i for i, (kind, _) in enumerate(labels[:-1]) if kind in totals]
+    first, last = (computing[0], computing[-1]) if computing else (0, -1)
+    fill_s = waiting_s = step_s = now_s = compute_end_s = 0.0
+    for i, ((kind, layer), seconds) in enumerate(zip(labels, durations_s, strict=False)):
+        now_s += seconds
+        if kind in totals:
+            totals[kind][layer] = totals[kind].get(layer, 0.0) + seconds
+            compute_end_s = now_s
+        elif kind == TRANSFER and i < first:
+            fill_s += seconds
+        elif kind == TRANSFER and i < last:
+            waiting_s += seconds
+        elif kind == STEP:
+            step_s += seconds
+    return BatchTimes(
+        forward_s=totals[FORWARD],
+        backward_s=totals[BACKWARD],
+        num_micro_batches=num_forwards,
+        fill_s=fill_s,
+        waiting_s=waiting_s,
+        compute_end_s=compute_end_s,
+        step_s=step_s,
+        batch_s=now_s,
+    )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple | list) else []
+
+
+class _ActivationMeter:
+    """Counts the bytes that autograd keeps for the backward of each layer, weights left out.
+
+    Args:
+        module: the stage, whose parameters do not count.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_bytes: dict[int, int] = {}
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def count(self, layer: int, tensors: Sequence[Any]) -> None:
+        for tensor in _tensors(tuple(tensors)):
+            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            if storage is None or storage.data_ptr() not in self._seen:
+                size = tensor.nbytes if storage is None else storage.nbytes()
+                self.num_bytes[layer] = self.num_bytes.get(layer, 0) + size
+                if storage is not None:
+                    self._seen.add(storage.data_ptr())
+
+    def hooks(self, layer: int) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            self.count(layer, [tensor])
+            # Handing back the output itself would tie it to its own graph in a reference cycle.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What a layer occupies on this rank.
+
+    Attributes:
+        num_parameters: elements of all parameters.
+        parameter_bytes: their bytes, buffers included.
+        gradient_bytes: bytes of the gradients of trainable parameters.
+        optimizer_state_bytes: bytes of optimizer state, master weights included.
+    """
+
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+
+
+def layer_sizes(layer: nn.Module, state_bytes: Callable[[nn.Parameter], int]) -> LayerSizes:
+    """Add up what a layer occupies.
+
+    Args:
+        layer: a live layer of this stage.
+        state_bytes: optimizer-state bytes of one parameter.
+    """
+    parameters = list(layer.parameters())
+    return LayerSizes(
+        num_parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(t.nbytes for t in (*parameters, *layer.buffers())),
+        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        optimizer_state_bytes=sum(state_bytes(p) for p in parameters),
+    )
+
+
+_LAYER_FIELDS = 7
+_STAGE_FIELDS = 9
+
+
+def gather_profile(
+    times: BatchTimes,
+    sizes: dict[int, LayerSizes],
+    activation_bytes: dict[int, int],
+    *,
+    batch: int,
+    boundaries: tuple[int, ...],
+    names: Sequence[str],
+    stage: int,
+    device: torch.device,
+    last_gather_s: float,
+) -> tuple[PipelineProfile, float]:
+    """Put all ranks' measurements together; collective over all ranks.
+
+    Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
+    of a stage are averaged.
+
+    Args:
+        times: this rank's times.
+        sizes: sizes of this stage's modules by layer.
+        activation_bytes: activation bytes of one micro-batch by layer of this stage.
+        batch: number of the batch.
+        boundaries: the partition it ran on.
+        names: name of every layer of the model.
+        stage: this rank's stage.
+        device: where the communication back-end works.
+        last_gather_s: seconds this rank spent in the previous gathering.
+
+    Returns:
+        The profile, and the seconds that the previous gathering took on the rank that came last to it
+        (the others were only waiting).
+    """
+    num_layers, num_stages = len(names), len(boundaries) - 1
+    layers = torch.zeros(num_layers, _LAYER_FIELDS, dtype=torch.float64)
+    for layer in range(boundaries[stage], boundaries[stage + 1]):
+        size = sizes.get(layer, LayerSizes(0, 0, 0, 0))
+        layers[layer] = torch.tensor([
+            times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
+            activation_bytes.get(layer, 0),
+        ], dtype=torch.float64)
+    busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
+    own = torch.tensor([
+        stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
+        float(get_accelerator().max_memory_allocated() or 0), last_gather_s,
+    ], dtype=torch.float64)
+    message = torch.cat([layers.flatten(), own]).to(device)
+    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, message)
+    everyone = torch.stack(gathered).cpu()
+
+    replicas = dist.get_world_size() / num_stages
+    table = (everyone[:, :-_STAGE_FIELDS].sum(0) / replicas).view(num_layers, _LAYER_FIELDS).tolist()
+    rows = everyone[:, -_STAGE_FIELDS:].numpy()
+    end_s = float(rows[:, 4].max())
+    stages = []
+    for s in range(num_stages):
+        mean = rows[rows[:, 0] == s].mean(0)
+        stages.append(StageProfile(
+            busy_s=float(mean[1]),
+            fill_drain_s=float(mean[2] + end_s - mean[4]),
+            waiting_s=float(mean[3]),
+            step_s=float(mean[5]),
+            batch_s=float(mean[6]),
+            peak_memory_bytes=int(rows[rows[:, 0] == s][:, 7].max()),
+        ))
+    profile = PipelineProfile(
+        batch=batch,
+        boundaries=boundaries,
+        num_micro_batches=times.num_micro_batches,
+        layers=tuple(
+            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:]))
+            for name, row in zip(names, table, strict=True)
+        ),
+        stages=tuple(stages),
+    )
+    return profile, float(rows[:, 8].min())
+
+
+def activation_meter(module: nn.Module) -> _ActivationMeter:
+    """A meter for the next batch of a stage.
+
+    Args:
+        module: the stage.
+    """
+    return _ActivationMeter(module)

@@ -1,0 +1,50 @@
+"""Events for DeepSpeed's monitor: TensorBoard, CSV, W&B or Comet, as the user configured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from dynpipe_ds.engine import RebalanceEvent
+    from dynpipe_ds.profile import PipelineProfile
+
+_PREFIX = "Train/DynamicPipeline/"
+
+
+def _write(monitor: Any, values: dict[str, float], samples: int) -> None:
+    if dist.get_rank() == 0 and monitor.enabled:
+        monitor.write_events([(_PREFIX + name, value, samples) for name, value in values.items()])
+
+
+def write_profile(monitor: Any, profile: PipelineProfile, samples: int) -> None:
+    """Write the figures of one batch.
+
+    Args:
+        monitor: DeepSpeed's ``MonitorMaster``.
+        profile: profile of the batch.
+        samples: samples trained so far, DeepSpeed's x axis.
+    """
+    values = {"bubble_ratio": profile.bubble_ratio}
+    for s, stage in enumerate(profile.stages):
+        values[f"stage_{s}_busy_s"] = stage.busy_s
+    _write(monitor, values, samples)
+
+
+def write_rebalance(monitor: Any, event: RebalanceEvent, samples: int) -> None:
+    """Write the figures of one change of partition.
+
+    Args:
+        monitor: DeepSpeed's ``MonitorMaster``.
+        event: what happened.
+        samples: samples trained so far, DeepSpeed's x axis.
+    """
+    values = {
+        "rebalance_predicted_gain": event.predicted_gain,
+        "rebalance_s": event.seconds,
+        "rebalance_moved_bytes": float(event.bytes_moved),
+    }
+    for s, boundary in enumerate(event.after[:-1]):
+        values[f"stage_{s}_first_layer"] = float(boundary)
+    _write(monitor, values, samples)

@@ -1,0 +1,152 @@
+"""A text table that sets two runs of one job side by side."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+UNKNOWN = "n/a"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What is known of one run; the timed batches only, where seconds are concerned.
+
+    Attributes:
+        label: name of the run, the column's head.
+        tokens: tokens trained on in the timed batches, over all replicas.
+        seconds: wall-clock time of the timed batches.
+        losses: loss of every batch, the untimed ones too.
+        boundaries: stage boundaries at the end of the run.
+        bubble_ratio: idle / (idle + busy), mean over stages and timed batches; ``None`` if unknown.
+        profiling_s: time spent on profiling, on the rank where it was most.
+        planning_s: same, for planning.
+        migrating_s: same, for moving layers.
+        last_tokens_per_s: throughput of the last timed window alone; ``None`` if unknown.
+        num_rebalances: how often the partition changed.
+        notes: further named values, such as what a scenario reports.
+    """
+
+    label: str
+    tokens: int
+    seconds: float
+    losses: tuple[float, ...]
+    boundaries: tuple[int, ...]
+    bubble_ratio: float | None = None
+    profiling_s: float = 0.0
+    planning_s: float = 0.0
+    migrating_s: float = 0.0
+    last_tokens_per_s: float | None = None
+    num_rebalances: int = 0
+    notes: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput over the timed batches."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def final_loss(self) -> float:
+        """Loss of the last batch; NaN when there was none."""
+        return self.losses[-1] if self.losses else float("nan")
+
+    def share(self, seconds: float) -> float:
+        """Return a part of the run's time as a fraction of it."""
+        return seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def same_bits(left: Sequence[float], right: Sequence[float]) -> bool:
+    """Say whether two sequences are equal bit for bit (NaN equals itself, -0.0 not 0.0)."""
+    if len(left) != len(right):
+        return False
+    form = f"<{len(left)}d"
+    return struct.pack(form, *left) == struct.pack(form, *right)
+
+
+def first_difference(left: Sequence[float], right: Sequence[float]) -> int | None:
+    """Return the index from which two sequences of losses differ, or ``None``."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if not same_bits([a], [b]):
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of cells: the first column to the left, the others to the right.
+
+    Args:
+        rows: the first one is the head. A rule is drawn under it; shorter rows are filled up.
+
+    Returns:
+        Lines joined by newlines, without trailing blanks.
+    """
+    width = max(len(row) for row in rows)
+    full = [[*row, *[""] * (width - len(row))] for row in rows]
+    widths = [max(len(row[column]) for row in full) for column in range(width)]
+    lines = [
+        "  ".join(
+            cell.ljust(size) if column == 0 else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in full
+    ]
+    rule = "-" * (sum(widths) + 2 * (width - 1))
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def comparison_table(static: RunSummary, dynamic: RunSummary) -> str:
+    """Set a run with a static partition and one with a dynamic partition side by side.
+
+    Args:
+        static: the run that kept its first partition.
+        dynamic: the same job, re-partitioned while it ran.
+
+    Returns:
+        A table of throughput, speedup, bubble ratio, overheads, final loss and equality of bits.
+    """
+    runs = (static, dynamic)
+    rows = [
+        ["", *(run.label for run in runs)],
+        ["throughput (tokens/s)", *(_rate(run.tokens_per_s) for run in runs)],
+        ["speedup", "", _ratio(dynamic.tokens_per_s, static.tokens_per_s)],
+        ["  in the last window", *(_rate(run.last_tokens_per_s) for run in runs)],
+        ["  speedup there", "", _ratio(dynamic.last_tokens_per_s, static.last_tokens_per_s)],
+        ["bubble ratio (idle share)", *(_percent(run.bubble_ratio) for run in runs)],
+        ["time spent profiling", *(_percent(run.share(run.profiling_s), 2) for run in runs)],
+        ["time spent planning", *(_percent(run.share(run.planning_s), 2) for run in runs)],
+        ["time spent migrating", *(_percent(run.share(run.migrating_s), 2) for run in runs)],
+        ["re-partitions", *(str(run.num_rebalances) for run in runs)],
+        ["stage boundaries at the end", *(_boundaries(run.boundaries) for run in runs)],
+        ["first loss", *(_loss(run.losses[0]) if run.losses else UNKNOWN for run in runs)],
+        ["final loss", *(_loss(run.final_loss) for run in runs)],
+        ["losses of all batches", "", _equality(static.losses, dynamic.losses)],
+    ]
+    names = list(dict.fromkeys([*static.notes, *dynamic.notes]))
+    rows += [[name, *(str(run.notes.get(name, UNKNOWN)) for run in runs)] for name in names]
+    return format_table(rows)
+
+
+def _percent(fraction: float | None, digits: int = 1) -> str:
+    return UNKNOWN if fraction is None else f"{100 * fraction:.{digits}f} %"
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return UNKNOWN if tokens_per_s is None else f"{tokens_per_s:,.0f}"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}x" if value is not None and base else UNKNOWN
+
+
+def _boundaries(boundaries: Sequence[int]) -> str:
+    return "[" + " ".join(map(str, boundaries)) + "]"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.6f}"
+
+
+def _equality(left: Sequence[float], right: Sequence[float]) -> str:
+    index = first_difference(left, right)
+    return f"equal bits ({len(left)})" if index is None else f"DIFFER from batch {index}"

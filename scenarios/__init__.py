@@ -1,0 +1,7 @@
+"""Models that change while they train: what a user of ``dynpipe_ds`` could have written.
+
+One file or folder a dynamism, and what all of them share: the GPT layers (:mod:`scenarios.gpt`),
+the data (:mod:`scenarios.data`), the interface to the training loop (:mod:`scenarios.scenario`),
+the comparison of a static with a dynamic pipeline (:mod:`scenarios.compare`) and the training
+entry (:mod:`scenarios.train`).
+"""

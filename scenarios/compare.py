@@ -1,0 +1,208 @@
+"""Train one job twice at the same time, in turns: with a static and with a dynamic partition.
+
+A machine that slows down or speeds up hurts both runs alike, because they alternate every few
+batches: static, dynamic, dynamic, static, …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+
+from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
+from dynpipe_ds.reporting.table import RunSummary
+from scenarios.data import BatchShape, TokenBatches, Tokens
+from scenarios.scenario import Scenario, build_scenario
+from scenarios.settings import Settings
+
+# Batches at the end of a run whose stage times the picture shows.
+_LAST = 5
+
+
+@dataclass
+class Contender:
+    """One of the two runs: its engine, its scenario, its data, and what was measured.
+
+    Attributes:
+        label: name of the run.
+        engine: trains the model.
+        scenario: changes it.
+        data: the batches.
+        losses: loss of every batch.
+        batches_s: seconds of every batch on this rank.
+        timed_s: seconds of all timed windows, from barrier to barrier.
+        timed_batches: number of batches in them.
+        last_tokens_per_s: throughput of the last of them.
+        bubbles: bubble ratio of every timed batch that was profiled.
+        stages_s: busy seconds of every stage, for every profiled batch.
+        rebalanced_at: batches after which the partition changed.
+    """
+
+    label: str
+    engine: DynamicPipelineEngine
+    scenario: Scenario
+    data: TokenBatches
+    losses: list[float] = field(default_factory=list)
+    batches_s: list[float] = field(default_factory=list)
+    timed_s: float = 0.0
+    timed_batches: int = 0
+    last_tokens_per_s: float | None = None
+    bubbles: list[float] = field(default_factory=list)
+    stages_s: list[list[float]] = field(default_factory=list)
+    rebalanced_at: list[int] = field(default_factory=list)
+    _untimed: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
+        """Train some batches, yielding each one's index when it is done.
+
+        Args:
+            batches: indices of consecutive batches.
+            timed: whether they count for the throughput.
+        """
+        start_s = _now_s()
+        for batch in batches:
+            self._train(batch, timed=timed)
+            yield batch
+        if timed:
+            window_s = _now_s() - start_s
+            self.timed_s += window_s
+            self.timed_batches += len(batches)
+            self.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
+        else:
+            self._untimed = _overheads(self.engine)
+
+    def _train(self, batch: int, *, timed: bool) -> None:
+        """Train one batch and note what was measured."""
+        start_s = time.perf_counter()
+        self.scenario.before_batch(self.engine, batch)
+        loss = self.engine.train_batch(self.data.micro_batches(batch))
+        self.scenario.after_batch(self.engine, batch)
+        self.losses.append(float(loss))
+        self.batches_s.append(time.perf_counter() - start_s)
+        profile = self.engine.last_batch_profile
+        if profile is not None:
+            self.stages_s.append([stage.busy_s for stage in profile.stages])
+            if timed:
+                self.bubbles.append(profile.bubble_ratio)
+
+    def last_stages_s(self) -> list[float]:
+        """Return the busy seconds a batch of each stage: medians of the last batches."""
+        return [statistics.median(times) for times in zip(*self.stages_s[-_LAST:], strict=True)]
+
+    def summary(self) -> RunSummary:
+        """Sum up the run. Called on all ranks; the result is right on all of them."""
+        now = _overheads(self.engine)
+        spent = [after - before for before, after in zip(self._untimed, now, strict=True)]
+        profiling_s, planning_s, migrating_s = _largest(spent, self.engine.device)
+        return RunSummary(
+            label=self.label,
+            tokens=self.timed_batches * self.data.shape.tokens,
+            seconds=_largest([self.timed_s], self.engine.device)[0],
+            losses=tuple(self.losses),
+            boundaries=tuple(self.engine.partition),
+            bubble_ratio=statistics.mean(self.bubbles) if self.bubbles else None,
+            profiling_s=profiling_s,
+            planning_s=planning_s,
+            migrating_s=migrating_s,
+            last_tokens_per_s=self.last_tokens_per_s,
+            num_rebalances=len(self.rebalanced_at),
+            notes=self.scenario.report(self.engine),
+        )
+
+
+def _now_s() -> float:
+    """Return the time at which all ranks are here and their devices idle."""
+    get_accelerator().synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _overheads(engine: DynamicPipelineEngine) -> tuple[float, float, float]:
+    spent = engine.overhead
+    return spent.profiling_s, spent.planning_s, spent.migrating_s
+
+
+def _largest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Return the largest of each value over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(value) for value in tensor]
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Drop what DeepSpeed prints and warns about while it starts; errors are raised anyway."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Contender:
+    """Build one of the two runs; they start from the same weights and read the same data.
+
+    Args:
+        settings: the job.
+        tokens: the data.
+        dynamic: whether this run re-partitions.
+
+    Returns:
+        A run that has not trained yet.
+
+    Raises:
+        ValueError: if the scenario does not fit the model or the data is too short.
+    """
+    scenario = build_scenario(settings.scenario, settings.scenario_settings)
+    with silence():
+        module = DynamicPipelineModule(
+            layers=scenario.layers(settings.model),
+            loss_fn=scenario.loss_fn(),
+            num_stages=settings.run.num_stages or dist.get_world_size(),
+            partition_method=settings.partition_method,
+            seed_layers=True,
+            base_seed=settings.seed,
+        )
+        config = settings.deepspeed_config(dynamic=dynamic)
+        engine: Any = deepspeed.initialize(model=module, config=config)[0]
+    shape = BatchShape(
+        seq_len=settings.model.seq_len,
+        micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        num_micro_batches=engine.gradient_accumulation_steps(),
+        num_replicas=engine.mpu.get_data_parallel_world_size(),
+        replica=engine.mpu.get_data_parallel_rank(),
+    )
+    data = TokenBatches(tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size)
+    label = "dynamic" if dynamic else "static"
+    contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
+    engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))
+    return contender
+
+
+def train_in_turns(
+    contenders: Sequence[Contender], settings: Settings
+) -> Iterator[tuple[Contender, int]]:
+    """Train all runs in alternating windows, yielding (run, batch) after every batch.
+
+    The order is reversed from window to window, so that a steady drift cancels out.
+    """
+    windows = settings.run.windows()
+    for number, window in enumerate(windows):
+        timed = window.start >= settings.run.warmup_batches
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            for batch in contender.train_window(window, timed=timed):
+                yield contender, batch

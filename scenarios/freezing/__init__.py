@@ -1,0 +1,16 @@
+"""Layers that stop training, front to back: by a schedule, or once they have converged (Egeria)."""
+
+from __future__ import annotations
+
+from scenarios.freezing.egeria import EgeriaFreezing
+from scenarios.freezing.prefix import FreezingScenario, freeze_prefix, set_frozen
+from scenarios.freezing.schedule import FreezeSchedule, ScheduledFreezing
+
+__all__ = [
+    "EgeriaFreezing",
+    "FreezeSchedule",
+    "FreezingScenario",
+    "ScheduledFreezing",
+    "freeze_prefix",
+    "set_frozen",
+]

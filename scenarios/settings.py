@@ -1,0 +1,169 @@
+"""The settings of one training job, as plain values: what the entry makes of its configuration."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scenarios.gpt import GPTConfig
+
+SECTION = "dynamic_pipeline"
+
+
+def config_folder() -> Path:
+    """Find ``conf/``: inside an installed package, or beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    installed = here / "conf"
+    return installed if installed.is_dir() else here.parent / "conf"
+
+
+def load_deepspeed_json(name: str) -> dict[str, Any]:
+    """Read a DeepSpeed JSON file as it is.
+
+    Args:
+        name: a path, or the name of a file in ``conf/deepspeed_json`` without its ending.
+
+    Returns:
+        The file's content.
+
+    Raises:
+        ValueError: if there is no such file, or it holds no JSON object.
+    """
+    shipped = config_folder() / "deepspeed_json"
+    candidates = [Path(name).expanduser(), shipped / f"{name}.json"]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        known = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+        raise ValueError(f"deepspeed={name} is neither a JSON file nor one of {known}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"deepspeed={path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"deepspeed={path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``changes`` laid over it, section by section; ``None`` is no change."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            present = merged.get(key)
+            inner = merge(present if isinstance(present, Mapping) else {}, value)
+            if inner or isinstance(present, Mapping):
+                merged[key] = inner
+        elif value is not None:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long the job runs and how it is measured.
+
+    Attributes:
+        batches: batches that each of the two runs trains.
+        window: batches that one run trains before the other has its turn.
+        warmup_batches: first batches that are trained but not timed.
+        num_stages: pipeline stages; ``None`` for all ranks.
+        threads: CPU threads a rank; ``None`` for ``OMP_NUM_THREADS``, else an equal share of the
+            cores.
+    """
+
+    batches: int = 74
+    window: int = 6
+    warmup_batches: int = 2
+    num_stages: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse lengths without a meaning, all problems at once."""
+        problems = [
+            f"run.{name}={getattr(self, name)} must be at least {least}"
+            for name, least in {"batches": 1, "window": 1, "warmup_batches": 0}.items()
+            if getattr(self, name) < least
+        ]
+        if not problems and self.warmup_batches >= self.batches:
+            problems.append(
+                f"run.warmup_batches={self.warmup_batches} must be less than "
+                f"run.batches={self.batches}, or nothing is timed"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def windows(self) -> list[range]:
+        """Cut the batches into windows; the first is the warm-up, if any."""
+        starts = range(self.warmup_batches, self.batches, self.window)
+        timed = [range(start, min(start + self.window, self.batches)) for start in starts]
+        return [range(self.warmup_batches), *timed] if self.warmup_batches else timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One training job.
+
+    Attributes:
+        model: size and kind of the GPT.
+        scenario: name of the dynamism.
+        scenario_settings: its keyword arguments.
+        data_path: a user's file, or ``None`` for the text that CPython ships.
+        data_dtype: type of a raw memory map of tokens.
+        deepspeed: the DeepSpeed configuration, with its ``dynamic_pipeline`` section.
+        partition_method: the static partition, where the dynamic one starts from.
+        run: lengths and measurement.
+        seed: of weights and data.
+        output_dir: folder for results.
+    """
+
+    model: GPTConfig
+    scenario: str
+    scenario_settings: Mapping[str, Any]
+    data_path: str | None
+    data_dtype: str | None
+    deepspeed: Mapping[str, Any]
+    partition_method: str | list[int]
+    run: RunSettings
+    seed: int
+    output_dir: Path
+
+    @classmethod
+    def from_mapping(cls, config: Mapping[str, Any]) -> Settings:
+        """Read the resolved configuration of ``conf/config.yaml``.
+
+        Raises:
+            ValueError: if a value does not fit, with the value, the rule and a remedy.
+        """
+        scenario = dict(config["scenario"])
+        data = config["data"]
+        base = load_deepspeed_json(str(config["deepspeed"]))
+        try:
+            model, run = GPTConfig(**config["model"]), RunSettings(**config["run"])
+        except TypeError as error:
+            raise ValueError(f"the configuration has a key that is not known: {error}") from error
+        return cls(
+            model=model,
+            scenario=str(scenario.pop("name")),
+            scenario_settings=scenario,
+            data_path=data.get("path"),
+            data_dtype=data.get("dtype"),
+            deepspeed=merge(base, config.get("ds") or {}),
+            partition_method=config["partition_method"],
+            run=run,
+            seed=int(config["seed"]),
+            output_dir=Path(config["output_dir"]),
+        )
+
+    def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
+        """Return DeepSpeed's configuration for the dynamic run, or for the static one.
+
+        Both use the same engine and measure alike; they differ in one key.
+        """
+        section: dict[str, Any] = {"enabled": True}
+        if not dynamic:
+            section["rebalance_every"] = "never"
+        return merge(self.deepspeed, {SECTION: section})

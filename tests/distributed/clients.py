@@ -1,0 +1,51 @@
+"""Client optimizers and schedulers: with two groups, of which some stages have no parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.distributed.models import client
+
+
+def two_groups(parameters: Any) -> list[dict[str, Any]]:
+    decay = [p for p in parameters if p.dim() > 1]
+    rest = [p for p in parameters if p.dim() <= 1]
+    return [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+
+
+@client
+def adamw_object(module: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.AdamW(two_groups(list(module.parameters())), lr=0.01)}
+
+
+@client
+def adamw_object_scheduler(module: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(two_groups(list(module.parameters())), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@client
+def adamw_callable(module: nn.Module) -> dict[str, Any]:
+    del module
+    return {
+        "optimizer": lambda parameters: torch.optim.AdamW(two_groups(parameters), lr=0.01),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s),
+    }
+
+
+@client
+def adamw_no_empty_groups(module: nn.Module) -> dict[str, Any]:
+    """A client that leaves out a group when its stage has no parameter of it."""
+    groups = [g for g in two_groups(list(module.parameters())) if g["params"]]
+    return {"optimizer": torch.optim.AdamW(groups, lr=0.01)}
+
+
+@client
+def cpu_adam(module: nn.Module) -> dict[str, Any]:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return {"optimizer": DeepSpeedCPUAdam(two_groups(list(module.parameters())), lr=0.01)}

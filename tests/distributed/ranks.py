@@ -1,0 +1,146 @@
+"""Run a function on several gloo ranks, each a process of its own, and bring back what they return.
+
+The one multi-process helper of the suite. Processes are forked from a server that has already imported
+torch and DeepSpeed, so that starting a rank takes milliseconds. A rank that raises is reported with its
+traceback; when ranks are stuck, the error names them and where they are.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.distributed.preload"])
+
+
+class RankFailure(AssertionError):
+    """Some rank raised, died or did not finish in time."""
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a gloo world.
+
+    Args:
+        function: importable by name from a test module.
+        num_ranks: world size.
+        *args: picklable arguments.
+        timeout_s: after which the ranks that are still running are named and killed.
+
+    Returns:
+        What the ranks returned, by rank.
+
+    Raises:
+        RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
+    """
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_Rank(r, num_ranks, port, function, args, Path(folder)) for r in range(num_ranks)]
+        _collect(ranks, timeout_s)
+        failures = [r.failure() for r in ranks]
+        if any(failures):
+            raise RankFailure("\n".join(text for text in failures if text))
+        return [r.result for r in ranks]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class _Rank:
+    def __init__(
+        self, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any, folder: Path
+    ) -> None:
+        self.rank, self.result, self.error, self.stuck = rank, None, "", False
+        self.log = folder / f"rank{rank}.log"
+        self.pipe, theirs = _context.Pipe(duplex=False)
+        self.process = _context.Process(
+            target=_run, args=(theirs, str(self.log), rank, num_ranks, port, function, args), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> bool:
+        """Take the rank's answer; false if it failed."""
+        try:
+            ok, payload = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            ok, payload = False, f"died with exit code {self.process.exitcode}\n{self.tail()}"
+        if ok:
+            self.result = pickle.loads(payload)
+        else:
+            self.error = payload
+        return bool(ok)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+    def failure(self) -> str:
+        if self.stuck:
+            return f"rank {self.rank} did not finish in time; it was here:\n{self.tail()}"
+        return f"rank {self.rank}: {self.error}" if self.error else ""
+
+
+def _collect(ranks: list[_Rank], timeout_s: float) -> None:
+    pending = {r.pipe: r for r in ranks}
+    deadline = time.monotonic() + timeout_s
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(pending), timeout=left):
+            if not pending.pop(pipe).receive():  # type: ignore[call-overload]
+                # The others may wait for it for ever; a short grace shows errors of their own.
+                deadline = min(deadline, time.monotonic() + 5)
+    for r in pending.values():
+        # After another rank's failure, those left are its victims, not the cause.
+        r.stuck = not any(other.error for other in ranks)
+        r.process.kill()
+    for r in ranks:
+        r.process.join()
+
+
+def _run(
+    pipe: Any, log: str, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
+) -> None:
+    stream = open(log, "w", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    faulthandler.dump_traceback_later(float(os.environ.get("DYNPIPE_DUMP_S", "60")), repeat=True, file=stream)
+    try:
+        _init(rank, num_ranks, port)
+        buffer = io.BytesIO()
+        pickle.dump(function(rank, *args), buffer)
+        pipe.send((True, buffer.getvalue()))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+        stream.flush()
+        os._exit(0)
+
+
+def _init(rank: int, num_ranks: int, port: int) -> None:
+    import deepspeed
+    import torch
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(1234)
+    deepspeed.init_distributed("gloo", verbose=False)

@@ -1,0 +1,151 @@
+"""From configuration files to plain settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dynpipe_ds.config import parse_config
+from scenarios.scenario import build_scenario
+from scenarios.settings import (
+    RunSettings,
+    Settings,
+    config_folder,
+    load_deepspeed_json,
+    merge,
+)
+
+CONF = config_folder()
+
+
+def names(group: str, ending: str = "yaml") -> list[str]:
+    """List the choices in a folder of conf/."""
+    return sorted(path.stem for path in (CONF / group).glob(f"*.{ending}"))
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    with initialize_config_dir(config_dir=str(CONF), version_base=None):
+        yield
+
+
+def settings(*overrides: str) -> Settings:
+    """Compose the configuration as the entry does."""
+    values: Any = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+    return Settings.from_mapping(values)
+
+
+@pytest.mark.parametrize("deepspeed", names("deepspeed_json", "json"))
+@pytest.mark.parametrize("model", names("model"))
+@pytest.mark.parametrize("scenario", names("scenario"))
+def test_every_configuration_composes(scenario: str, model: str, deepspeed: str) -> None:
+    """Every file of conf/ with every other one: the scenario fits the model, the JSON is valid."""
+    found = settings(f"scenario={scenario}", f"model={model}", f"deepspeed={deepspeed}")
+    specs = build_scenario(found.scenario, found.scenario_settings).layers(found.model)
+    assert len(specs) == found.model.depth + 2
+    for dynamic in (False, True):
+        section = parse_config(found.deepspeed_config(dynamic=dynamic))
+        assert section.enabled
+        assert (section.rebalance_every == "never") is not dynamic
+    assert found.output_dir == Path("outputs") / scenario
+
+
+@pytest.mark.parametrize("scenario", names("scenario"))
+def test_scenarios_say_how_to_run_them(scenario: str) -> None:
+    """The first comment is the command; an example of an override follows."""
+    text = (CONF / "scenario" / f"{scenario}.yaml").read_text(encoding="utf-8")
+    comment = re.match(r"(#.*\n)+", text)
+    assert comment is not None
+    command = f"--module scenarios.train scenario={scenario}\n"
+    assert command in comment[0] and comment[0].startswith("# deepspeed --no_local_rank")
+    assert f"… scenario={scenario} " in comment[0]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        "scenario=none run.batches=20 partition_method=[0,4,14]",
+        "scenario=freezing scenario.batches=[10,30] scenario.frozen=[3,0.5]",
+        "scenario=freezing_egeria scenario.tolerance=0.1 scenario.evaluate_every=5",
+        "data=text data.path=tokens.bin data.dtype=uint16 model.vocab_size=50257",
+        "ds.gradient_accumulation_steps=4 +ds.optimizer.params.lr=3e-4",
+    ],
+)
+def test_examples_of_the_comments_work(example: str) -> None:
+    """Each override that a comment shows is accepted."""
+    settings(*example.split())
+
+
+def test_deepspeed_json_is_read_as_it_is_and_can_be_overridden(tmp_path: Path) -> None:
+    """The user's own file, plus keys from the command line; the file is not changed."""
+    content = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {}}}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert settings(f"deepspeed={path}").deepspeed == content
+    changed = settings(
+        f"deepspeed={path}",
+        "ds.train_micro_batch_size_per_gpu=1",
+        "+ds.optimizer.params.lr=0.5",
+        "ds.dynamic_pipeline.rebalance_every=4",
+    )
+    assert changed.deepspeed == {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "dynamic_pipeline": {"rebalance_every": 4},
+    }
+    assert changed.deepspeed_config(dynamic=True)["dynamic_pipeline"] == {
+        "rebalance_every": 4,
+        "enabled": True,
+    }
+
+
+def test_deepspeed_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """The message names the file and the choices."""
+    with pytest.raises(ValueError, match="nowhere is neither a JSON file nor one of .*fp32_adamw"):
+        load_deepspeed_json("nowhere")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="broken.json is not valid JSON"):
+        load_deepspeed_json(str(broken))
+    broken.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="must hold a JSON object, not list"):
+        load_deepspeed_json(str(broken))
+
+
+def test_merge() -> None:
+    """Sections are merged, values replaced, None and empty sections leave what is there."""
+    base = {"a": 1, "b": {"c": 2, "d": [1, 2]}}
+    assert merge(base, {"a": None, "b": {"c": 3, "d": None}, "e": {"f": None}}) == {
+        "a": 1,
+        "b": {"c": 3, "d": [1, 2]},
+    }
+    assert merge(base, {"b": {"d": [9]}, "e": {"f": 1}})["b"]["d"] == [9]
+    assert base == {"a": 1, "b": {"c": 2, "d": [1, 2]}}
+
+
+def test_windows_cover_every_batch_once() -> None:
+    """The warm-up is a window of its own; the last window may be shorter."""
+    run = RunSettings(batches=11, window=4, warmup_batches=2)
+    assert run.windows() == [range(2), range(2, 6), range(6, 10), range(10, 11)]
+    assert RunSettings(batches=3, window=8, warmup_batches=0).windows() == [range(3)]
+
+
+def test_lengths_without_a_meaning() -> None:
+    """All problems in one message."""
+    with pytest.raises(ValueError, match="run.batches=0 .*; run.window=0"):
+        RunSettings(batches=0, window=0)
+    with pytest.raises(ValueError, match="warmup_batches=5 must be less than run.batches=5"):
+        RunSettings(batches=5, warmup_batches=5)
+
+
+def test_unknown_keys_are_named() -> None:
+    """A key that Hydra was made to accept with + is still checked."""
+    with pytest.raises(ValueError, match="key that is not known.*'width'"):
+        settings("+model.width=3")

@@ -1,0 +1,75 @@
+"""The training entry under the launcher, as a newcomer starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry on two ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [launcher, "--no_local_rank", "--num_accelerators", "2", "--master_port", port]
+    command += ["--module", "scenarios.train", "model=gpt_tiny", "model.depth=4", *overrides]
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
+    """Table, picture, results and one line a re-partition; both runs have equal bits."""
+    before = sorted(path.name for path in ROOT.iterdir())
+    done = launch(
+        "scenario=freezing",
+        "scenario.batches=[3,6]",
+        "run.batches=10",
+        "run.window=2",
+        "partition_method=[0,1,6]",  # so bad that it must change
+        "ds.dynamic_pipeline.rebalance_every=2",
+        "ds.dynamic_pipeline.min_gain=0",
+        f"output_dir={tmp_path / 'out'}",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"re-partition after batch \d+: \[0, 1, 6\] -> .* took", done.stdout)
+    assert "equal bits (10)" in done.stdout
+    assert "frozen layers: 3 of 6" in done.stdout
+    assert "10/10" not in done.stderr and "20/20" in done.stderr, "one progress bar"
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    static, dynamic = results["runs"]
+    assert results["losses_equal_bits"] and static["losses"] == dynamic["losses"]
+    assert len(static["losses"]) == 10 and static["losses"][-1] < static["losses"][0]
+    assert static["boundaries"] == [0, 1, 6] != dynamic["boundaries"]
+    assert static["num_rebalances"] == 0 < dynamic["num_rebalances"]
+    assert 0 < static["bubble_ratio"] < 1 and dynamic["profiling_s"] > 0
+    assert dynamic["tokens"] == 8 * 16 * 32
+    assert (tmp_path / "out" / "stage_times.png").stat().st_size > 10_000
+    assert "speedup" in (tmp_path / "out" / "table.txt").read_text(encoding="utf-8")
+    assert sorted(path.name for path in ROOT.iterdir()) == before, "no folder of Hydra's"
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
+    """No traceback, said once, and the launcher stops."""
+    done = launch("data=text", f"data.path={tmp_path / 'nowhere.txt'}")
+    assert done.returncode != 0
+    assert done.stderr.count("nowhere.txt does not exist: give a text file") == 1
+    assert "Traceback" not in done.stderr
