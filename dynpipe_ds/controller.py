@@ -44,7 +44,7 @@ EVIDENCE = 4
 Two odd batches can mislead a median of three; four in a row are no accident.
 """
 
-CONFIDENCE = 4.0
+CONFIDENCE = 4.5
 """A gain that the median of n batches shows must exceed ``CONFIDENCE * noise / n ** (1/3)``.
 
 That is 2.5 standard deviations of one batch at n = 4, one at n = 64. It falls slower than the
@@ -295,7 +295,7 @@ def noise_of(series: Sequence[float]) -> float:
     differences = sorted(abs(new - old) for old, new in pairwise(series))
     if not differences:
         return 0.0
-    caution = 1.0 + 2.0 / len(differences)
+    caution = 1.0 + 4.0 / len(differences)
     quiet = differences[: math.ceil(_QUIET_SHARE * len(differences))]
     return caution * fmean(quiet) / (_QUIET_MEAN * math.sqrt(2.0))
 

@@ -63,8 +63,9 @@ class RebalanceEvent:
 
     def __str__(self) -> str:
         return (
-            f"re-partition after batch {self.batch}: {list(self.before)} -> {list(self.after)}, predicted gain "
-            f"{self.predicted_gain:.1%}, {self.bytes_moved / 2**20:.1f} MiB moved, took {self.seconds:.3f} s"
+            f"re-partition after batch {self.batch}: {list(self.before)} -> {list(self.after)}, "
+            f"predicted gain {self.predicted_gain:.1%}, {self.bytes_moved / 2**20:.1f} MiB moved, "
+            f"took {self.seconds:.3f} s"
         )
 
 
@@ -293,9 +294,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return
         started = time.perf_counter()
         plan = self._plan()
-        profile = self.profile
-        assert profile is not None
-        decision = self._controller.worth_it(plan, profile)
+        decision = self._controller.worth_it(plan, self._planning_profile())
         plan_s = time.perf_counter() - started
         if decision.rebalance:
             self._move_to(plan, plan_s)
@@ -320,8 +319,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return plan
 
     def _choose(self) -> Plan:
-        profile, config = self.profile, self.dynamic_config
-        assert profile is not None
+        config, profile = self.dynamic_config, self._planning_profile()
         memory = None
         if config.memory_cap_bytes is not None:
             memory = StageMemory(
@@ -332,6 +330,11 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             profile, self.num_stages, current=self.partition, pinned=self._pinned, memory=memory,
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
         )
+
+    def _planning_profile(self) -> PipelineProfile:
+        """The smoothed profile with layer times as on a worker of speed 1."""
+        config = self.dynamic_config
+        return smooth(self._window, config.smoothing, speeds=config.stage_speeds)
 
     def _move_to(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
         self.overhead.planning_s += plan_s
@@ -445,8 +448,8 @@ def _runtime_method(config: DynamicPipelineConfig, module: DynamicPipelineModule
     agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
     if section_says and not agrees:
         raise ValueError(
-            f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for {from_section}; "
-            "remove one of the two"
+            f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for "
+            f"{from_section}; remove one of the two"
         )
     return chosen
 

@@ -68,7 +68,7 @@ class GradientNorm:
     def _counts(self, parameter: nn.Parameter) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):
             return False  # a tied copy, counted where its key first occurs
-        return self._grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter)
+        return bool(self._grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter))
 
     def install(self, optimizer: Any) -> None:
         """Make a DeepSpeed optimizer clip, and check for overflow, by this norm.
@@ -84,7 +84,8 @@ class GradientNorm:
     def _zero_norm(self, optimizer: DeepSpeedZeroOptimizer) -> Tensor:
         def gradients() -> Gradients:
             for i, parameters in enumerate(optimizer.params_in_partition):
-                pieces = (g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False))
+                gradients_and_padding = optimizer.averaged_gradients[i]
+                pieces = (g for g in gradients_and_padding if not getattr(g, "_zero_padding", False))
                 yield from zip(parameters, pieces, strict=False)
 
         norm = self(gradients(), sharded=True)

@@ -146,13 +146,14 @@ def reduce_tied_gradients(engine: Any) -> None:
         mine = [layer for layer in layers if layer in module.local_layers()]
         partners = sorted(set(owners) - {engine.stage_id})
         trainable = torch.tensor(
-            [float(w.requires_grad) for layer in mine for w in module.tied_weights(layer)], device=engine.device
+            [float(w.requires_grad) for layer in mine for w in module.tied_weights(layer)],
+            device=engine.device,
         )
         flags = _swap(engine, trainable.mean().view(1), dict.fromkeys(partners, 1))
         if any(bool(flag != trainable[0]) for flag in (trainable.mean(), *flags.values())):
             raise ValueError(
-                f"tied layers {layers} (key {key!r}) are frozen on one place and trained on another; freeze or "
-                "unfreeze all of them together"
+                f"tied layers {layers} (key {key!r}) are frozen in one place and trained in another; "
+                "freeze or unfreeze all of them together"
             )
         if trainable[0]:
             for i in range(len(module.tied_weights(mine[0]))):

@@ -29,6 +29,7 @@ class DepartedLayer:
         self.__name__ = name
 
     def __call__(self, *_: Any) -> Any:
+        """Refuse to run."""
         raise RuntimeError(f"{self.__name__} lives on another stage and can't run here")
 
 
@@ -66,6 +67,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         self.recorder: BatchRecorder | None = None
         self._is_dynamic = False
         self._layers: dict[int, nn.Module] = {}
+        self.parts: list[int] = []
         super().__init__(*args, **kwargs)
 
     # -- the first partition ------------------------------------------------------------------
@@ -100,7 +102,8 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
                     f"{self._num_layers}; pass the profile of this model, or none"
                 )
             return self.initial_profile
-        counts = self._count_layer_params() if self.partition_method.needs_parameters else None
+        method = self.partition_method
+        counts = self._count_layer_params() if method is None or method.needs_parameters else None
         return profile_from_parameters(
             counts or [1] * self._num_layers, names=self.layer_names(), num_stages=self.num_stages
         )
@@ -169,7 +172,8 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         for layer in self.local_indices():
             self._modules.pop(str(layer), None)
         self.tied_modules.clear()
-        self.forward_funcs, self.fwd_map = [], {}
+        self.forward_funcs: list[Any] = []
+        self.fwd_map: dict[str, int] = {}
         self.parts = list(boundaries)
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
         self._layers = dict(layers)
@@ -179,7 +183,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             if isinstance(self._layer_specs[layer], nn.Module):
                 self._layer_specs[layer] = DepartedLayer(_layer_name(self._layer_specs[layer]))
         self._mark_tied_copies()
-        self.is_checkpointable_results = []
+        self.is_checkpointable_results: list[bool] = []
         self.is_checkpointable_results_interval = None
         self._precompute_checkpointable_values()
 
@@ -227,7 +231,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             for layer in layers[1:]:
                 if layer in self._layers:
                     for weight in self.tied_weights(layer):
-                        weight.ds_pipe_replicated = True
+                        weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
     def _synchronize_tied_weights(self) -> None:
         if not self._is_dynamic:

@@ -18,9 +18,9 @@ from dynpipe_ds.partition import (
     plan_from_boundaries,
     run_partitioner,
 )
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.profile import Cost, LayerProfile, PipelineProfile
 
-COSTS = ("time", "parameters")
+COSTS: tuple[Cost, ...] = ("time", "parameters")
 DEEPSPEED_NAMES = ("uniform", "parameters", "type:<regex>")
 
 
@@ -42,7 +42,7 @@ class PartitionMethod:
     boundaries: tuple[int, ...] | None = None
     function: Callable[[PipelineProfile, int], Any] | None = None
     partitioner: str | None = None
-    cost: str | None = None
+    cost: Cost | None = None
 
     @classmethod
     def parse(cls, method: Any) -> PartitionMethod:
@@ -72,9 +72,10 @@ class PartitionMethod:
         if lowered == "profile":
             return cls(partitioner="optimal", cost="time")
         partitioner, colon, cost = name.partition(":")
-        if not colon or partitioner not in partitioner_names() or cost not in COSTS:
-            raise ValueError(f"partition_method {name!r} is not {_choices()}")
-        return cls(partitioner=partitioner, cost=cost)
+        for known in COSTS:
+            if colon and partitioner in partitioner_names() and cost == known:
+                return cls(partitioner=partitioner, cost=known)
+        raise ValueError(f"partition_method {name!r} is not {_choices()}")
 
     @property
     def is_deepspeed(self) -> bool:
@@ -127,7 +128,7 @@ class PartitionMethod:
                 layer_bytes=layer_bytes, memory=memory, pinned=pinned, speeds=speeds,
                 allow_empty=allow_empty,
             )
-        chosen = self.boundaries if self.function is None else self.function(profile, num_stages)
+        chosen: Any = self.boundaries if self.function is None else self.function(profile, num_stages)
         boundaries = check_boundaries(
             chosen, num_layers=len(costs), num_stages=num_stages, pinned=pinned, allow_empty=allow_empty
         )
@@ -143,7 +144,7 @@ class PartitionMethod:
         return self.deepspeed_name or str(list(self.boundaries or ()))
 
 
-def _known_costs(profile: PipelineProfile, cost: str) -> list[float]:
+def _known_costs(profile: PipelineProfile, cost: Cost) -> list[float]:
     costs = list(profile.costs(cost))
     if not any(costs):
         costs = list(profile.costs("parameters"))
@@ -152,9 +153,9 @@ def _known_costs(profile: PipelineProfile, cost: str) -> list[float]:
 
 def _choices() -> str:
     return (
-        f"one of DeepSpeed's {', '.join(DEEPSPEED_NAMES)}; 'profile'; '<partitioner>:<cost>' with partitioner "
-        f"{', '.join(partitioner_names())} and cost {', '.join(COSTS)}; a list of boundaries; or a callable "
-        "(profile, num_stages) -> boundaries"
+        f"one of DeepSpeed's {', '.join(DEEPSPEED_NAMES)}; 'profile'; '<partitioner>:<cost>' with "
+        f"partitioner {', '.join(partitioner_names())} and cost {', '.join(COSTS)}; a list of boundaries; "
+        "or a callable (profile, num_stages) -> boundaries"
     )
 
 

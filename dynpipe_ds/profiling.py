@@ -140,7 +140,7 @@ class BatchRecorder:
             inputs = {id(t) for t in _tensors(x)}
             for tensor in _tensors(y):
                 if tensor.grad_fn is not None and id(tensor) not in inputs:
-                    tensor.register_hook(partial(self._gradient_ready, layer))
+                    tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
         return y
 
     def checkpoint(self, layer: int, inputs: Sequence[Any]) -> None:

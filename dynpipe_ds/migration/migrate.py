@@ -59,6 +59,10 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
+        self._commit(self._exchange_layers())
+
+    def _exchange_layers(self) -> dict[int, _Arrival]:
+        """Everything up to the layers that came, put together but not yet in use."""
         packages = self._together(self._pack)
         skeletons = self._exchange_skeletons(packages)
         tensors = self._together(lambda: self._allocate(skeletons))
@@ -66,8 +70,7 @@ class Migration:
         arrivals = self._together(lambda: self._unpack(skeletons, tensors))
         for package in packages.values():
             warn_lost(package.warnings)
-        del packages, skeletons, tensors
-        self._commit(arrivals)
+        return arrivals
 
     def _together(self, action: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, fail on all."""
@@ -79,8 +82,8 @@ class Migration:
         message = first_error(error, self._engine.device)
         if message is not None:
             raise MigrationError(
-                f"changing the partition from {self._module.boundaries} to {self._target} failed and was undone "
-                f"on every rank ({message})"
+                f"changing the partition from {self._module.boundaries} to {self._target} failed and was "
+                f"undone on every rank ({message})"
             ) from error
         return result
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.migration.parameter_groups import ParameterGroups
@@ -92,15 +93,18 @@ class StageOptimizer(ABC):
         """
 
     def before_step(self) -> None:
-        """Called right before every optimizer step."""
+        """Get ready for an optimizer step, which follows at once."""
+        prime_cpu_adam(self.groups.optimizer)
 
 
 class PlainOptimizer(StageOptimizer):
     """One state entry a parameter: torch optimizers, DeepSpeed's fused and CPU Adam."""
 
+    @override
     def export(self, parameter: nn.Parameter) -> State:
         return dict(self.groups.optimizer.state.get(parameter, {}))
 
+    @override
     def prepare(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
         optimizer, departed = self.groups.optimizer, list(departed)
         self._before = (
@@ -115,12 +119,14 @@ class PlainOptimizer(StageOptimizer):
             optimizer.state.pop(parameter, None)
             parameter.grad = None
 
+    @override
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
         for parameter, state in states.items():
             if state:
                 self.groups.optimizer.state[parameter] = state
         self._before = None
 
+    @override
     def rollback(self) -> None:
         if self._before is None:
             return
@@ -132,26 +138,27 @@ class PlainOptimizer(StageOptimizer):
         optimizer.state.update(state)
         self._before = None
 
+    @override
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad
 
+    @override
     def state_bytes(self, parameter: nn.Parameter) -> int:
         state = self.groups.optimizer.state.get(parameter, {})
-        return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.numel() == parameter.numel())
-
-    def before_step(self) -> None:
-        prime_cpu_adam(self.groups.optimizer)
+        return sum(v.nbytes for v in state.values() if isinstance(v, Tensor))
 
 
 class FlatOptimizer(StageOptimizer):
     """One flat fp32 buffer a parameter group, sharded over replicas: ZeRO-1 and bf16."""
 
+    @override
     def export(self, parameter: nn.Parameter) -> State:
         if not self._is_flat(parameter):
             return {}
         mapping, flat = parameter._hp_mapping, self._flat_of(parameter)  # type: ignore[attr-defined]
         return _full_state(parameter, mapping, parameter._dp_group, self._flat_state(flat))  # type: ignore[attr-defined]
 
+    @override
     def prepare(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
         kept_flats = {p: self._flat_of(p) for p in self.groups.index if self._is_flat(p)}
@@ -188,6 +195,7 @@ class FlatOptimizer(StageOptimizer):
         wrapper.__dict__ = fresh.__dict__
         wrapper.register_grad_acc_post_hook(self.engine._backward_post_hook)
 
+    @override
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
         if self._template:
@@ -210,6 +218,7 @@ class FlatOptimizer(StageOptimizer):
             _write_state(parameter, state)
         self._sources, self._before = {}, None
 
+    @override
     def rollback(self) -> None:
         if self._before is None:
             return
@@ -222,12 +231,14 @@ class FlatOptimizer(StageOptimizer):
             snapshot.restore()
         self._before = None
 
+    @override
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if self.engine.using_bf16_optimizer:
             return getattr(parameter, "_hp_grad", None)
         accumulated = getattr(parameter, "grad_accum", None)
         return parameter.grad if accumulated is None else accumulated
 
+    @override
     def state_bytes(self, parameter: nn.Parameter) -> int:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None or not parameter.requires_grad:
@@ -235,10 +246,7 @@ class FlatOptimizer(StageOptimizer):
         flat_state = self._flat_state(self._flat_of(parameter))
         moments = [v for v in flat_state.values() if isinstance(v, Tensor) and v.numel() > 1]
         elements = int(mapping.hp_fragment_address.numel)
-        return elements * (mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
-
-    def before_step(self) -> None:
-        prime_cpu_adam(self.groups.optimizer)
+        return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
     def _wrap(self, basic: torch.optim.Optimizer) -> Any:
         if self.engine.using_bf16_optimizer:
@@ -255,7 +263,8 @@ class FlatOptimizer(StageOptimizer):
         return self._flats()[self.groups.index[parameter]]
 
     def _flat_state(self, flat: Tensor) -> State:
-        return self.groups.optimizer.state.get(flat, {})
+        state: State = self.groups.optimizer.state.get(flat, {})
+        return state
 
 
 class _ParameterSnapshot:

@@ -8,6 +8,7 @@ they came from. What arrives is the layer as it was, not as its ``LayerSpec`` wo
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 import types
 import warnings
@@ -76,7 +77,7 @@ class TensorSpec:
         for name, value in self.attributes.items():
             setattr(parameter, name, value)
         for hook in self.hooks:
-            parameter.register_hook(hook)
+            parameter.register_hook(hook)  # type: ignore[no-untyped-call]
         return parameter
 
 
@@ -95,7 +96,7 @@ class Package:
     warnings: tuple[str, ...] = ()
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
@@ -120,7 +121,7 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-class _Unpickler(cloudpickle.pickle.Unpickler):  # type: ignore[misc,name-defined]
+class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors

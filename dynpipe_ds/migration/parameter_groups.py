@@ -80,7 +80,6 @@ def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
         ValueError: on every rank, if the groups can't be matched.
     """
     mine = [_signature(group) for group in optimizer.param_groups]
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (mine, settings))
@@ -90,9 +89,9 @@ def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
     for rank, signatures in enumerate(everyone):
         if len(set(signatures)) != len(signatures):
             raise ValueError(
-                f"the optimizer's parameter groups differ between ranks and rank {rank} has two with the same "
-                f"settings ({signatures}), so they can't be matched; give every rank the same groups in the "
-                "same order (an empty 'params' list is fine)"
+                f"the optimizer's parameter groups differ between ranks and rank {rank} has two with the "
+                f"same settings ({signatures}), so they can't be matched; give every rank the same groups "
+                "in the same order (an empty 'params' list is fine)"
             )
     union: dict[str, dict[str, Any]] = {}
     for signatures, their_settings in gathered:

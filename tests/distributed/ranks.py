@@ -30,7 +30,9 @@ class RankFailure(AssertionError):
     """Some rank raised, died or did not finish in time."""
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
     Args:

@@ -1,0 +1,44 @@
+# make run     train the main job with a static and a dynamic partition and compare them
+# make test    run the whole test suite
+# make lint    ruff and mypy
+# Each makes the environment in .venv first if it is missing.
+
+PYTHON   ?= python3
+TORCH    ?= torch==2.13.0
+SCENARIO ?= freezing
+RANKS    ?= 2
+ARGS     ?=
+VENV     := .venv
+BIN      := $(VENV)/bin
+READY    := $(VENV)/.ready
+
+.PHONY: env run test lint bench clean
+env: $(READY)
+
+# torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
+$(READY): setup.py
+	@command -v g++ >/dev/null || { echo "g++ is missing; DeepSpeed compiles with it: apt-get install g++"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $(READY)
+
+# DeepSpeed finds its compiler's helper (ninja) on the PATH.
+run: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
+	  $(BIN)/deepspeed --no_local_rank --num_accelerators $(RANKS) --module scenarios.train scenario=$(SCENARIO) $(ARGS)
+
+test: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.migration.main
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.profiling.main
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info outputs

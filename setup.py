@@ -1,0 +1,31 @@
+"""Installer of dynpipe_ds: ``pip install -e .[dev]``."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+
+setup(
+    name="dynpipe_ds",
+    version="0.1.0",
+    description="Dynamic pipeline parallelism for DeepSpeed: stage boundaries that move while a model trains",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["dynpipe_ds", "dynpipe_ds.*", "scenarios", "scenarios.*"]),
+    package_data={"dynpipe_ds": ["py.typed"]},
+    install_requires=[
+        "torch>=2.4",
+        "deepspeed>=0.19,<0.20",
+        "numpy",
+        "pydantic>=2",
+        "cloudpickle>=3",
+        "hydra-core>=1.3",
+        "matplotlib>=3.8",
+        "tqdm",
+        "ninja",  # DeepSpeed compiles its CPU operations with it
+    ],
+    extras_require={"dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11"]},
+)
