@@ -1,0 +1,1 @@
+"""Benchmarks: one folder an experiment, each printing its own baseline."""

@@ -40,6 +40,7 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
-        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--module", module, *args,
+        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--log_level", "error",
+        "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

@@ -93,6 +93,10 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         *args: arguments of ``PipelineEngine``.
         **kwargs: keyword arguments of ``PipelineEngine``; ``model`` and ``config_class`` by keyword.
 
+    Attributes:
+        profiling: whether batches are profiled; set it to ``False`` (on every rank) to do without
+            profiles, and so without automatic re-partitions, for a while.
+
     Raises:
         ValueError: on every rank, if the section or the optimizer can't be used, with all problems.
     """
@@ -127,6 +131,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         )
         same_everywhere(self.partition, "the first partition", self.device)
         self.overhead = Overhead()
+        self.profiling = True
         self._recorder = BatchRecorder()
         self._controller = Controller(self.dynamic_config)
         self._window: list[PipelineProfile] = []
@@ -241,6 +246,9 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return super().train_batch(data_iter)
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
+        if not self.profiling:
+            self._batch += 1
+            return super().train_batch(data_iter)
         meter = activation_meter(self.module) if self._batch % _ACTIVATIONS_EVERY == 0 else None
         self.module.recorder = self._recorder
         self._recorder.start(meter)

@@ -121,7 +121,7 @@ class PartitionMethod:
             ValueError: if a callable's or the user's boundaries break a rule.
         """
         costs = _known_costs(profile, self.cost or "time")
-        layer_bytes = profile.state_bytes()
+        layer_bytes = profile.moved_bytes()
         if self.partitioner is not None:
             return run_partitioner(
                 get_partitioner(self.partitioner), costs, num_stages, current=current,

@@ -180,8 +180,12 @@ class PipelineProfile:
         raise ValueError(f"cost = {cost!r}: must be 'time' or 'parameters'")
 
     def state_bytes(self) -> list[int]:
-        """Bytes of every layer that live between batches, and travel when it moves."""
+        """Bytes of every layer that a stage holds all the time, gradients included."""
         return [layer.state_bytes for layer in self.layers]
+
+    def moved_bytes(self) -> list[int]:
+        """Bytes of every layer that travel when it moves: no gradients, there are none between batches."""
+        return [layer.parameter_bytes + layer.optimizer_state_bytes for layer in self.layers]
 
     def activation_bytes(self) -> list[int]:
         """Bytes of every layer that one micro-batch in flight holds."""

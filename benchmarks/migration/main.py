@@ -1,6 +1,6 @@
 """What one re-partition costs, by optimizer, next to a training batch of the same model in the same run.
 
-    python -m benchmarks.migration.main [--depth 12 --hidden 256 --moves 6]
+python -m benchmarks.migration.main [--depth 12 --hidden 256 --moves 6]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[list[float], list[f
     from dynpipe_ds import DynamicPipelineModule
     from scenarios.gpt import GPTConfig, gpt_layers, loss_fn
 
-    model = GPTConfig(depth=options.depth, hidden=options.hidden, max_length=options.length)
+    model = GPTConfig(depth=options.depth, hidden=options.hidden, seq_len=options.length)
     torch.manual_seed(1)
     module = DynamicPipelineModule(
         gpt_layers(model), num_stages=2, loss_fn=loss_fn, partition_method="uniform"

@@ -1,0 +1,1 @@
+"""What profiling every batch costs."""

@@ -1,6 +1,6 @@
 """What profiling every batch costs: batches with the recorder on against batches with it off, in turns.
 
-    python -m benchmarks.profiling.main [--batches 30 --hidden 512]
+python -m benchmarks.profiling.main [--batches 30 --hidden 512]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def build(options: argparse.Namespace) -> Any:
     from scenarios.gpt import GPTConfig, gpt_layers, loss_fn
 
     torch.manual_seed(1)
-    model = GPTConfig(depth=options.depth, hidden=options.hidden, max_length=options.length)
+    model = GPTConfig(depth=options.depth, hidden=options.hidden, seq_len=options.length)
     module = DynamicPipelineModule(
         gpt_layers(model), num_stages=2, loss_fn=loss_fn, partition_method="uniform"
     )
@@ -70,8 +70,8 @@ def main() -> None:
         off, on = statistics.median(seconds[False]), statistics.median(seconds[True])
         pairs = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]
         share = engine.overhead.profiling_s / sum(seconds[True])
-        print(f"hidden {options.hidden}, {layer_s * 1e3:.1f} ms a layer and micro-batch, medians of {options.batches}")
-        print("| batch without profiling, s | with profiling, s | difference, median of pairs | own accounting |")
+        print(f"hidden {options.hidden}, {layer_s * 1e3:.1f} ms a layer and micro-batch")
+        print("| batch without profiling, s | with, s | difference, median of pairs | own accounting |")
         print("|---|---|---|---|")
         print(f"| {off:.4f} | {on:.4f} | {statistics.median(pairs):+.2%} | {share:.2%} |")
     torch.distributed.destroy_process_group()

@@ -21,6 +21,9 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dynpipe_ds.migration.transport import memory_order
 
 # Attributes that DeepSpeed's optimizer wrappers put on a parameter. They point into flat buffers,
 # process groups and the optimizer itself; the new owner's optimizer makes its own.
@@ -47,6 +50,7 @@ class TensorSpec:
 
     Attributes:
         shape: its sizes.
+        stride: its strides, dense: kernels choose by layout, so another one could mean other bits.
         dtype: its element type.
         on_host: whether it lives in host memory (else on the stage's accelerator).
         is_parameter: whether it is an ``nn.Parameter``.
@@ -56,6 +60,7 @@ class TensorSpec:
     """
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     on_host: bool
     is_parameter: bool
@@ -70,7 +75,7 @@ class TensorSpec:
             device: the receiving stage's device, used unless the tensor lives in host memory.
         """
         where = torch.device("cpu") if self.on_host else device
-        data = torch.empty(self.shape, dtype=self.dtype, device=where)
+        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
         if not self.is_parameter:
             return data.requires_grad_(self.requires_grad)
         parameter = nn.Parameter(data, requires_grad=self.requires_grad)
@@ -87,7 +92,8 @@ class Package:
 
     Attributes:
         skeleton: pickled object graph, tensors replaced by their index.
-        tensors: the tensors, by index; contiguous, detached.
+        tensors: the tensors, by index; detached, and contiguous by taking their dimensions in the
+            order in which they lie in memory.
         warnings: what could not be carried, one sentence each.
     """
 
@@ -109,7 +115,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if id(obj) not in self._index:
             self._index[id(obj)] = len(self.tensors)
             self.sources.append(obj)  # keeps the id alive
-            self.tensors.append(obj.detach().contiguous())
+            self.tensors.append(obj.detach().permute(memory_order(_dense_stride(obj))).contiguous())
         return self._index[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
@@ -128,6 +134,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> Tensor:
         return self._tensors[pid]
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides, without the gaps and repetitions of a slice or an expanded tensor."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _carries(value: Any) -> bool:
@@ -181,6 +192,7 @@ def _tensor_spec(source: Tensor, name: str, lost: list[str]) -> TensorSpec:
                 lost.append(f"tensor hook {hook!r} of {name} can't be pickled and stays behind")
     return TensorSpec(
         shape=tuple(source.shape),
+        stride=_dense_stride(source),
         dtype=source.dtype,
         on_host=source.device.type == "cpu",
         is_parameter=is_parameter,
@@ -255,7 +267,16 @@ def unpack(skeleton: bytes, tensors: list[Tensor]) -> tuple[nn.Module | None, An
         The layer (``None`` for a function layer) and what travelled with it.
     """
     layer, extra = _Unpickler(io.BytesIO(_split(skeleton)[1]), tensors).load()
+    if layer is not None:
+        _reserve_hook_numbers(layer)
     return layer, extra
+
+
+def _reserve_hook_numbers(layer: nn.Module) -> None:
+    """Hooks are numbered by process: a new one must not get the number of one that was carried."""
+    tables = (getattr(module, name, None) or () for module in layer.modules() for name in _HOOK_TABLES)
+    taken = max((number for table in tables for number in table), default=-1)
+    RemovableHandle.next_id = max(RemovableHandle.next_id, taken + 1)
 
 
 def warn_lost(messages: tuple[str, ...]) -> None:

@@ -53,11 +53,29 @@ def exchange_bytes(
     return {rank: data.cpu().numpy().tobytes() for rank, data in received.items()}
 
 
+def memory_order(stride: Sequence[int]) -> list[int]:
+    """Dimensions of a tensor from the slowest to the fastest in memory.
+
+    Args:
+        stride: the tensor's strides.
+    """
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """All elements of a dense tensor in one row, as they lie in memory; shares it.
+
+    Args:
+        tensor: contiguous up to the order of its dimensions.
+    """
+    return tensor.detach().permute(memory_order(tensor.stride())).view(-1)
+
+
 class _Stream:
     """A list of tensors read or written as one run of bytes, a bounded piece at a time."""
 
     def __init__(self, tensors: Sequence[Tensor], buffer_bytes: int, device: torch.device) -> None:
-        self._views = [t.detach().view(-1).view(torch.uint8) for t in tensors if t.numel()]
+        self._views = [flat_view(t).view(torch.uint8) for t in tensors if t.numel()]
         self.num_bytes = sum(view.numel() for view in self._views)
         self._buffer = torch.empty(min(buffer_bytes, self.num_bytes), dtype=torch.uint8, device=device)
         self._position = (0, 0)  # view, offset in it
@@ -93,8 +111,8 @@ def exchange_tensors(
     """Exchange lists of tensors of known shapes through buffers of bounded size.
 
     Args:
-        sends: contiguous tensors by destination rank.
-        receives: contiguous tensors to fill by source rank, in the sender's order.
+        sends: dense tensors by destination rank.
+        receives: dense tensors to fill by source rank, in the sender's order.
         buffer_bytes: largest buffer for one partner; the same on every rank.
         device: device that the back-end communicates from.
     """

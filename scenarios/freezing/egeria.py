@@ -46,12 +46,12 @@ class EgeriaFreezing(FreezingScenario):
             lowest one since the first layer froze.
     """
 
-    first_batch: int = 8
+    first_batch: int = 6
     evaluate_every: int = 2
     refresh_every: int = 1
     window: int = 4
-    tolerance: float = 0.2
-    patience: int = 3
+    tolerance: float = 0.3
+    patience: int = 2
     first_module: int = 2
     max_frozen: float = 0.75
     unfreeze_lr: float = 2.0

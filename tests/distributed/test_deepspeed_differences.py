@@ -10,12 +10,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
 from tests.distributed.models import Run, data, layers_of, loss_fn
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankFailure, run_ranks
 
 CUTS = ([0, 4, 8], [0, 1, 8])
 
@@ -157,7 +157,8 @@ def mixed_tuple(rank: int, plain: bool) -> int:
             self.embedding = nn.Embedding(11, 16)
 
         def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), self.embedding(tokens)
+            h = self.embedding(tokens)
+            return torch.arange(16).expand(h.shape).contiguous(), h
 
     class Middle(nn.Module):
         def __init__(self) -> None:
@@ -166,13 +167,14 @@ def mixed_tuple(rank: int, plain: bool) -> int:
 
         def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             positions, h = x
-            return positions, h + self.linear(h) * positions.unsqueeze(-1)
+            return positions, h + self.linear(h) * positions
 
     def loss(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         return outputs[1].square().mean() + 0.0 * labels.sum()
 
     cls = PipelineModule if plain else DynamicPipelineModule
-    module = cls([Start(), Middle(), Middle(), Middle()], num_stages=3, loss_fn=loss, partition_method="uniform")
+    layers = [Start(), Middle(), Middle(), Middle()]
+    module = cls(layers, num_stages=3, loss_fn=loss, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
@@ -187,4 +189,39 @@ def mixed_tuple(rank: int, plain: bool) -> int:
 
 
 def test_mixed_tuples_on_three_stages() -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(mixed_tuple, 3, True, timeout_s=15)
     assert run_ranks(mixed_tuple, 3, False) == [2, 2, 2]
+
+
+def tied_losses(rank: int, plain: bool, cut: list[int]) -> list[float]:
+    """A weight used by layers 0 and 2, which are on one stage or on two."""
+    del rank
+
+    class Plain(PipelineModule):  # type: ignore[misc]
+        def _partition_layers(self, method: Any = None) -> None:
+            self.parts = cut
+            self._set_bounds(cut[self.stage_id], cut[self.stage_id + 1])
+
+    torch.manual_seed(7)
+    cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
+    tied = [TiedLayerSpec("w", nn.Linear, 16, 16, tied_weight_attr="weight", bias=False) for _ in range(2)]
+    layers = [tied[0], nn.Tanh(), tied[1], nn.Linear(16, 1)]
+    module = cls(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method=method)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 5,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
+        "dynamic_pipeline": {"enabled": not plain, "rebalance_every": "never"},
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    generator = torch.Generator().manual_seed(3)
+    batches = iter(lambda: tuple(torch.randn(8, n, generator=generator) for n in (16, 1)), None)
+    return [float(engine.train_batch(batches)) for _ in range(12)]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
+def test_tied_layers_on_one_stage(plain: bool) -> None:
+    together, apart = (run_ranks(tied_losses, 2, plain, cut)[0] for cut in ([0, 3, 4], [0, 2, 4]))
+    assert (together != apart) == plain

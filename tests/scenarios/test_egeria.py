@@ -152,6 +152,19 @@ def test_layers_freeze_front_to_back_once_they_are_calm() -> None:
     assert scenario.report(engine) == {"frozen layers": "4 of 6"}
 
 
+def test_the_first_layers_freeze_together() -> None:
+    """The embedding never holds up the first block; the last layer of the module is the judge."""
+    scenario = egeria(first_module=3, tolerance=1e-12)
+    engine = FakeEngine(scenario)
+    run(engine, scenario, range(4))
+    counts = []
+    for judged in (0, 1, 3, 2):
+        scenario.trends[judged].calm = 100
+        scenario._decide(engine, 0.1)
+        counts.append(scenario.num_frozen)
+    assert counts == [0, 0, 0, 4]
+
+
 def test_unfrozen_when_the_learning_rate_is_raised() -> None:
     """Twice the lowest rate since freezing began; then convergence is judged anew."""
     scenario = egeria(tolerance=1e9, unfreeze_lr=2.0)

@@ -1,0 +1,84 @@
+"""The multi-process helper itself: results come back by rank, and failures name their rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import RankFailure, run_ranks
+
+
+def total(rank: int, offset: int) -> tuple[int, int]:
+    tensor = torch.tensor([rank + offset])
+    dist.all_reduce(tensor)
+    return rank, int(tensor)
+
+
+def raise_on_one(rank: int, message: str) -> None:
+    if rank == 1:
+        raise ValueError(message)
+    dist.barrier()
+
+
+def exit_on_one(rank: int) -> None:
+    if rank == 1:
+        print("the last words of rank one")
+        os._exit(3)
+    dist.barrier()
+
+
+def stick_on_one(rank: int) -> None:
+    if rank == 1:
+        wait_for_ever()
+
+
+def wait_for_ever() -> None:
+    time.sleep(600)
+
+
+def return_a_lock(_rank: int) -> Any:
+    import threading
+
+    return threading.Lock()
+
+
+def fail(function: Any, *args: Any, timeout_s: float = 60) -> str:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(function, 3 if function is stick_on_one else 2, *args, timeout_s=timeout_s)
+    return str(caught.value)
+
+
+def test_results_come_back_by_rank() -> None:
+    assert run_ranks(total, 3, 10) == [(0, 33), (1, 33), (2, 33)]
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
+    started = time.monotonic()
+    message = fail(raise_on_one, "no such layer: 9")
+    assert "rank 1: Traceback" in message and "ValueError: no such layer: 9" in message
+    assert "in raise_on_one" in message
+    assert "did not finish" not in message, "the rank that waits for it is a victim, not a cause"
+    assert time.monotonic() - started < 30
+
+
+def test_a_rank_that_exits_is_named_with_its_last_words() -> None:
+    message = fail(exit_on_one)
+    assert "rank 1: died with exit code 3" in message and "the last words of rank one" in message
+
+
+def test_a_stuck_rank_is_named_with_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNPIPE_DUMP_S", "2")
+    started = time.monotonic()
+    message = fail(stick_on_one, timeout_s=6)
+    assert "rank 1 did not finish in time" in message and "wait_for_ever" in message
+    assert "rank 0" not in message and "rank 2" not in message
+    assert time.monotonic() - started < 30
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
+    assert "cannot pickle" in fail(return_a_lock)

@@ -1,0 +1,327 @@
+"""A layer as bytes and tensors, and back: what arrives is what left."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, warn_lost
+from dynpipe_ds.migration.transport import flat_view
+
+CPU = torch.device("cpu")
+
+
+def journey(layer: nn.Module | None, extra: Any = None) -> tuple[nn.Module | None, Any]:
+    """Send a layer through bytes and buffers, as a migration does."""
+    package = pack(layer, "layer 3 (Test)", extra)
+    assert package.warnings == ()
+    return arrive(package)
+
+
+def arrive(package: Any) -> tuple[Any, Any]:
+    buffers = empty_tensors(package.skeleton, CPU)
+    for buffer, tensor in zip(buffers, package.tensors, strict=True):
+        assert tensor.is_contiguous() and not tensor.requires_grad
+        assert (buffer.numel(), buffer.dtype) == (tensor.numel(), tensor.dtype)
+        flat_view(buffer).copy_(tensor.view(-1))
+    return unpack(package.skeleton, buffers)
+
+
+def give_identity(layer: int, module: nn.Module) -> None:
+    """Fill every parameter and buffer from (layer, its index, element)."""
+    with torch.no_grad():
+        for index, tensor in enumerate((*module.parameters(), *module.buffers())):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 1000 * layer + 100 * index)
+
+
+def has_identity(layer: int, module: nn.Module) -> bool:
+    return all(
+        torch.equal(
+            tensor, (torch.arange(tensor.numel()).view(tensor.shape) + 1000 * layer + 100 * i).to(tensor.dtype)
+        )
+        for i, tensor in enumerate((*module.parameters(), *module.buffers()))
+        if tensor.is_floating_point()
+    )
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 3)
+        self.small = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0, 7))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(41))
+        self.register_buffer("bytes", torch.arange(4, dtype=torch.uint8))
+        self.register_buffer("complex", torch.tensor([1 + 2j, 3 - 4j]))
+        self.register_buffer("nothing", None)
+        self.register_buffer("temporary", torch.ones(2), persistent=False)
+
+
+def test_every_tensor_keeps_its_identity() -> None:
+    for layer in range(3):
+        module = Mixed()
+        give_identity(layer, module)
+        copy, _ = journey(module)
+        assert type(copy) is Mixed and has_identity(layer, copy)
+        assert list(copy.state_dict()) == list(module.state_dict())
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            other = copy.get_parameter(name) if isinstance(tensor, nn.Parameter) else copy.get_buffer(name)
+            assert other is not tensor and other.dtype == tensor.dtype and torch.equal(other, tensor)
+        assert copy.nothing is None and "temporary" not in copy.state_dict()
+
+
+def test_the_original_is_left_as_it_is() -> None:
+    module = Mixed()
+    give_identity(1, module)
+    pointers = [p.data_ptr() for p in module.parameters()]
+    package = pack(module, "layer 1 (Mixed)")
+    assert [p.data_ptr() for p in module.parameters()] == pointers and has_identity(1, module)
+    shared = {tensor.data_ptr() for tensor in package.tensors if tensor.numel()}
+    assert {pointer for pointer in pointers if pointer} <= shared, "contiguous tensors are not copied"
+
+
+def test_frozen_parameters_and_user_attributes() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].weight.requires_grad_(False)
+    module[1].bias.original_name = "transformer.h.3.bias"  # type: ignore[union-attr]
+    module[1].bias.tags = {"decay": False}  # type: ignore[union-attr]
+    module.note = ["user", 1.5]  # type: ignore[assignment]
+    copy, _ = journey(module)
+    assert [p.requires_grad for p in copy.parameters()] == [False, True, True, True]
+    assert copy[1].bias.original_name == "transformer.h.3.bias"
+    assert copy[1].bias.tags == {"decay": False}
+    assert copy.note == ["user", 1.5]
+
+
+def test_training_mode_of_each_part() -> None:
+    module = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)))
+    module.train()
+    module[1].eval()
+    copy, _ = journey(module)
+    assert [m.training for m in copy.modules()] == [m.training for m in module.modules()]
+    assert [m.training for m in copy.modules()] == [True, True, False, False, False]
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(3))
+        self.alias = self.scale
+        self.again = self.first
+
+
+def test_tensors_shared_inside_a_layer_stay_shared() -> None:
+    module = Shared()
+    package = pack(module, "layer 0 (Shared)")
+    assert len(package.tensors) == 4, "a shared tensor travels once"
+    copy, _ = arrive(package)
+    assert copy.first.weight is copy.second.weight and copy.again is copy.first
+    assert copy.alias is copy.scale
+    assert len(list(copy.parameters())) == len(list(module.parameters())) == 3
+
+
+def test_optimizer_state_travels_with_its_layer() -> None:
+    module = nn.Linear(2, 2)
+    state = [{"step": torch.tensor(7.0), "exp_avg": torch.arange(4.0).view(2, 2)}, {"momentum_buffer": None}]
+    copy, (groups, arrived) = journey(module, ([0, None], state))
+    assert groups == [0, None] and arrived[1] == {"momentum_buffer": None}
+    assert torch.equal(arrived[0]["exp_avg"], state[0]["exp_avg"]) and arrived[0]["step"] == 7.0
+    assert torch.equal(copy.weight, module.weight)
+
+
+def test_non_contiguous_tensors_keep_their_values() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    module.register_buffer("window", torch.arange(20)[3:15:2])
+    module.register_buffer("row", torch.ones(1, 3).expand(4, 3))
+    copy, _ = journey(module)
+    for name in ("weight", "window", "row"):
+        assert torch.equal(getattr(copy, name), getattr(module, name))
+
+
+def test_a_transposed_parameter_keeps_its_strides() -> None:
+    """Kernels choose by strides, so that another layout could mean other bits."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    module.image = nn.Parameter(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    package = pack(module, "layer 0 (Module)")
+    assert package.tensors[0].data_ptr() == module.weight.data_ptr(), "dense tensors are not copied"
+    copy, _ = arrive(package)
+    assert torch.equal(copy.weight, module.weight) and torch.equal(copy.image, module.image)
+    assert copy.weight.stride() == module.weight.stride()
+    assert copy.image.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_and_function_attributes() -> None:
+    module = nn.Linear(2, 2)
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    module.pattern = dense.to_sparse_csr()  # type: ignore[assignment]
+    module.coordinates = dense.to_sparse_coo()  # type: ignore[assignment]
+    module.activation = lambda x: x * 3  # type: ignore[assignment]
+    copy, _ = journey(module)
+    assert copy.pattern.layout == torch.sparse_csr and torch.equal(copy.pattern.to_dense(), dense)
+    assert copy.coordinates.layout == torch.sparse_coo and torch.equal(copy.coordinates.to_dense(), dense)
+    assert copy.activation(torch.tensor(2.0)) == 6
+
+
+@dataclass
+class Reference:
+    """A plain object with tensors, such as a frozen copy of the layer's weights."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    history: list[float] = field(default_factory=list)
+
+
+def test_plain_objects_with_tensors() -> None:
+    module = nn.Linear(2, 2)
+    module.reference = Reference({"weight": torch.full((2, 2), 5.0)}, [0.25])  # type: ignore[assignment]
+    package = pack(module, "layer 0 (Linear)")
+    assert len(package.tensors) == 3, "its tensors travel apart from the skeleton"
+    copy, _ = arrive(package)
+    assert copy.reference == Reference(copy.reference.weights, [0.25])
+    assert torch.equal(copy.reference.weights["weight"], torch.full((2, 2), 5.0))
+
+
+def test_large_tensors_are_not_in_the_skeleton() -> None:
+    module = nn.Linear(512, 512)
+    assert len(pack(module, "layer 0 (Linear)").skeleton) < 10_000
+
+
+def test_a_function_layer() -> None:
+    assert journey(None, ([], [])) == (None, ([], []))
+
+
+# -- hooks ------------------------------------------------------------------------------------
+
+
+def add_one(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def test_hooks_are_carried() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_hook(add_one)
+    module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    module[0].weight.register_hook(lambda gradient: gradient * 10)
+    x = torch.ones(1, 2)
+    copy, _ = journey(module)
+    assert torch.equal(copy(x), module(x))
+    for m in (module, copy):
+        m(x).sum().backward()
+    assert torch.equal(copy[0].weight.grad, module[0].weight.grad)
+    assert torch.equal(copy[0].bias.grad * 20, copy[0].weight.grad[:, 0])
+
+
+def test_new_hooks_do_not_displace_carried_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks are numbered by process: the new owner must not give a carried number away again."""
+    module = nn.Linear(2, 2)
+    handle = module.register_forward_hook(add_one)
+    package = pack(module, "layer 0 (Linear)")
+    monkeypatch.setattr(RemovableHandle, "next_id", handle.id)  # as on a rank with fewer hooks
+    copy, _ = arrive(package)
+    copy.register_forward_hook(add_one)
+    assert torch.equal(copy(torch.zeros(2)), copy.bias + 2)
+
+
+def unpicklable_hook() -> Any:
+    lock = threading.Lock()
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        with lock:
+            return output * 2
+
+    return hook
+
+
+def test_unpicklable_hooks_stay_behind_with_a_warning() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].register_forward_hook(unpicklable_hook())
+    module[0].register_forward_hook(add_one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        package = pack(module, "layer 3 (Sequential)")  # says so only when the move succeeds
+    assert len(package.warnings) == 1
+    with pytest.warns(UserWarning, match=r"forward_hook .*hook.* of layer 3 \(Sequential\)\.0 can't be pickled"):
+        warn_lost(package.warnings)
+    x = torch.ones(1, 2)
+    plain = nn.functional.linear(x, module[0].weight, module[0].bias)
+    assert torch.equal(module(x), plain * 2 + 1), "the original keeps both, in order"
+    assert torch.equal(arrive(package)[0](x), plain + 1)
+
+
+def test_unpicklable_parameter_attributes_and_tensor_hooks_stay_behind() -> None:
+    module = nn.Linear(2, 2)
+    module.weight.guard = threading.Lock()  # type: ignore[attr-defined]
+    lock = threading.Lock()
+    module.bias.register_hook(lambda g: g if lock else None)
+    package = pack(module, "layer 2 (Linear)")
+    assert len(package.warnings) == 2
+    assert "attribute 'guard' of a parameter of layer 2 (Linear)" in " ".join(package.warnings)
+    assert "tensor hook" in " ".join(package.warnings)
+    copy, _ = arrive(package)
+    assert not hasattr(copy.weight, "guard") and hasattr(module.weight, "guard")
+
+
+def test_the_original_keeps_its_hooks_when_packing_fails() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(unpicklable_hook())
+    module.guard = threading.Lock()  # type: ignore[assignment]
+    hooks = OrderedDict(module._forward_hooks)
+    with pytest.raises(PackingError):
+        pack(module, "layer 0 (Linear)")
+    assert module._forward_hooks == hooks
+
+
+# -- what can't be carried --------------------------------------------------------------------
+
+
+def test_an_unpicklable_attribute_is_an_error_that_says_what_to_do() -> None:
+    module = nn.Linear(2, 2)
+    module.guard = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(PackingError, match=r"layer 5 \(Linear\).*lock.*__getstate__.*pinned_cuts"):
+        pack(module, "layer 5 (Linear)")
+
+
+class Guarded(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.guard = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "guard"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.guard = threading.Lock()
+
+
+def test_the_remedy_works() -> None:
+    copy, _ = journey(Guarded())
+    assert copy.guard.acquire(blocking=False)
+
+
+def test_a_class_defined_inside_a_function_travels_by_value() -> None:
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - 1
+
+    copy, _ = journey(Local())
+    assert copy(torch.tensor(3.0)) == 2
