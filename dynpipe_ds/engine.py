@@ -107,10 +107,11 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self.stage_optimizer: StageOptimizer | None = None
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
-            check_against_model(
-                self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages
-            )
             self._method = _runtime_method(self.dynamic_config, module)
+            check_against_model(
+                self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages,
+                partitioner=self._method.partitioner,
+            )
             self._INSTRUCTION_MAP = INSTRUCTION_MAP
             _copy_into_optimizer(module.make_dynamic(), kwargs)
         super().__init__(*args, **kwargs)
@@ -136,9 +137,10 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._controller = Controller(self.dynamic_config)
         self._window: list[PipelineProfile] = []
         self._activation_bytes: dict[int, int] = {}
+        self._measure_activations = True
         self._last_gather_s = 0.0
         self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
-        self._batch = 0
+        self._num_batches = 0
         self._trainable = self._trainable_flags()
         self._norm = GradientNorm(
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
@@ -247,16 +249,18 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
         if not self.profiling:
-            self._batch += 1
+            self._num_batches += 1
             return super().train_batch(data_iter)
-        meter = activation_meter(self.module) if self._batch % _ACTIVATIONS_EVERY == 0 else None
+        meter = None
+        if self._measure_activations or self._num_batches % _ACTIVATIONS_EVERY == 0:
+            meter, self._measure_activations = activation_meter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
             loss = super().train_batch(data_iter)
         finally:
             self.module.recorder = None
-        self._batch += 1
+        self._num_batches += 1
         self._take_profile(meter.num_bytes if meter is not None else None)
         self._maybe_rebalance()
         return loss
@@ -287,7 +291,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         sizes = {i: layer_sizes(layer, state_bytes) for i, layer in self.local_layers().items()}
         gathering = time.perf_counter()
         profile, gather_s = gather_profile(
-            times, sizes, self._activation_bytes, batch=self._batch, boundaries=self.partition,
+            times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
             names=self.module.layer_names(), stage=self.stage_id, device=self.device,
             last_gather_s=self._last_gather_s,
         )
@@ -298,7 +302,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         write_profile(self.monitor, profile, self.global_samples)
 
     def _maybe_rebalance(self) -> None:
-        if not self._controller.due(self._batch):
+        if not self._controller.due(self._num_batches - 1):
             return
         started = time.perf_counter()
         plan = self._plan()
@@ -351,12 +355,12 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             return None
         self._migrate(plan.boundaries)
         event = RebalanceEvent(
-            batch=self._batch, before=before, after=self.partition, predicted_gain=plan.predicted_gain,
+            batch=self._num_batches, before=before, after=self.partition, predicted_gain=plan.predicted_gain,
             bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
         )
         self.overhead.migrating_s += event.migrate_s
         self._controller.record_cost(self._agreed_cost(event.seconds), event.bytes_moved)
-        self._controller.record_rebalance(self._batch)
+        self._controller.record_rebalance(self._num_batches - 1)
         write_rebalance(self.monitor, event, self.global_samples)
         for callback in self._callbacks:
             callback(event)
@@ -368,6 +372,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return float(cost.item())
 
     def _migrate(self, boundaries: Sequence[int]) -> None:
+        self._notice_frozen_layers()  # also on stages that the move itself does not touch
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
         Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
         self._settle()
@@ -378,6 +383,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self._trainable = self._trainable_flags()
+        self._measure_activations = True
         self._norm.install(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------

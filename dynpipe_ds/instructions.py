@@ -102,10 +102,16 @@ def receive_gradients(engine: Any, buffer_id: int) -> None:
     engine.grad_layer = tuple(gradients)
 
 
+def _wants_backward(engine: Any, buffer_id: int) -> bool:
+    if engine.is_last_stage():
+        return bool(engine.loss.requires_grad)
+    return any(t.requires_grad for t in _as_tuple(engine.pipe_buffers["outputs"][buffer_id]))
+
+
 def backward_pass(engine: Any, buffer_id: int) -> None:
     """Backward of a micro-batch through this stage; nothing where all of it is frozen."""
     if engine.is_last_stage():
-        if engine.loss.requires_grad:
+        if _wants_backward(engine, buffer_id):
             PipelineEngine._exec_backward_pass(engine, buffer_id)
         return
     outputs = [t for t in _as_tuple(engine.pipe_buffers["outputs"][buffer_id]) if t.requires_grad]
@@ -198,7 +204,8 @@ def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
         if recorder is not None:
             layers = module.local_indices()
             edge = -1 if not layers else layers[-1] if kind == profiling.BACKWARD else layers[0]
-            recorder.instruction(kind, edge)
+            idle = kind == profiling.BACKWARD and not _wants_backward(engine, kwargs["buffer_id"])
+            recorder.instruction(profiling.TRANSFER if idle else kind, edge)
         function(engine, **kwargs)
 
     return run

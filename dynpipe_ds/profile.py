@@ -1,7 +1,7 @@
 """What a training batch cost, layer by layer and stage by stage: a value, the same on every rank.
 
-Times are seconds, sizes bytes. A layer's times belong to the layer, not to the stage it happened
-to live on, so profiles of batches that ran with different boundaries can be combined.
+A layer's times belong to the layer, not to the stage it happened to live on, so profiles of
+batches that ran with different boundaries can be combined.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LayerProfile:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that live between batches: parameters, gradients and optimizer state."""
+        """Bytes that a stage holds for it all the time: parameters, gradients, optimizer state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes
 
 
@@ -184,7 +184,7 @@ class PipelineProfile:
         return [layer.state_bytes for layer in self.layers]
 
     def moved_bytes(self) -> list[int]:
-        """Bytes of every layer that travel when it moves: no gradients, there are none between batches."""
+        """Bytes of every layer that travel when it moves; gradients are empty between batches."""
         return [layer.parameter_bytes + layer.optimizer_state_bytes for layer in self.layers]
 
     def activation_bytes(self) -> list[int]:
@@ -259,8 +259,7 @@ class PipelineProfile:
 
         Raises:
             FileNotFoundError: when there is no such file.
-            ValueError: for no JSON, another format or version, a missing or impossible value;
-                the message names the file and the layer or stage.
+            ValueError: for anything missing, unknown or impossible, by file and layer or stage.
         """
         file = Path(path)
         if not file.is_file():
@@ -270,8 +269,7 @@ class PipelineProfile:
         try:
             return _from_json(json.loads(file.read_text(encoding="utf-8")))
         except ValueError as error:
-            kind = "not valid JSON: " if isinstance(error, json.JSONDecodeError) else ""
-            raise ValueError(f"profile {file}: {kind}{error}") from error
+            raise ValueError(f"profile {file}: not a valid profile: {error}") from error
 
 
 def smooth(
@@ -282,8 +280,7 @@ def smooth(
 ) -> PipelineProfile:
     """Combine the layer times of several batches.
 
-    Boundaries may differ between the batches: layer times are global. Sizes, stages, boundaries,
-    micro-batches and the batch number are the newest profile's.
+    Boundaries may differ between batches: layer times are global. All but them is the newest's.
 
     Args:
         profiles: one or more, oldest first.
@@ -326,8 +323,7 @@ def predicted_batch_s(stage_seconds: Sequence[float], num_micro_batches: int) ->
     through every stage. For equal stages this is the ``(M + S - 1)`` steps of GPipe (Huang et
     al. 2019, section 2), which non-interleaved 1F1B shares (PipeDream-Flush, Narayanan et al.
     2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3). It is exact for a flow
-    line of equal jobs; with unequal stages 1F1B comes close. Communication and the optimizer's
-    step, which depend little on the cut, are left out.
+    line of equal jobs; with unequal stages 1F1B comes close. Communication and step are left out.
 
     Args:
         stage_seconds: S forward and backward seconds of one micro-batch.
@@ -365,7 +361,7 @@ def _check_cover(boundaries: Sequence[int], num_layers: int) -> None:
 
 def _from_json(data: object) -> PipelineProfile:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f'not a profile: needs "format": "{FORMAT}"')
+        raise ValueError(f'must have "format": "{FORMAT}"')
     if data.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"version = {data.get('version')!r}: this release reads version {FORMAT_VERSION}; "

@@ -45,9 +45,10 @@ class Migration:
         self._engine = engine
         self._module = engine.module
         self._optimizer = engine.stage_optimizer
+        self._before = self._module.boundaries
         self._target = tuple(target)
         self._buffer_bytes = buffer_bytes
-        moves = plan_moves(self._module.boundaries, self._target)
+        moves = plan_moves(self._before, self._target)
         self._leaving = [m for m in moves if m.source == engine.stage_id]
         self._coming = [m for m in moves if m.destination == engine.stage_id]
         self.bytes_sent = 0
@@ -82,7 +83,7 @@ class Migration:
         message = first_error(error, self._engine.device)
         if message is not None:
             raise MigrationError(
-                f"changing the partition from {self._module.boundaries} to {self._target} failed and was "
+                f"changing the partition from {self._before} to {self._target} failed and was "
                 f"undone on every rank ({message})"
             ) from error
         return result
@@ -151,7 +152,7 @@ class Migration:
     # -- the point of no return ---------------------------------------------------------------
 
     def _commit(self, arrivals: dict[int, _Arrival]) -> None:
-        module, before = self._module, self._module.boundaries
+        module = self._module
         old_layers = module.local_layers()
         layers, departed, arrived, states = self._new_stage(old_layers, arrivals)
 
@@ -165,7 +166,7 @@ class Migration:
             self._together(take_in)
         except MigrationError:
             self._optimizer.rollback()
-            module.install(before, old_layers)
+            module.install(self._before, old_layers)
             self._engine.name_parameters()
             raise
         if departed or arrived:

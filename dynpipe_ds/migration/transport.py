@@ -47,9 +47,11 @@ def exchange_bytes(
         rank: torch.empty(int(size.item()), dtype=torch.uint8, device=device) for rank, size in sizes.items()
     }
     payloads = {
-        rank: torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) for rank, data in sends.items()
+        rank: torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        for rank, data in sends.items()
+        if data
     }
-    exchange(payloads, received)
+    exchange(payloads, {rank: data for rank, data in received.items() if data.numel()})
     return {rank: data.cpu().numpy().tobytes() for rank, data in received.items()}
 
 

@@ -7,11 +7,13 @@ traceback; when ranks are stuck, the error names them and where they are.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+_WHERE_ARE_YOU = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.distributed.preload"])
@@ -89,6 +93,16 @@ class _Rank:
             self.error = payload
         return bool(ok)
 
+    def write_stack(self) -> None:
+        """Make the rank write to its log where it is."""
+        size = self.log.stat().st_size if self.log.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, _WHERE_ARE_YOU)  # type: ignore[arg-type]
+        patience = time.monotonic() + 2
+        while self.log.exists() and self.log.stat().st_size == size and time.monotonic() < patience:
+            time.sleep(0.02)
+        time.sleep(0.05)
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
@@ -109,6 +123,8 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> None:
     for r in pending.values():
         # After another rank's failure, those left are its victims, not the cause.
         r.stuck = not any(other.error for other in ranks)
+        r.write_stack()
+    for r in pending.values():
         r.process.kill()
     for r in ranks:
         r.process.join()
@@ -121,7 +137,7 @@ def _run(
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
-    faulthandler.dump_traceback_later(float(os.environ.get("DYNPIPE_DUMP_S", "60")), repeat=True, file=stream)
+    faulthandler.register(_WHERE_ARE_YOU, file=stream)
     try:
         _init(rank, num_ranks, port)
         buffer = io.BytesIO()

@@ -22,6 +22,9 @@ ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True
 BF16 = {"bf16": {"enabled": True}}
 BF16_FP32_SUMS = {**BF16, **ZERO, "data_types": {"grad_accum_dtype": "fp32"}}
 
+# Scaled so that the first batches overflow and are skipped, and the scale then grows again.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
+
 MOVES = {
     2: {1: (0, 1, 8), 3: (0, 7, 8), 4: (0, 3, 8), 6: (0, 5, 8)},
     3: {1: (0, 1, 2, 8), 3: (0, 6, 7, 8), 5: (0, 2, 5, 8), 6: (0, 1, 7, 8)},
@@ -60,6 +63,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16": {**ADAMW, **BF16},
     "bf16_zero1": {**ADAMW, **BF16, **ZERO},
     "bf16_zero1_fp32_sums": {**ADAMW, **BF16_FP32_SUMS},
+    "fp16_zero1": {**ADAMW, **ZERO, **FP16},
 }
 
 

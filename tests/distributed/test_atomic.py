@@ -1,0 +1,240 @@
+"""All or nothing: when one rank can't do its part of a move, no rank has changed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from dynpipe_ds import MigrationError
+from dynpipe_ds.migration import migrate
+from dynpipe_ds.migration.parameter_groups import ParameterGroups
+from tests.distributed.models import Run, data, digest, make_engine
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO
+
+FIRST, TARGET, LATER = (0, 3, 6, 8), (0, 1, 4, 8), (0, 5, 6, 8)
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": ADAMW,
+    "zero1": {**ADAMW, **ZERO},
+    "bf16_zero1_fp32_sums": {**ADAMW, **BF16_FP32_SUMS},
+}
+
+
+# -- ways to fail on one rank -----------------------------------------------------------------
+
+
+def fails_once(original: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+    """A function that fails when it is first called, before or after doing its work."""
+    calls = iter(range(1, 1000))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        fails = next(calls) == 1
+        result = original(*args, **kwargs) if after or not fails else None
+        if fails:
+            raise MemoryError("no room left here")
+        return result
+
+    return run
+
+
+@contextmanager
+def unpicklable_layer(engine: Any) -> Iterator[None]:
+    layer = engine.local_layers()[4]
+    layer.guard = threading.Lock()
+    try:
+        yield
+    finally:
+        del layer.guard
+
+
+def replaced(owner: Callable[[Any], Any], name: str, *, after: bool) -> Callable[[Any], Any]:
+    """Make a method fail before it does its work, or after it did it."""
+
+    def sabotage(engine: Any) -> AbstractContextManager[Any]:
+        target = owner(engine)
+        return patch.object(target, name, fails_once(getattr(target, name), after=after))
+
+    return sabotage
+
+
+def wrapper_of(engine: Any) -> str:
+    """Where the engine builds a flat optimizer."""
+    return "_configure_bf16_optimizer" if engine.bfloat16_enabled() else "_configure_zero_optimizer"
+
+
+def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractContextManager[Any]], str]]:
+    """What fails, by name: on which rank, how, and what the message says."""
+    found: dict[str, tuple[int, Any, str]] = {
+        "pack": (1, unpicklable_layer, "rank 1: PackingError: layer 4 (Block) holds something"),
+        "allocate": (2, replaced(lambda _: migrate, "empty_tensors", after=False), "rank 2: MemoryError: no room"),
+        "unpack": (1, replaced(lambda _: migrate, "unpack", after=True), "rank 1: MemoryError: no room"),
+    }
+    steps = [
+        (0, "module", lambda e: e.module, "install"),
+        (1, "prepare", lambda e: e.stage_optimizer, "prepare"),
+        (2, "groups", lambda _: ParameterGroups, "install"),
+    ]
+    if engine.zero_optimization():
+        steps.append((1, "wrap", lambda e: e, wrapper_of(engine)))
+    for rank, what, owner, method in steps:
+        for after in (False, True):
+            text = f"rank {rank}: MemoryError: no room left here"
+            found[f"{what}, {after}"] = (rank, replaced(owner, method, after=after), text)
+    return found
+
+
+@contextmanager
+def once(engine: Any, rank: int, sabotage: Callable[[Any], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Sabotage one rank only."""
+    if dist.get_rank() != rank:
+        yield
+        return
+    with sabotage(engine):
+        yield
+
+
+def refuse(engine: Any, rank: int, sabotage: Any) -> str:
+    with once(engine, rank, sabotage), pytest.raises(MigrationError) as caught:
+        engine.repartition(TARGET)
+    return str(caught.value)
+
+
+# -- the runs ---------------------------------------------------------------------------------
+
+
+def train_through_failures(_rank: int, run: Run) -> dict[str, Any]:
+    """Before every batch one attempt to move fails; then one succeeds, and another."""
+    engine = make_engine(run)
+    batches, losses, texts = data(0, run.micro_batches), [], {}
+    losses.append(float(engine.train_batch(batches)))
+    for name, (rank, sabotage, text) in sabotages(engine).items():
+        before = digest(engine), engine.param_names.copy(), [id(m) for m in engine.local_layers().values()]
+        said = refuse(engine, rank, sabotage)
+        assert engine.partition == FIRST, name
+        assert said.startswith(f"changing the partition from {FIRST} to {TARGET} failed and was undone"), said
+        assert text in said, said
+        after = digest(engine), engine.param_names.copy(), [id(m) for m in engine.local_layers().values()]
+        assert before == after, name
+        texts[name] = said
+        losses.append(float(engine.train_batch(batches)))
+    for target in (TARGET, LATER):
+        engine.repartition(target)
+        assert engine.partition == target
+        losses.append(float(engine.train_batch(batches)))
+    return {"losses": losses, "digest": digest(engine), "texts": texts}
+
+
+def train_static(_rank: int, run: Run) -> dict[str, Any]:
+    engine = make_engine(run)
+    batches = data(0, run.micro_batches)
+    return {
+        "losses": [float(engine.train_batch(batches)) for _ in range(run.num_batches)],
+        "digest": digest(engine),
+    }
+
+
+def with_and_without_failures(rank: int, run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    failing = train_through_failures(rank, run)
+    return failing, train_static(rank, replace(run, num_batches=len(failing["losses"])))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_failure_on_one_rank_changes_nothing_on_any(optimizer: str) -> None:
+    run = Run(num_stages=3, first=FIRST, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP})
+    results = run_ranks(with_and_without_failures, 3, run)
+    failing, static = zip(*results, strict=True)
+    assert all(r["texts"] == failing[0]["texts"] for r in failing), "every rank raises the same text"
+    assert failing[0]["losses"] == static[0]["losses"]
+    merged = [{k: v for r in runs for k, v in r["digest"].items()} for runs in (failing, static)]
+    assert len(merged[0]) == 8 and merged[0] == merged[1]
+
+
+# -- boundaries that break a rule -------------------------------------------------------------
+
+BAD = {
+    "count": ([0, 4, 8], r"\(0, 4, 8\) have 3 entries; 3 stages need 4"),
+    "not increasing": ([0, 5, 4, 8], r"\(0, 5, 4, 8\) fall from 5 to 4 at stage 1; they must increase"),
+    "empty": ([0, 4, 4, 8], r"\(0, 4, 4, 8\) leave stage 1 empty"),
+    "end": ([0, 3, 6, 7], r"\(0, 3, 6, 7\) run from 0 to 7; they must start at 0 and end at .* 8"),
+    "start": ([1, 3, 6, 8], r"\(1, 3, 6, 8\) run from 1 to 8"),
+}
+
+
+def bad_boundaries(rank: int) -> None:
+    engine = make_engine(Run(num_stages=3, first=FIRST))
+    batches = data(0, 4)
+    with pytest.raises(RuntimeError, match="no profile to rebalance from; train one batch first"):
+        engine.rebalance()
+    engine.train_batch(batches)
+    for boundaries, message in BAD.values():
+        with pytest.raises(ValueError, match=message):
+            engine.repartition(boundaries)
+    with pytest.raises(ValueError, match=r"disagree on the boundaries.*rank 2 has \[0, 2, 7, 8\]"):
+        engine.repartition([0, rank, 7, 8] if rank else [0, 1, 7, 8])
+    with pytest.raises(ValueError, match="disagree on the boundaries"):
+        engine.repartition([0, 1, 7, 8] if rank else [0, 1, 8])
+    assert engine.partition == FIRST and engine.repartition(FIRST) is None
+    engine.train_batch(batches)
+    event = engine.repartition([0, 1, 7, 8])
+    assert event.before == FIRST and event.after == engine.partition == (0, 1, 7, 8)
+    engine.train_batch(batches)
+
+
+def test_bad_boundaries_are_refused_on_every_rank() -> None:
+    run_ranks(bad_boundaries, 3)
+
+
+class Choice:
+    """A ``partition_method`` callable that does what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[], Any] = lambda: list(FIRST)
+        self.__name__ = "my_choice"
+
+    def __call__(self, profile: Any, num_stages: int) -> Any:
+        assert num_stages == 3 and len(profile.layers) == 8
+        return self.answer()
+
+
+def callable_method(rank: int) -> None:
+    choice = Choice()
+    config = {"dynamic_pipeline": {"enabled": True, "rebalance_every": 1, "profile_batches": 1}}
+    engine = make_engine(Run(num_stages=3, config=config), partition_method=choice)
+    batches = data(0, 4)
+    engine.train_batch(batches)
+    assert engine.partition == FIRST
+
+    def raise_here() -> Any:
+        if rank == 1:
+            raise KeyError("missing on rank one")
+        return list(TARGET)
+
+    choice.answer = raise_here
+    expected = KeyError if rank == 1 else ValueError
+    with pytest.raises(expected, match="missing on rank one"):
+        engine.train_batch(batches)
+    with pytest.raises(expected, match="missing on rank one"):
+        engine.rebalance()
+    choice.answer = lambda: [0, rank + 1, 7, 8]
+    with pytest.raises(ValueError, match="disagree on the boundaries chosen by my_choice.*rank 2 has"):
+        engine.train_batch(batches)
+    for boundaries, message in BAD.values():
+        choice.answer = lambda boundaries=boundaries: boundaries  # type: ignore[misc]
+        with pytest.raises(ValueError, match=message):
+            engine.train_batch(batches)
+    assert engine.partition == FIRST
+    choice.answer = lambda: list(TARGET)
+    engine.rebalance()
+    assert engine.partition == TARGET
+    engine.train_batch(batches)
+
+
+def test_a_callable_that_misbehaves_raises_on_every_rank() -> None:
+    run_ranks(callable_method, 3)
