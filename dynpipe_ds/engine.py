@@ -288,7 +288,10 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             }
         times = self._recorder.stop()
         state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0
-        sizes = {i: layer_sizes(layer, state_bytes) for i, layer in self.local_layers().items()}
+        gradient_dtype = self.get_data_types()[1]
+        sizes = {
+            i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()
+        }
         gathering = time.perf_counter()
         profile, gather_s = gather_profile(
             times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
@@ -443,7 +446,10 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.stage_optimizer is not None:
             self.stage_optimizer.before_step()
+        num_skipped = self.skipped_steps
         super()._take_model_step(lr_kwargs)
+        if self.stage_optimizer is not None and self.skipped_steps == num_skipped:
+            self.stage_optimizer.after_step()
 
     def _need_dynamic(self, what: str) -> None:
         if not self.dynamic_config.enabled:

@@ -251,18 +251,21 @@ class LayerSizes:
     optimizer_state_bytes: int
 
 
-def layer_sizes(layer: nn.Module, state_bytes: Callable[[nn.Parameter], int]) -> LayerSizes:
+def layer_sizes(
+    layer: nn.Module, state_bytes: Callable[[nn.Parameter], int], gradient_dtype: torch.dtype
+) -> LayerSizes:
     """Add up what a layer occupies.
 
     Args:
         layer: a live layer of this stage.
         state_bytes: optimizer-state bytes of one parameter.
+        gradient_dtype: what gradients are summed in between micro-batches.
     """
     parameters = list(layer.parameters())
     return LayerSizes(
         num_parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(t.nbytes for t in (*parameters, *layer.buffers())),
-        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        gradient_bytes=sum(p.numel() for p in parameters if p.requires_grad) * gradient_dtype.itemsize,
         optimizer_state_bytes=sum(state_bytes(p) for p in parameters),
     )
 

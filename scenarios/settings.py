@@ -75,7 +75,7 @@ class RunSettings:
             cores.
     """
 
-    batches: int = 74
+    batches: int = 62
     window: int = 6
     warmup_batches: int = 2
     num_stages: int | None = None

@@ -71,7 +71,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[list[float], list[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("depth", 12), ("hidden", 256), ("length", 128), ("moves", 6)):
+    for name, default in (("depth", 12), ("hidden", 256), ("length", 64), ("moves", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     if "RANK" not in os.environ:

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from dynpipe_ds.migration.native_adam import count_fused_step, prime_native_adam
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.migration.parameter_groups import ParameterGroups
 
@@ -94,7 +95,11 @@ class StageOptimizer(ABC):
 
     def before_step(self) -> None:
         """Get ready for an optimizer step, which follows at once."""
-        prime_cpu_adam(self.groups.optimizer)
+        prime_native_adam(self.groups.optimizer)
+
+    def after_step(self) -> None:
+        """Take note of an optimizer step that was not skipped."""
+        count_fused_step(self.groups.optimizer)
 
 
 class PlainOptimizer(StageOptimizer):
@@ -360,23 +365,6 @@ def _quiet_and_quick() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         gc.unfreeze()
-
-
-def prime_cpu_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeedCPUAdam's bias correction the same wherever a parameter lives.
-
-    Its native part keeps ``beta ** step`` as a running product, recomputed by ``pow`` when the step jumps
-    or the betas change; which of the two a parameter meets depends on what else its stage holds. One
-    update of a dummy with other betas makes every step start from ``pow``.
-
-    Args:
-        optimizer: any optimizer; others are left alone.
-    """
-    native = getattr(optimizer, "ds_opt_adam", None)
-    if native is None:
-        return
-    dummy = [torch.zeros(1) for _ in range(4)]
-    native.adam_update(optimizer.opt_id, 1, 0.0, 0.0, 0.0, 1.0, 0.0, True, *dummy)  # type: ignore[attr-defined]
 
 
 def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:

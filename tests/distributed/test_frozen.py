@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe import p2p
 
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
+from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FUSED, ZERO, _fused_adam_is_built
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
@@ -159,6 +159,12 @@ def check_weights(weights: list[dict[int, str]]) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_freezing_while_training(optimizer: str, stages: int) -> None:
     compare(Run(num_stages=stages, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP}))
+
+
+@pytest.mark.skipif(not _fused_adam_is_built(), reason="DeepSpeed's fused Adam takes minutes to compile")
+def test_freezing_with_fused_adam() -> None:
+    """FusedAdam counts steps in the state of a group's last parameter that has a gradient."""
+    compare(Run(num_stages=3, config={**FUSED, **CLIP}))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "bf16_zero1_fp32_sums"])

@@ -1,0 +1,149 @@
+"""When the real engine rebalances: layers that sleep make one cut clearly the best."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from dynpipe_ds import DynamicPipelineModule, RebalanceEvent
+from tests.distributed.models import Run, base_config, data, loss_fn
+from tests.distributed.ranks import run_ranks
+from tests.distributed.sleeping import Nap, napping
+from tests.distributed.test_exactness import ADAMW
+
+NAP = (0.002, 0.004)
+Events = list[RebalanceEvent]
+
+
+def engine_of(
+    cut: list[int], section: dict[str, Any], speeds: tuple[float, ...] = (), **config: Any
+) -> tuple[Any, Events]:
+    """An engine of six layers that sleep alike, between two that do not; and its events so far."""
+    torch.manual_seed(7)
+    module = DynamicPipelineModule(
+        napping([NAP] * 6, speeds), num_stages=2, loss_fn=loss_fn, partition_method=cut
+    )
+    run = Run(num_stages=2, config={**ADAMW, "dynamic_pipeline": {"enabled": True, **section}, **config})
+    engine, *_ = deepspeed.initialize(model=module, config=base_config(run, 1))
+    events: Events = []
+    assert engine.on_rebalance(events.append) == events.append
+    return engine, events
+
+
+def train(engine: Any, num_batches: int) -> None:
+    batches = data(0, 4)
+    for _ in range(num_batches):
+        engine.train_batch(batches)
+
+
+def summary(events: Events) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return [(event.batch, event.before, event.after) for event in events]
+
+
+def unbalanced(_rank: int) -> Any:
+    """Badly cut at first, balanced later, then changed by freezing."""
+    engine, events = engine_of([0, 2, 8], {"rebalance_every": "auto"})
+    train(engine, 8)
+    assert engine.partition == (0, 4, 8)
+    first = summary(events)
+    train(engine, 8)
+    assert summary(events) == first, "it stays where it is balanced"
+    event = events[0]
+    assert event.plan_s > 0 and event.migrate_s > 0 and event.seconds == event.plan_s + event.migrate_s
+    assert event.predicted_gain == pytest.approx(0.4, abs=0.15) and event.bytes_moved > 0
+    assert str(event).startswith(f"re-partition after batch {event.batch}: [0, 2, 8] -> [0, 4, 8], predicted gain")
+    assert engine.overhead.planning_s > 0 and engine.overhead.migrating_s >= event.migrate_s
+    for index, layer in engine.local_layers().items():
+        layer.requires_grad_(index >= 4)  # two thirds of the first stage's work are gone
+    train(engine, 8)
+    assert engine.partition == (0, 5, 8) and len(events) == 2
+    return summary(events), events[0].predicted_gain, events[0].bytes_moved
+
+
+def test_auto_rebalances_within_a_few_batches_and_then_stays() -> None:
+    results = run_ranks(unbalanced, 2)
+    assert results[0] == results[1], "every rank is told the same"
+    (first, before, after), second = results[0][0]
+    assert (before, after) == ((0, 2, 8), (0, 4, 8)) and 4 <= first <= 8
+    assert second[1:] == ((0, 4, 8), (0, 5, 8))
+
+
+def balanced(_rank: int) -> int:
+    engine, events = engine_of([0, 4, 8], {"rebalance_every": "auto"})
+    train(engine, 15)
+    assert engine.partition == (0, 4, 8) and engine.overhead.migrating_s == 0
+    return len(events)
+
+
+def test_auto_never_rebalances_what_is_balanced() -> None:
+    assert run_ranks(balanced, 2) == [0, 0]
+
+
+def fixed_interval(_rank: int, folder: str) -> Any:
+    engine, events = engine_of(
+        [0, 2, 8], {"rebalance_every": 2, "profile_batches": 1},
+        csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"},
+    )
+    train(engine, 1)
+    assert not events
+    train(engine, 2)
+    assert summary(events) == [(2, (0, 2, 8), (0, 4, 8))]
+    for index, layer in engine.local_layers().items():
+        if index > 5 and isinstance(layer, Nap):
+            layer.forward_s, layer.backward_s = 2 * layer.forward_s, 2 * layer.backward_s
+    train(engine, 2)  # now 3 : 4 where 4 : 3 is no better, so it stays
+    assert len(events) == 1
+    for index, layer in engine.local_layers().items():
+        if index > 5 and isinstance(layer, Nap):
+            layer.forward_s, layer.backward_s = 2 * layer.forward_s, 2 * layer.backward_s
+    train(engine, 3)
+    return summary(events)
+
+
+def test_a_fixed_interval_and_the_monitor(tmp_path: Path) -> None:
+    results = run_ranks(fixed_interval, 2, str(tmp_path))
+    assert results[0] == results[1] == [(2, (0, 2, 8), (0, 4, 8)), (6, (0, 4, 8), (0, 5, 8))]
+    written = {path.name: path for path in tmp_path.rglob("*.csv")}
+
+    def column(name: str) -> list[tuple[int, float]]:
+        with open(written[f"Train_DynamicPipeline_{name}.csv"]) as file:
+            return [(int(step), float(value)) for step, value in list(csv.reader(file))[1:]]
+
+    assert column("stage_1_first_layer") == [(16, 4.0), (48, 5.0)], "by samples, 8 a batch"
+    assert column("stage_0_first_layer") == [(16, 0.0), (48, 0.0)]
+    assert [value > 0 for _, value in column("rebalance_s")] == [True, True]
+    assert column("rebalance_moved_bytes")[0][1] > 0
+    assert column("rebalance_predicted_gain")[0][1] == pytest.approx(0.4, abs=0.15)
+    assert [step for step, _ in column("bubble_ratio")] == [8 * batch for batch in range(1, 9)]
+
+
+def phases_and_speeds(_rank: int) -> None:
+    """Nothing before ``first_batch`` or after ``last_batch``; a slow worker gets less."""
+    section = {"rebalance_every": 1, "profile_batches": 1, "first_batch": 2, "last_batch": 3}
+    engine, events = engine_of([0, 2, 8], section)
+    train(engine, 2)
+    assert not events
+    train(engine, 1)
+    assert summary(events) == [(3, (0, 2, 8), (0, 4, 8))]
+    engine.repartition((0, 2, 8))
+    train(engine, 1)
+    engine.repartition((0, 2, 8))
+    train(engine, 2)
+    assert summary(events)[2:] == [(4, (0, 2, 8), (0, 4, 8)), (4, (0, 4, 8), (0, 2, 8))]
+
+    speeds = (1.0, 0.5)
+    engine, events = engine_of([0, 4, 8], {"rebalance_every": "never", "stage_speeds": list(speeds)}, speeds)
+    train(engine, 3)
+    assert not events
+    assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3, abs=0.1)
+    train(engine, 3)
+    assert engine.rebalance() is None
+
+
+def test_the_dynamic_phase_and_unequal_workers() -> None:
+    run_ranks(phases_and_speeds, 2)

@@ -1,0 +1,66 @@
+"""The one place where dynpipe_ds reaches into DeepSpeed."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+from torch import nn
+
+from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, _deepspeed
+
+REMEDY = r"which dynpipe_ds needs. Install the series it was tested with: pip install 'deepspeed==0\.19\.\*'"
+
+
+def test_the_installed_deepspeed_has_all_we_need() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _deepspeed.check_version()
+
+
+def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(deepspeed.PipelineEngine, "_exec_load_micro_batch")
+    monkeypatch.delattr(deepspeed.PipelineModule, "_set_bounds")
+    named = r"deepspeed:PipelineEngine\._exec_load_micro_batch, deepspeed:PipelineModule\._set_bounds, "
+    with pytest.raises(_deepspeed.DeepSpeedVersionError, match=named + REMEDY):
+        _deepspeed.check_version()
+
+
+@pytest.mark.parametrize("owner", ["deepspeed.runtime.nowhere:Optimizer", "deepspeed:NoSuchEngine"])
+def test_a_module_or_class_that_is_gone(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    monkeypatch.setitem(_deepspeed._NEEDED, owner, ("step",))
+    with pytest.raises(_deepspeed.DeepSpeedVersionError, match=rf"has no {owner}, {REMEDY}"):
+        _deepspeed.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "1.0", "0.190.1", "0.18.9+cpu"])
+def test_another_series_is_a_warning(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", version)
+    with pytest.warns(UserWarning, match=r"tested with DeepSpeed 0\.19\.x; .* has every name it needs"):
+        _deepspeed.check_version()
+
+
+def allocate(engine_class: type, model: Any) -> type:
+    """The class that ``engine_class(model=model)`` would construct."""
+    return type(engine_class.__new__(engine_class, args=None, model=model))
+
+
+def test_only_our_module_gets_our_engine() -> None:
+    ours = DynamicPipelineModule.__new__(DynamicPipelineModule)
+    theirs = deepspeed.PipelineModule.__new__(deepspeed.PipelineModule)
+    assert allocate(deepspeed.PipelineEngine, ours) is DynamicPipelineEngine
+    for model in (theirs, nn.Module(), SimpleNamespace(), None):
+        assert allocate(deepspeed.PipelineEngine, model) is deepspeed.PipelineEngine
+    assert issubclass(DynamicPipelineEngine, deepspeed.PipelineEngine)
+
+
+def test_subclasses_of_the_engine_stay_what_they_are() -> None:
+    class Mine(deepspeed.PipelineEngine):  # type: ignore[misc]
+        pass
+
+    ours = DynamicPipelineModule.__new__(DynamicPipelineModule)
+    assert allocate(Mine, ours) is Mine
+    assert allocate(DynamicPipelineEngine, ours) is DynamicPipelineEngine
