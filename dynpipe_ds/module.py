@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,9 +284,9 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             elif not self._is_checkpointable(self.forward_funcs[start:stop]):
                 x = self._block(start, stop)(*inputs)
             else:
-                if self.recorder is not None:
-                    self.recorder.checkpoint(self._local_start + start, inputs)
-                x = self.activation_checkpoint_func(self._block(start, stop), *inputs)
+                layer, recorder = self._local_start + start, self.recorder
+                with nullcontext() if recorder is None else recorder.checkpoint(layer, inputs):
+                    x = self.activation_checkpoint_func(self._block(start, stop), *inputs)
             start = stop
         return x
 

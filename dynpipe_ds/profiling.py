@@ -9,8 +9,8 @@ backward. Marks are CUDA events (read after the batch, no synchronisation inside
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,15 +143,22 @@ class BatchRecorder:
                     tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
         return y
 
-    def checkpoint(self, layer: int, inputs: Sequence[Any]) -> None:
-        """Note that a block of layers will keep only its inputs.
+    @contextmanager
+    def checkpoint(self, layer: int, inputs: Sequence[Any]) -> Iterator[None]:
+        """Run a block of layers that keeps only its inputs; none of them is metered inside.
 
         Args:
             layer: first layer of the block.
             inputs: what the block keeps.
         """
-        if self._meter is not None and self._num_forwards == 1:
-            self._meter.count(layer, inputs)
+        meter, self._meter = self._meter, None
+        if meter is not None and self._num_forwards == 1:
+            meter.count(layer, inputs)
+        try:
+            # Metering inside would take non-reentrant checkpointing's own hooks out of effect.
+            yield
+        finally:
+            self._meter = meter
 
     def stop(self) -> BatchTimes:
         """End the batch and add up its marks."""

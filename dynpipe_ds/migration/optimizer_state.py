@@ -357,14 +357,17 @@ def _quiet_and_quick() -> Iterator[None]:
     """
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0  # else the user did it, and unfreezing would undo that too
+    if freezes:
+        gc.freeze()
     logger.setLevel(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logger.setLevel(level)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:

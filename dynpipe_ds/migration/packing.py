@@ -38,6 +38,7 @@ _HOOK_TABLES = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class PackingError(RuntimeError):
@@ -274,7 +275,8 @@ def unpack(skeleton: bytes, tensors: list[Tensor]) -> tuple[nn.Module | None, An
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:
     """Hooks are numbered by process: a new one must not get the number of one that was carried."""
-    tables = (getattr(module, name, None) or () for module in layer.modules() for name in _HOOK_TABLES)
+    names = (*_HOOK_TABLES, *_HOOK_FLAGS)
+    tables = (getattr(module, name, None) or () for module in layer.modules() for name in names)
     taken = max((number for table in tables for number in table), default=-1)
     RemovableHandle.next_id = max(RemovableHandle.next_id, taken + 1)
 

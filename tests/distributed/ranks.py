@@ -73,7 +73,7 @@ class _Rank:
     ) -> None:
         self.rank, self.result, self.error, self.stuck = rank, None, "", False
         self.log = folder / f"rank{rank}.log"
-        self.pipe, theirs = _context.Pipe(duplex=False)
+        self.pipe, theirs = _context.Pipe(duplex=True)
         self.process = _context.Process(
             target=_run, args=(theirs, str(self.log), rank, num_ranks, port, function, args), daemon=True
         )
@@ -127,6 +127,7 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> None:
     for r in pending.values():
         r.process.kill()
     for r in ranks:
+        r.pipe.close()
         r.process.join()
 
 
@@ -146,7 +147,9 @@ def _run(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:
-        pipe.close()
+        # A rank that left early would break the connections of those that are still at work.
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
         stream.flush()
         os._exit(0)
 

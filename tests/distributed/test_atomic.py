@@ -73,7 +73,7 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
     """What fails, by name: on which rank, how, and what the message says."""
     found: dict[str, tuple[int, Any, str]] = {
         "pack": (1, unpicklable_layer, "rank 1: PackingError: layer 4 (Block) holds something"),
-        "allocate": (2, replaced(lambda _: migrate, "empty_tensors", after=False), "rank 2: MemoryError: no room"),
+        "allocate": (2, replaced(lambda _: migrate, "empty_tensors", after=False), "rank 2: MemoryError: no"),
         "unpack": (1, replaced(lambda _: migrate, "unpack", after=True), "rank 1: MemoryError: no room"),
     }
     steps = [

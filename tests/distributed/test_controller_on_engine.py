@@ -143,6 +143,13 @@ def phases_and_speeds(_rank: int) -> None:
     assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3, abs=0.1)
     train(engine, 3)
     assert engine.rebalance() is None
+    before, spent = engine.last_batch_profile, engine.overhead.profiling_s
+    engine.profiling = False
+    train(engine, 1)
+    assert engine.last_batch_profile is before and engine.overhead.profiling_s == spent
+    engine.profiling = True
+    train(engine, 1)
+    assert engine.last_batch_profile.batch == before.batch + 2
 
 
 def test_the_dynamic_phase_and_unequal_workers() -> None:
