@@ -24,21 +24,25 @@ $(READY): setup.py
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $(READY)
 
-# DeepSpeed finds its compiler's helper (ninja) on the PATH.
+# DeepSpeed finds its compiler's helper (ninja) on the PATH, and keeps what it compiles with the environment that
+# it was compiled for.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/ops
+
 run: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
 	  $(BIN)/deepspeed --no_local_rank --num_accelerators $(RANKS) --module scenarios.train scenario=$(SCENARIO) $(ARGS)
 
 test: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 bench: $(READY)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.migration.main
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.profiling.main
+	$(BIN)/python -m benchmarks.migration.main
+	$(BIN)/python -m benchmarks.profiling.main
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs

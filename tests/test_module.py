@@ -29,6 +29,14 @@ def module_with(method: Any, cls: type = DynamicPipelineModule, **arguments: Any
     return cls(layers_of(RUN), num_stages=2, loss_fn=loss_fn, partition_method=method, **arguments)
 
 
+def cut_again(module: Any, method: Any, profile: Any = None, pin: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """What the constructor would do with these arguments, without building everything anew."""
+    module.initial_profile, module.pinned_cuts = profile, pin
+    module._partition_layers(method)
+    assert all(type(b) is int for b in module.parts)
+    return tuple(module.boundaries)
+
+
 def profile_of(seconds: list[float]) -> PipelineProfile:
     layers = tuple(
         LayerProfile(
@@ -52,40 +60,41 @@ def refused(message: str, function: Callable[[], Any]) -> None:
 
 
 def first_partitions(_rank: int, saved: Path) -> None:
-    counts = module_with("parameters")._count_layer_params()
+    theirs, ours = (module_with("parameters", cls) for cls in (PipelineModule, DynamicPipelineModule))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), "the same random numbers are drawn"
     for method in DEEPSPEED_METHODS:
-        theirs, ours = module_with(method, PipelineModule), module_with(method)
-        assert list(ours.parts) == [int(b) for b in theirs.parts], method
-        assert ours.boundaries == tuple(ours.parts) and all(type(b) is int for b in ours.boundaries)
+        theirs._partition_layers(method)
+        assert cut_again(ours, method) == tuple(int(b) for b in theirs.parts), method
         assert ours.local_indices() == range(theirs._local_start, theirs._local_stop)
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(mine, other), "the same random numbers are drawn"
+    counts = ours._count_layer_params()
     by_count = optimal(counts, 2).boundaries
-    assert module_with("profile").boundaries == module_with("optimal:time").boundaries == by_count
-    assert module_with("optimal:parameters").boundaries == by_count
-    assert module_with("uniform:time").boundaries == (0, 4, 8)
-    for name in ("balanced:parameters", "diffusion:time", "balanced:time", "diffusion:parameters"):
-        assert sum(counts[: module_with(name).boundaries[1]]) == pytest.approx(sum(counts) / 2, rel=0.4)
+    for method in ("profile", "optimal:time", "optimal:parameters"):
+        assert cut_again(ours, method) == by_count
+    assert cut_again(ours, "uniform:time") == (0, 4, 8)
+    for method in ("balanced:parameters", "diffusion:time", "balanced:time", "diffusion:parameters"):
+        assert sum(counts[: cut_again(ours, method)[1]]) == pytest.approx(sum(counts) / 2, rel=0.4)
     for boundaries in ([0, 3, 8], (0, 3, 8), np.array([0, 3, 8])):
-        assert module_with(boundaries).boundaries == (0, 3, 8)
-    assert module_with(last_seven).boundaries == (0, 1, 8)
+        assert cut_again(ours, boundaries) == (0, 3, 8)
+    assert cut_again(ours, last_seven) == (0, 1, 8)
     # A profile from an earlier run, as a value or as a file, gives the times.
     measured = profile_of([9, 1, 1, 1, 1, 1, 1, 1])
+    assert cut_again(ours, "uniform:time", measured) == (0, 4, 8)
+    assert cut_again(ours, lambda p, s: optimal(p.costs(), s).boundaries, measured) == (0, 1, 8)
+    assert cut_again(ours, "optimal:time", measured, pin=(1, 2)) == (0, 3, 8)
     for profile in (measured, saved, str(saved)):
         assert module_with("profile", profile=profile).boundaries == (0, 1, 8)
-        assert module_with("uniform:time", profile=profile).boundaries == (0, 4, 8)
-        assert module_with(lambda p, s: optimal(p.costs(), s).boundaries, profile=profile).boundaries == (0, 1, 8)
-        assert module_with("optimal:time", profile=profile, pin=[1, 2]).boundaries == (0, 3, 8)
 
 
 def refusals(_rank: int) -> None:
+    module = module_with(np.array([0, 3, 8]))
     refused(r"partition_method 'optimum:time' is not .*optimal.*callable", lambda: module_with("optimum:time"))
-    refused(r"\(0, 8, 8\) leave stage 1 empty", lambda: module_with([0, 8, 8]))
-    refused(r"\(0, 8\) have 2 entries; 2 stages need 3", lambda: module_with(lambda *_: [0, 8]))
+    refused(r"\(0, 8, 8\) leave stage 1 empty", lambda: cut_again(module, [0, 8, 8]))
+    refused(r"\(0, 8\) have 2 entries; 2 stages need 3", lambda: cut_again(module, lambda *_: [0, 8]))
     refused(r"cut at 4, between layers 3 and 4", lambda: module_with("uniform", pin=[4]))
-    refused(r"cut at 3, between layers 2 and 3", lambda: module_with([0, 3, 8], pin=[3]))
+    refused(r"cut at 3, between layers 2 and 3", lambda: cut_again(module, [0, 3, 8], pin=(3,)))
     short = profile_of([1, 2, 3])
-    refused(r"saved profile has 3 layers but the model has 8", lambda: module_with("profile", profile=short))
+    refused(r"saved profile has 3 layers but the model has 8", lambda: cut_again(module, "profile", short))
     with pytest.raises(FileNotFoundError, match="no such file"):
         module_with("profile", profile="/nowhere/profile.json")
 
