@@ -14,8 +14,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["dynpipe_ds", "dynpipe_ds.*", "scenarios", "scenarios.*"]),
-    package_data={"dynpipe_ds": ["py.typed"]},
+    packages=[
+        *find_packages(include=["dynpipe_ds", "dynpipe_ds.*", "scenarios", "scenarios.*"]),
+        "scenarios.conf",
+    ],
+    package_dir={"scenarios.conf": "conf"},
+    package_data={"dynpipe_ds": ["py.typed"], "scenarios.conf": ["**/*.yaml", "**/*.json", "*.yaml"]},
     install_requires=[
         "torch>=2.4",
         "deepspeed>=0.19,<0.20",

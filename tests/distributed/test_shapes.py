@@ -259,7 +259,7 @@ def test_a_subclass_with_its_own_partition_and_stages_without_layers() -> None:
         {1: (0, 0, 4, 8), 2: (0, 8, 8, 8), 3: (0, 0, 8, 8), 4: (0, 2, 2, 8), 5: (0, 3, 8, 8), 6: (0, 0, 0, 8)},
         config={**ADAMW, **CLIP, "dynamic_pipeline": section},
     )
-    compare(mine, empty, *(replace(empty, config={**empty.config, **zero}) for zero in (ZERO, BF16_FP32_SUMS)))
+    compare(mine, empty, replace(empty, config={**empty.config, **BF16_FP32_SUMS}))
 
 
 # -- modules that were changed after they were built ------------------------------------------
