@@ -13,7 +13,8 @@ from dynpipe_ds import _deepspeed
 
 _deepspeed.check_version()
 
-from dynpipe_ds.engine import DynamicPipelineEngine, Overhead, RebalanceEvent  # noqa: E402
+from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
+from dynpipe_ds.events import Overhead, RebalanceEvent  # noqa: E402
 from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402

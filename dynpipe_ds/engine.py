@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,70 +17,26 @@ from torch import Tensor, nn
 from dynpipe_ds.agreement import first_error, same_everywhere
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.controller import Controller
+from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.instructions import INSTRUCTION_MAP
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
-from dynpipe_ds.migration.parameter_groups import ParameterGroups, agree_on_groups, check_scheduler
+from dynpipe_ds.migration.parameter_groups import (
+    ParameterGroups,
+    add_copies,
+    agree_on_groups,
+    check_scheduler,
+)
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, StageMemory, check_boundaries
-from dynpipe_ds.partition_method import PartitionMethod
+from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import BatchRecorder, activation_meter, gather_profile, layer_sizes
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 
 # Activation sizes change rarely and measuring them costs a Python call per saved tensor.
 _ACTIVATIONS_EVERY = 10
-
-
-@dataclass(frozen=True)
-class RebalanceEvent:
-    """One change of partition, as told to ``on_rebalance`` callbacks.
-
-    Attributes:
-        batch: number of batches trained before it.
-        before: boundaries it replaced.
-        after: boundaries since then.
-        predicted_gain: predicted share by which the bottleneck shrinks, 0 when not known.
-        bytes_moved: bytes of the moved layers, over all stages, one replica.
-        plan_s: seconds that deciding took.
-        migrate_s: seconds that moving took.
-    """
-
-    batch: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    predicted_gain: float
-    bytes_moved: int
-    plan_s: float
-    migrate_s: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the decision to the end of the move."""
-        return self.plan_s + self.migrate_s
-
-    def __str__(self) -> str:
-        return (
-            f"re-partition after batch {self.batch}: {list(self.before)} -> {list(self.after)}, "
-            f"predicted gain {self.predicted_gain:.1%}, {self.bytes_moved / 2**20:.1f} MiB moved, "
-            f"took {self.seconds:.3f} s"
-        )
-
-
-@dataclass
-class Overhead:
-    """Seconds that this rank has spent on not training, since the engine was made.
-
-    Attributes:
-        profiling_s: adding up marks and exchanging profiles (waiting for slower ranks left out).
-        planning_s: choosing boundaries and deciding.
-        migrating_s: moving layers and rebuilding optimizers.
-    """
-
-    profiling_s: float = 0.0
-    planning_s: float = 0.0
-    migrating_s: float = 0.0
 
 
 class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
@@ -107,13 +62,13 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         self.stage_optimizer: StageOptimizer | None = None
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
-            self._method = _runtime_method(self.dynamic_config, module)
+            self._method = method_at_run_time(self.dynamic_config, module.partition_method)
             check_against_model(
                 self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages,
                 partitioner=self._method.partitioner,
             )
             self._INSTRUCTION_MAP = INSTRUCTION_MAP
-            _copy_into_optimizer(module.make_dynamic(), kwargs)
+            add_copies(module.make_dynamic(), kwargs)
         super().__init__(*args, **kwargs)
         if self.dynamic_config.enabled:
             self._start_dynamic()
@@ -456,40 +411,3 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             raise RuntimeError(
                 f'engine.{what} needs "dynamic_pipeline": {{"enabled": true}} in the DeepSpeed config'
             )
-
-
-def _runtime_method(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> PartitionMethod:
-    """What to call at run time: the module's choice, or the section's where that only says the start."""
-    from_section = PartitionMethod.parse(f"{config.partitioner or 'optimal'}:{config.cost or 'time'}")
-    chosen = module.partition_method
-    if chosen is None or chosen.is_start_only:
-        return from_section
-    section_says = config.partitioner is not None or config.cost is not None
-    agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
-    if section_says and not agrees:
-        raise ValueError(
-            f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for "
-            f"{from_section}; remove one of the two"
-        )
-    return chosen
-
-
-def _copy_into_optimizer(
-    copies: Sequence[tuple[nn.Parameter, nn.Parameter]], arguments: dict[str, Any]
-) -> None:
-    """Put the new copies of tied weights next to their originals in what the client handed over."""
-    if not copies:
-        return
-    optimizer = arguments.get("optimizer")
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    parameters = arguments.get("model_parameters")
-    if parameters is not None:
-        arguments["model_parameters"] = parameters = list(parameters)
-        groups = [*groups, *(g for g in parameters if isinstance(g, dict))]
-        plain = {id(p) for p in parameters if not isinstance(p, dict)}
-        parameters += [copy for original, copy in copies if id(original) in plain]
-    for group in groups:
-        members = {id(p) for p in group["params"]}
-        group["params"] = [
-            *group["params"], *(copy for original, copy in copies if id(original) in members)
-        ]

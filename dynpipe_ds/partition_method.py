@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.partition import (
     Plan,
     StageMemory,
@@ -181,3 +182,26 @@ def profile_from_parameters(
     )
     even = tuple(round(s * len(layers) / num_stages) for s in range(num_stages + 1))
     return PipelineProfile(batch=0, boundaries=even, num_micro_batches=1, layers=layers, stages=())
+
+
+def method_at_run_time(config: DynamicPipelineConfig, chosen: PartitionMethod | None) -> PartitionMethod:
+    """What to call at run time: the module's choice, or the section's where that only says the start.
+
+    Args:
+        config: the ``"dynamic_pipeline"`` section.
+        chosen: the module's ``partition_method``.
+
+    Raises:
+        ValueError: if module and section ask for different things.
+    """
+    from_section = PartitionMethod.parse(f"{config.partitioner or 'optimal'}:{config.cost or 'time'}")
+    if chosen is None or chosen.is_start_only:
+        return from_section
+    section_says = config.partitioner is not None or config.cost is not None
+    agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
+    if section_says and not agrees:
+        raise ValueError(
+            f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for "
+            f"{from_section}; remove one of the two"
+        )
+    return chosen

@@ -9,7 +9,7 @@ left in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,3 +120,29 @@ def check_scheduler(scheduler: Any, num_groups: int) -> None:
             f"{num_groups}; give every rank's optimizer all groups (an empty 'params' list is fine) before "
             "building the scheduler, or pass the scheduler as a callable"
         )
+
+
+def add_copies(
+    copies: Sequence[tuple[nn.Parameter, nn.Parameter]], arguments: dict[str, Any]
+) -> None:
+    """Put the copies of tied weights next to their originals in what a client handed to ``initialize``.
+
+    Args:
+        copies: pairs of (original, copy).
+        arguments: keyword arguments of the engine; ``optimizer`` and ``model_parameters`` are extended.
+    """
+    if not copies:
+        return
+    optimizer = arguments.get("optimizer")
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    parameters = arguments.get("model_parameters")
+    if parameters is not None:
+        arguments["model_parameters"] = parameters = list(parameters)
+        groups = [*groups, *(g for g in parameters if isinstance(g, dict))]
+        plain = {id(p) for p in parameters if not isinstance(p, dict)}
+        parameters += [copy for original, copy in copies if id(original) in plain]
+    for group in groups:
+        members = {id(p) for p in group["params"]}
+        group["params"] = [
+            *group["params"], *(copy for original, copy in copies if id(original) in members)
+        ]

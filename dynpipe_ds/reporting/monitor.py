@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from dynpipe_ds.engine import RebalanceEvent
+    from dynpipe_ds.events import RebalanceEvent
     from dynpipe_ds.profile import PipelineProfile
 
 _PREFIX = "Train/DynamicPipeline/"

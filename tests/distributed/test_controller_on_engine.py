@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import Nap, napping
 from tests.distributed.test_exactness import ADAMW
 
-NAP = (0.002, 0.004)
+NAP = (0.004, 0.008)
 Events = list[RebalanceEvent]
 
 
@@ -55,7 +55,7 @@ def unbalanced(_rank: int) -> Any:
     assert summary(events) == first, "it stays where it is balanced"
     event = events[0]
     assert event.plan_s > 0 and event.migrate_s > 0 and event.seconds == event.plan_s + event.migrate_s
-    assert event.predicted_gain == pytest.approx(0.4, abs=0.15) and event.bytes_moved > 0
+    assert event.predicted_gain == pytest.approx(0.4, abs=0.2) and event.bytes_moved > 0
     assert str(event).startswith(f"re-partition after batch {event.batch}: [0, 2, 8] -> [0, 4, 8], predicted gain")
     assert engine.overhead.planning_s > 0 and engine.overhead.migrating_s >= event.migrate_s
     for index, layer in engine.local_layers().items():
@@ -118,7 +118,7 @@ def test_a_fixed_interval_and_the_monitor(tmp_path: Path) -> None:
     assert column("stage_0_first_layer") == [(16, 0.0), (48, 0.0)]
     assert [value > 0 for _, value in column("rebalance_s")] == [True, True]
     assert column("rebalance_moved_bytes")[0][1] > 0
-    assert column("rebalance_predicted_gain")[0][1] == pytest.approx(0.4, abs=0.15)
+    assert column("rebalance_predicted_gain")[0][1] == pytest.approx(0.4, abs=0.2)
     assert [step for step, _ in column("bubble_ratio")] == [8 * batch for batch in range(1, 9)]
 
 
@@ -140,7 +140,7 @@ def phases_and_speeds(_rank: int) -> None:
     engine, events = engine_of([0, 4, 8], {"rebalance_every": "never", "stage_speeds": list(speeds)}, speeds)
     train(engine, 3)
     assert not events
-    assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3, abs=0.1)
+    assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3, abs=0.2)
     train(engine, 3)
     assert engine.rebalance() is None
     before, spent = engine.last_batch_profile, engine.overhead.profiling_s
