@@ -129,9 +129,13 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
 
         Returns:
             Pairs of (shared parameter, its new copy), for optimizers that hold the shared one.
+
+        Raises:
+            ValueError: on every rank, if two live layers share a parameter.
         """
         if self._is_dynamic:
             return []
+        self._refuse_shared_parameters()
         self._is_dynamic = True
         copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         layers: dict[int, nn.Module] = {}
@@ -149,6 +153,17 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
                 layers[layer] = function
         self.install(self.boundaries, layers)
         return copies
+
+    def _refuse_shared_parameters(self) -> None:
+        owners: dict[nn.Parameter, int] = {}
+        for layer, spec in enumerate(self._layer_specs):
+            for parameter in spec.parameters() if isinstance(spec, nn.Module) else ():
+                first = owners.setdefault(parameter, layer)
+                if first != layer:
+                    raise ValueError(
+                        f"layers {first} and {layer} ({_layer_name(spec)}) share a parameter, which would become "
+                        "two when one of them moves; give both a TiedLayerSpec with the same key"
+                    )
 
     def local_indices(self) -> range:
         """Indices of the layers on this stage."""

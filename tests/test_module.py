@@ -11,12 +11,22 @@ import deepspeed
 import numpy as np
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, PipelineProfile
 from dynpipe_ds.partition import optimal
 from dynpipe_ds.profile import LayerProfile
-from tests.distributed.models import Run, base_config, data, layers_of, loss_fn, make_engine
+from tests.distributed.models import (
+    Block,
+    Embed,
+    Head,
+    Run,
+    base_config,
+    data,
+    layers_of,
+    loss_fn,
+    make_engine,
+)
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 
@@ -26,7 +36,8 @@ DEEPSPEED_METHODS = ["uniform", "parameters", "Parameters", "type:block", "type:
 
 def module_with(method: Any, cls: type = DynamicPipelineModule, **arguments: Any) -> Any:
     torch.manual_seed(7)
-    return cls(layers_of(RUN), num_stages=2, loss_fn=loss_fn, partition_method=method, **arguments)
+    layers = arguments.pop("layers", None) or layers_of(RUN)
+    return cls(layers, num_stages=2, loss_fn=loss_fn, partition_method=method, **arguments)
 
 
 def cut_again(module: Any, method: Any, profile: Any = None, pin: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -130,6 +141,11 @@ def sections(_rank: int) -> None:
     refused(r"2 problems in section .*(?s:.*)min_gain = 3.*(?s:.*)rebalance_evry.*did you mean", lambda: start(wrong))
     refused(r"pinned_cuts = \[9\]: with 8 layers", lambda: start({**on, "pinned_cuts": [9]}))
     refused(r"cut at 4, between layers 3 and 4", lambda: start({**on, "pinned_cuts": [4]}))
+    block = Block()
+    refused(
+        r"layers 1 and 3 \(Block\) share a parameter.*TiedLayerSpec",
+        lambda: start(on, layers=[LayerSpec(Embed), block, LayerSpec(Block), block, LayerSpec(Head)]),
+    )
     # DeepSpeed's own module gets DeepSpeed's own engine.
     assert type(make_engine(replace(RUN, plain=True))) is deepspeed.PipelineEngine
 
