@@ -16,6 +16,7 @@ _deepspeed.check_version()
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent  # noqa: E402
 from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
+from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.profile import PipelineProfile  # noqa: E402
@@ -29,6 +30,7 @@ __all__ = [
     "DynamicPipelineModule",
     "MigrationError",
     "Overhead",
+    "ParameterReplacement",
     "PipelineProfile",
     "RebalanceEvent",
     "register_partitioner",

@@ -28,6 +28,7 @@ from dynpipe_ds.migration.parameter_groups import (
     agree_on_groups,
     check_scheduler,
 )
+from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, StageMemory, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
@@ -189,6 +190,22 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
         return self._move_to(plan, 0.0)
+
+    def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
+        """Give local layers parameters of another shape, with their optimizer state; collective.
+
+        Args:
+            replacements: those of this rank's layers; the same on all replicas of a stage, may be empty.
+
+        Raises:
+            RuntimeError: on every rank, with the same text, if any rank failed; nothing has changed then.
+        """
+        self._need_dynamic("replace_parameters")
+        started = time.perf_counter()
+        self._notice_frozen_layers()
+        replace_parameters(self, replacements)
+        self._settle()
+        self.overhead.migrating_s += time.perf_counter() - started
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Train one batch, then move layers if that pays; otherwise as DeepSpeed's ``train_batch``.

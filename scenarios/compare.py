@@ -24,7 +24,7 @@ from deepspeed.utils import logger
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds.reporting.table import RunSummary
 from scenarios.data import BatchShape, TokenBatches, Tokens
-from scenarios.scenario import Scenario, build_scenario
+from scenarios.scenario import Report, Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 
 # Batches at the end of a run whose stage times the picture shows.
@@ -48,6 +48,7 @@ class Contender:
         bubbles: bubble ratio of every timed batch that was profiled.
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: batches after which the partition changed.
+        reports: what the scenario reported after every batch.
     """
 
     label: str
@@ -62,6 +63,7 @@ class Contender:
     bubbles: list[float] = field(default_factory=list)
     stages_s: list[list[float]] = field(default_factory=list)
     rebalanced_at: list[int] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
     _untimed: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
@@ -89,6 +91,7 @@ class Contender:
         self.scenario.before_batch(self.engine, batch)
         loss = self.engine.train_batch(self.data.micro_batches(batch))
         self.scenario.after_batch(self.engine, batch)
+        self.reports.append(self.scenario.report(self.engine))
         self.losses.append(float(loss))
         self.batches_s.append(time.perf_counter() - start_s)
         profile = self.engine.last_batch_profile
@@ -96,6 +99,11 @@ class Contender:
             self.stages_s.append([stage.busy_s for stage in profile.stages])
             if timed:
                 self.bubbles.append(profile.bubble_ratio)
+
+    def notes(self) -> dict[str, float | int | str]:
+        """Return the short values of the scenario's last report."""
+        last = self.reports[-1] if self.reports else {}
+        return {name: value for name, value in last.items() if isinstance(value, (float, int, str))}
 
     def last_stages_s(self) -> list[float]:
         """Return the busy seconds a batch of each stage: medians of the last batches."""
@@ -118,7 +126,7 @@ class Contender:
             migrating_s=migrating_s,
             last_tokens_per_s=self.last_tokens_per_s,
             num_rebalances=len(self.rebalanced_at),
-            notes=self.scenario.report(self.engine),
+            notes=self.notes(),
         )
 
 
@@ -170,7 +178,7 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
     with silence():
         module = DynamicPipelineModule(
-            layers=scenario.layers(settings.model),
+            layers=build_layers(scenario, settings.model),
             loss_fn=scenario.loss_fn(),
             num_stages=settings.run.num_stages or dist.get_world_size(),
             partition_method=settings.partition_method,

@@ -1,11 +1,15 @@
 """A GPT as a list of pipeline layers, shared by all scenarios.
 
-Every layer takes one tensor and returns one tensor, so a stage boundary may fall between any two.
+What passes from layer to layer is the residual stream, one tensor. In a model whose layers add to the
+loss (a router's balance, say) it is a pair: the stream, and the sum of what the layers so far have added.
+Everything a layer needs comes in by that door, so a stage boundary may fall between any two.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +19,11 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 INIT_STD = 0.02
+
+_EXTRA_LOSS = "_extra_loss"
+
+# The stream [batch, seq, hidden], or a pair of it and the extra loss, a float32 scalar.
+Activation = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +74,44 @@ class GPTConfig:
             raise ValueError("model: " + "; ".join(problems))
 
 
-class Embedding(nn.Module):
-    """Token embedding, plus learned positions when the config says so."""
+def on_stream(function: Callable[[Tensor], Tensor], activation: Activation) -> Activation:
+    """Apply a function to the stream; an extra loss that comes with it is passed on.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        function: from ``[batch, seq, hidden]`` to any shape.
+        activation: what the layer was given.
+
+    Returns:
+        The result in place of the stream.
+    """
+    if isinstance(activation, Tensor):
+        return function(activation)
+    stream, extra_loss = activation
+    return function(stream), extra_loss
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus learned positions when the config says so.
+
+    Args:
+        config: the model's size and kind.
+        extra_loss: whether the layers of this model add to the loss.
+    """
+
+    def __init__(self, config: GPTConfig, *, extra_loss: bool = False) -> None:
         super().__init__()
+        self.extra_loss = extra_loss
         self.weight = nn.Parameter(torch.randn(config.vocab_size, config.hidden) * INIT_STD)
         self.positions: nn.Parameter | None = None
         if config.positions == "learned":
             self.positions = nn.Parameter(torch.randn(config.seq_len, config.hidden) * INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids ``[batch, seq]`` to activations ``[batch, seq, hidden]``."""
+    def forward(self, tokens: Tensor) -> Activation:
+        """Map token ids ``[batch, seq]`` to the stream ``[batch, seq, hidden]``, and an extra loss of 0."""
         x = F.embedding(tokens, self.weight)
-        return x if self.positions is None else x + self.positions[: tokens.shape[1]]
+        if self.positions is not None:
+            x = x + self.positions[: tokens.shape[1]]
+        return (x, torch.zeros((), device=x.device)) if self.extra_loss else x
 
 
 def rotary_table(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -104,6 +137,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+def init_linear(linear: nn.Linear, *, depth: int | None = None) -> None:
+    """Draw the weights of a linear layer as GPT-2 does (Radford et al. 2019, section 2.3).
+
+    Args:
+        linear: gets normal weights and a bias of 0.
+        depth: number of blocks, for the projections that add to the stream: they start smaller, so that
+            the stream's variance does not grow with depth.
+    """
+    nn.init.normal_(linear.weight, std=INIT_STD if depth is None else INIT_STD / math.sqrt(2 * depth))
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
 class Attention(nn.Module):
     """Causal self-attention with one fused projection for queries, keys and values."""
 
@@ -115,6 +161,8 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.out = nn.Linear(config.hidden, config.hidden)
+        init_linear(self.qkv)
+        init_linear(self.out, depth=config.depth)
         self.rotary = config.positions == "rotary"
         if self.rotary:
             cos, sin = rotary_table(config.seq_len, config.hidden // config.heads)
@@ -139,6 +187,8 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(config.hidden, config.mlp_ratio * config.hidden)
         self.down = nn.Linear(config.mlp_ratio * config.hidden, config.hidden)
+        init_linear(self.up)
+        init_linear(self.down, depth=config.depth)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]`` to the same shape."""
@@ -146,28 +196,62 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-LN transformer block: attention and MLP, each behind a LayerNorm and a residual."""
+    """A pre-LN transformer block: attention and MLP, each behind a LayerNorm and a residual.
+
+    A scenario's block overrides :meth:`make_attention`, :meth:`make_mlp` or :meth:`transform`. A module
+    inside that adds to the loss says so with :func:`add_extra_loss` while it runs.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config)
+        self.attention = self.make_attention(config)
         self.norm2 = nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config)
+        self.mlp = self.make_mlp(config)
         self.dropout = nn.Dropout(config.dropout)
-        # Residual projections start smaller, so that the stream's variance does not grow with depth
-        # (GPT-2, Radford et al. 2019, section 2.3).
-        scaled = {id(self.attention.out), id(self.mlp.down)}
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                std = INIT_STD / math.sqrt(2 * config.depth) if id(module) in scaled else INIT_STD
-                nn.init.normal_(module.weight, std=std)
-                nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def make_attention(self, config: GPTConfig) -> nn.Module:
+        """Build what maps the normalised stream to attention's contribution."""
+        return Attention(config)
+
+    def make_mlp(self, config: GPTConfig) -> nn.Module:
+        """Build what maps the normalised stream to the MLP's contribution."""
+        return MLP(config)
+
+    def forward(self, activation: Activation) -> Activation:
+        """Map the stream ``[batch, seq, hidden]`` to the same shape; add up extra losses, if any."""
+        if isinstance(activation, Tensor):
+            return self.transform(activation)
+        stream, extra_loss = activation
+        stream = self.transform(stream)
+        return stream, extra_loss + take_extra_losses(self)
+
+    def transform(self, x: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]`` to the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def add_extra_loss(module: nn.Module, loss: Tensor) -> None:
+    """Add a term to the loss of the micro-batch that runs; call it in ``forward``.
+
+    The block that holds the module picks the term up within the same call, so no cut can part them.
+
+    Args:
+        module: a module inside a :class:`Block` of a model with ``extra_loss``.
+        loss: scalar, weighted as it shall count.
+    """
+    object.__setattr__(module, _EXTRA_LOSS, loss)
+
+
+def take_extra_losses(block: nn.Module) -> Tensor | float:
+    """Sum what the modules of a block have added in this call, and forget it."""
+    total: Tensor | float = 0.0
+    for module in block.modules():
+        loss = module.__dict__.pop(_EXTRA_LOSS, None)
+        if loss is not None:
+            total = total + loss.float()
+    return total
 
 
 class FinalNorm(nn.LayerNorm):
@@ -175,6 +259,10 @@ class FinalNorm(nn.LayerNorm):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.hidden)
+
+    def forward(self, activation: Activation) -> Activation:
+        """Normalise the stream ``[batch, seq, hidden]``."""
+        return on_stream(super().forward, activation)
 
 
 class Head(nn.Module):
@@ -186,45 +274,42 @@ class Head(nn.Module):
         self.project = nn.Linear(config.hidden, config.vocab_size, bias=False)
         nn.init.normal_(self.project.weight, std=INIT_STD)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map activations ``[batch, seq, hidden]`` to logits ``[batch, seq, vocab]``."""
-        return self.project(self.norm(x))
+    def forward(self, activation: Activation) -> Activation:
+        """Map the stream ``[batch, seq, hidden]`` to logits ``[batch, seq, vocab]``."""
+        return on_stream(lambda x: self.project(self.norm(x)), activation)
 
 
-def _project_with_embedding(embedding: Embedding, x: Tensor) -> Tensor:
+def _project_with_embedding(embedding: Embedding, activation: Activation) -> Activation:
     """Use the embedding's weight as the head's (tied models)."""
-    return F.linear(x, embedding.weight)
+    return on_stream(lambda x: F.linear(x, embedding.weight), activation)
 
 
-def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
+def gpt_layers(config: GPTConfig, *, extra_loss: bool = False) -> list[LayerSpec]:
     """List the layers of a GPT: embedding, ``depth`` blocks, head.
 
     Args:
         config: the model's size and kind.
+        extra_loss: whether layers shall be able to add to the loss.
 
     Returns:
         ``depth + 2`` specs (``depth + 3`` when tied: the final norm is then a layer of its own).
     """
     blocks = [LayerSpec(Block, config) for _ in range(config.depth)]
     if not config.tied:
-        return [LayerSpec(Embedding, config), *blocks, LayerSpec(Head, config)]
-    head = TiedLayerSpec("embedding", Embedding, config, forward_fn=_project_with_embedding)
-    return [
-        TiedLayerSpec("embedding", Embedding, config),
-        *blocks,
-        LayerSpec(FinalNorm, config),
-        head,
-    ]
+        return [LayerSpec(Embedding, config, extra_loss=extra_loss), *blocks, LayerSpec(Head, config)]
+    tied = functools.partial(TiedLayerSpec, "embedding", Embedding, config, extra_loss=extra_loss)
+    return [tied(), *blocks, LayerSpec(FinalNorm, config), tied(forward_fn=_project_with_embedding)]
 
 
-def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy in nats a token, computed in float32.
+def loss_fn(output: Activation, labels: Tensor) -> Tensor:
+    """Mean cross entropy in nats a token, computed in float32, plus what the layers have added.
 
     Args:
-        logits: ``[batch, seq, vocab]``.
+        output: logits ``[batch, seq, vocab]``, or a pair of them and the extra loss.
         labels: next token ids, ``[batch, seq]``.
 
     Returns:
         A scalar tensor.
     """
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    logits, extra_loss = (output, 0.0) if isinstance(output, Tensor) else output
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) + extra_loss

@@ -8,20 +8,26 @@ state of the scenario itself must be the same on every rank.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from scenarios.gpt import GPTConfig, gpt_layers, loss_fn
+from dynpipe_ds import ParameterReplacement
+from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
+
+# What a scenario reports: plain values, and lists of them (by layer, say).
+Report = dict[str, Any]
 
 
 class Engine(Protocol):
     """The part of ``DynamicPipelineEngine`` that scenarios use."""
 
     device: torch.device
+    mpu: Any  # DeepSpeed's grid: get_data_parallel_group(), get_pipe_parallel_group(), …
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -36,19 +42,36 @@ class Engine(Protocol):
         """Learning rates of the optimizer's parameter groups."""
         ...
 
+    def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
+        """Give layers parameters of another shape, with their optimizer state; collective."""
+        ...
+
 
 class Scenario:
     """A model that does not change; the base of all scenarios.
 
     A subclass takes its settings as keyword arguments and overrides what it needs. All methods are
     called on every rank, so they may use collectives.
+
+    Attributes:
+        extra_loss: whether its layers add to the loss (see ``scenarios.gpt.add_extra_loss``).
     """
 
-    def layers(self, model: GPTConfig) -> list[LayerSpec]:
-        """Build the layer list, and refuse settings that do not fit the model (``ValueError``)."""
-        return gpt_layers(model)
+    extra_loss: bool = False
 
-    def loss_fn(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
+        """Change the layer list, and refuse settings that do not fit the model (``ValueError``).
+
+        Args:
+            model: the model's size and kind.
+            layers: its layers, as ``gpt_layers`` lists them or as another scenario has changed them.
+
+        Returns:
+            The layers to train.
+        """
+        return layers
+
+    def loss_fn(self) -> Callable[[Activation, Tensor], Tensor]:
         """Return the loss of (output of the last layer, labels)."""
         return loss_fn
 
@@ -58,18 +81,52 @@ class Scenario:
     def after_batch(self, engine: Engine, batch: int) -> None:
         """Act on the local layers after batch ``batch`` was trained."""
 
-    def report(self, engine: Engine) -> dict[str, float | int | str]:
-        """Say in a few named values what the scenario has done so far, the same on every rank.
+    def report(self, engine: Engine) -> Report:
+        """Say in named values what the scenario has done so far, the same on every rank.
 
-        Called after every batch; a changed value is printed, the last ones stand in the table.
+        Called after every batch and written to ``results.json``. Numbers and short texts are printed when
+        they change, and the last ones stand in the table; lists (a value a layer, say) are only written.
         """
         return {}
 
 
+def build_layers(scenario: Scenario, model: GPTConfig) -> list[LayerSpec]:
+    """List the layers of a scenario's model; raises ``ValueError`` where its settings do not fit."""
+    return scenario.layers(model, gpt_layers(model, extra_loss=scenario.extra_loss))
+
+
+def gather_by_layer(engine: Engine, values: Mapping[int, Sequence[float]], width: int) -> Tensor:
+    """Put together what every rank knows of its own layers; collective over all ranks.
+
+    Args:
+        engine: knows how many layers there are.
+        values: ``width`` numbers for each local layer that has some.
+        width: numbers a layer, the same on every rank.
+
+    Returns:
+        ``[layers, width]`` of float64 on the CPU, the same on every rank: sums over the replicas of a
+        layer's stage, 0 where no rank gave a value.
+    """
+    table = torch.zeros(engine.partition[-1], width, dtype=torch.float64)
+    for layer, row in values.items():
+        table[layer] = torch.tensor(row, dtype=torch.float64)
+    if dist.is_initialized():
+        table = table.to(engine.device)
+        dist.all_reduce(table)
+    return table.cpu()
+
+
 _SCENARIOS: dict[str, str | type[Scenario]] = {
     "none": Scenario,
+    "combined": "scenarios.combined:Combined",
+    "pruning": "scenarios.pruning:Pruning",
     "freezing": "scenarios.freezing:ScheduledFreezing",
     "freezing_egeria": "scenarios.freezing:EgeriaFreezing",
+    "freezing_autofreeze": "scenarios.freezing:AutoFreeze",
+    "early_exit": "scenarios.early_exit:EarlyExit",
+    "moe": "scenarios.moe:MixtureOfExperts",
+    "mod": "scenarios.mod:MixtureOfDepths",
+    "sparse_attention": "scenarios.sparse_attention:SparseAttention",
 }
 
 

@@ -83,7 +83,7 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
     bar = tqdm(total=2 * settings.run.batches, unit="batch", disable=not first, mininterval=0.5)
     with bar:
         for contender, batch in train_in_turns((static, dynamic), settings):
-            found = contender.scenario.report(contender.engine)
+            found = contender.notes()
             if first and contender is dynamic and found != notes:
                 told = ", ".join(f"{name}: {value}" for name, value in found.items())
                 tqdm.write(f"after batch {batch + 1}: {told}", file=sys.stdout)
@@ -121,6 +121,7 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
         "batches_s": contender.batches_s,
         "stages_s": contender.stages_s,
         "rebalanced_at": contender.rebalanced_at,
+        "reports": contender.reports,
     }
 
 

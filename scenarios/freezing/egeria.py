@@ -78,9 +78,9 @@ class EgeriaFreezing(FreezingScenario):
         if problems:
             raise ValueError("scenario: " + "; ".join(problems))
 
-    def layers(self, model: GPTConfig) -> list[LayerSpec]:
+    def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Build the layers; each gets a trend."""
-        specs = super().layers(model)
+        specs = super().layers(model, layers)
         self.trends = [Trend() for _ in specs]
         return specs
 

@@ -54,14 +54,14 @@ class FreezingScenario(Scenario):
         """Leading layers that are frozen now."""
         return self._num_frozen
 
-    def layers(self, model: GPTConfig) -> list[LayerSpec]:
-        """Build the plain GPT; refuse tied weights, of which one half would freeze."""
+    def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
+        """Leave the layers as they are; refuse tied weights, of which one half would freeze."""
         if model.tied:
             raise ValueError(
                 "model.tied=true does not go with freezing: the embedding would freeze while the "
                 "head, which is the same weight, still trains; set model.tied=false"
             )
-        return super().layers(model)
+        return layers
 
     def report(self, engine: Engine) -> dict[str, float | int | str]:
         """Report the frozen layers."""

@@ -81,9 +81,9 @@ class ScheduledFreezing(FreezingScenario):
         """Check the settings."""
         self.schedule = FreezeSchedule(tuple(self.batches), tuple(self.frozen))
 
-    def layers(self, model: GPTConfig) -> list[LayerSpec]:
+    def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Build the layers, and check the schedule against their number."""
-        specs = super().layers(model)
+        specs = super().layers(model, layers)
         self.schedule.check(len(specs))
         return specs
 

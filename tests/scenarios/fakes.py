@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from scenarios.gpt import GPTConfig, loss_fn
-from scenarios.scenario import Scenario
+from scenarios.scenario import Scenario, build_layers
 
 TINY = GPTConfig(depth=4, hidden=16, heads=2, seq_len=12, vocab_size=32)
 
@@ -17,7 +17,7 @@ class FakeEngine:
     def __init__(self, scenario: Scenario, model: GPTConfig = TINY, *, lr: float = 0.1) -> None:
         torch.manual_seed(0)
         self.device = torch.device("cpu")
-        self.layers = [spec.build() for spec in scenario.layers(model)]
+        self.layers = [spec.build() for spec in build_layers(scenario, model)]
         self.partition = (0, len(self.layers))
         self.model = model
         self.lr = lr

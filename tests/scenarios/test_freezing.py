@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scenarios.freezing import FreezeSchedule, ScheduledFreezing, set_frozen
+from scenarios.scenario import build_layers
 from tests.scenarios.fakes import TINY, FakeEngine, run
 
 
@@ -30,13 +31,13 @@ def test_schedules_without_a_meaning() -> None:
     with pytest.raises(ValueError, match="1.0 must be a number of layers"):
         FreezeSchedule((3,), (1.0,))
     with pytest.raises(ValueError, match="freezes 6 layers at batch 3, but the model has 6"):
-        ScheduledFreezing((3,), (6,)).layers(TINY)
+        build_layers(ScheduledFreezing((3,), (6,)), TINY)
 
 
 def test_tied_weights_are_refused() -> None:
     """Half of a tied weight cannot freeze."""
     with pytest.raises(ValueError, match="model.tied=true does not go with freezing"):
-        ScheduledFreezing().layers(replace(TINY, tied=True))
+        build_layers(ScheduledFreezing(), replace(TINY, tied=True))
 
 
 def test_frozen_layers_keep_their_bits_and_others_train() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from scenarios import scenario as registry
 from scenarios.freezing import ScheduledFreezing
-from scenarios.scenario import Scenario, build_scenario, register_scenario, scenario_names
+from scenarios.scenario import Scenario, build_layers, build_scenario, register_scenario, scenario_names
 from tests.scenarios.fakes import TINY, FakeEngine, run
 
 
@@ -38,7 +38,7 @@ def test_by_name_with_settings() -> None:
     """The configuration's other keys are keyword arguments."""
     scenario = build_scenario("freezing", {"batches": [2], "frozen": [3]})
     assert isinstance(scenario, ScheduledFreezing)
-    assert len(scenario.layers(TINY)) == 6
+    assert len(build_layers(scenario, TINY)) == 6
 
 
 def test_own_scenario_by_path_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_own_scenario_by_path_and_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_unknown_names_and_settings() -> None:
     """Messages list what there is."""
-    with pytest.raises(ValueError, match="no scenario 'freesing': choose one of freezing, .*none"):
+    with pytest.raises(ValueError, match="no scenario 'freesing': choose one of combined, .*freezing, .*none"):
         build_scenario("freesing", {})
     with pytest.raises(ValueError, match="'freezing' does not take these settings.*'speed'"):
         build_scenario("freezing", {"speed": 3})

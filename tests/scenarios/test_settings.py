@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from dynpipe_ds.config import parse_config
-from scenarios.scenario import build_scenario
+from scenarios.scenario import build_layers, build_scenario
 from scenarios.settings import (
     RunSettings,
     Settings,
@@ -48,7 +48,7 @@ def settings(*overrides: str) -> Settings:
 def test_every_configuration_composes(scenario: str, model: str, deepspeed: str) -> None:
     """Every file of conf/ with every other one: the scenario fits the model, the JSON is valid."""
     found = settings(f"scenario={scenario}", f"model={model}", f"deepspeed={deepspeed}")
-    specs = build_scenario(found.scenario, found.scenario_settings).layers(found.model)
+    specs = build_layers(build_scenario(found.scenario, found.scenario_settings), found.model)
     assert len(specs) == found.model.depth + 2
     for dynamic in (False, True):
         section = parse_config(found.deepspeed_config(dynamic=dynamic))

@@ -1,0 +1,41 @@
+"""Time that a layer saves at the points of its scenario's schedule: forward and backward against the dense layer.
+
+python -m benchmarks.layers.main [--scenario pruning --repeats 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+import torch
+
+from benchmarks.launch import environment
+from benchmarks.layers.case import measure
+from dynpipe_ds.reporting.table import format_table
+
+# Modules benchmarks.layers.<name>, each with cases() -> list[Case].
+SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scenario", choices=SCENARIOS, help="one alone; all without it")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(environment())
+    rows = [["scenario", "amount", "operations", "time", "layer ms", "dense ms"]]
+    for name in [options.scenario] if options.scenario else SCENARIOS:
+        for case in importlib.import_module(f"benchmarks.layers.{name}").cases():
+            layer_s, dense_s, ratio = measure(case, options.repeats)
+            rows.append([
+                name, case.amount, f"{case.operations():.2f}", f"{ratio:.2f}",
+                f"{1e3 * layer_s:.1f}", f"{1e3 * dense_s:.1f}",
+            ])  # fmt: skip
+            print("  ".join(rows[-1]), flush=True)
+    print("\nshares of the dense layer's, forward and backward\n" + format_table(rows))
+
+
+if __name__ == "__main__":
+    main()

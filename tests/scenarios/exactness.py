@@ -1,0 +1,107 @@
+"""Train a scenario twice on several ranks, with layers staying and with layers moving, and compare the bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scenarios.gpt import GPTConfig
+from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
+from tests.distributed.models import digest
+from tests.distributed.ranks import run_ranks
+
+MODEL = GPTConfig(depth=4, hidden=16, heads=2, seq_len=16, vocab_size=64)
+SMALL_BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained twice.
+
+    Attributes:
+        scenario: its name, or ``"package.module:Class"``.
+        settings: keyword arguments of the scenario.
+        stages: pipeline stages; with more ranks than that, the rest is data parallelism.
+        optimizer: name of a file in ``conf/deepspeed_json``.
+        model: size and kind of the GPT.
+        num_batches: batches of each run.
+        every: batches between two moves.
+        text: train on the real text instead of on random tokens.
+    """
+
+    scenario: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    stages: int = 2
+    optimizer: str = "fp32_adamw"
+    model: GPTConfig = MODEL
+    num_batches: int = 8
+    every: int = 2
+    text: bool = False
+
+    def moves(self) -> dict[int, tuple[int, ...]]:
+        """Boundaries before a batch: random ones, every few batches, no stage empty."""
+        draw, layers = random.Random(3), self.model.depth + 2
+        return {
+            batch: (0, *sorted(draw.sample(range(1, layers), self.stages - 1)), layers)
+            for batch in range(1, self.num_batches, self.every)
+        }
+
+
+@dataclass
+class Trained:
+    """What one rank knows of a run: losses, the scenario's reports, hashes of its layers."""
+
+    losses: list[float]
+    reports: list[Any]
+    layers: dict[str, str]
+
+
+def train_both(_rank: int, job: Job) -> tuple[Trained, Trained]:
+    """Train on one rank without and with moves."""
+    return train(job, moves=False), train(job, moves=True)
+
+
+def train(job: Job, *, moves: bool) -> Trained:
+    """Train on this rank of a started process group."""
+    from scenarios.compare import build_contender
+    from scenarios.data import load_tokens
+
+    settings = Settings(
+        model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
+        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH),
+        partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
+    )  # fmt: skip
+    tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=5000).astype(np.uint8)
+    run = build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
+    for batch in range(job.num_batches):
+        if moves and batch in job.moves():
+            run.engine.repartition(job.moves()[batch])
+        list(run.train_window([batch], timed=True))
+    return Trained(run.losses, run.reports, digest(run.engine))
+
+
+def assert_same_bits(job: Job, ranks: int) -> Trained:
+    """Fail unless moving layers changes no bit of losses, reports, weights, buffers and optimizer state.
+
+    Args:
+        job: what to train.
+        ranks: world size.
+
+    Returns:
+        The static run as the first rank saw it, for further checks.
+    """
+    results = run_ranks(train_both, ranks, job)
+    static, moved = ([rank[i] for rank in results] for i in (0, 1))
+    for rank in (*static, *moved):
+        assert rank.losses == static[0].losses
+        assert rank.reports == static[0].reports
+    assert all(np.isfinite(static[0].losses))
+    layers = [{item for rank in run for item in rank.layers.items()} for run in (static, moved)]
+    assert layers[0] == layers[1]
+    assert len(layers[0]) == job.model.depth + 2, "replicas have different weights"
+    return static[0]
