@@ -1,0 +1,1 @@
+"""What scenarios save in one layer, forward and backward."""
