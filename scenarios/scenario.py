@@ -85,7 +85,8 @@ class Scenario:
         """Say in named values what the scenario has done so far, the same on every rank.
 
         Called after every batch and written to ``results.json``. Numbers and short texts are printed when
-        they change, and the last ones stand in the table; lists (a value a layer, say) are only written.
+        a window ends and they have changed, and the last ones stand in the table; lists (a value a layer,
+        say) are only written.
         """
         return {}
 
