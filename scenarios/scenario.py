@@ -120,6 +120,8 @@ def gather_by_layer(engine: Engine, values: Mapping[int, Sequence[float]], width
 _SCENARIOS: dict[str, str | type[Scenario]] = {
     "none": Scenario,
     "combined": "scenarios.combined:Combined",
+    "mod_moe": "scenarios.combined:Combined",
+    "pruning_freezing": "scenarios.combined:Combined",
     "pruning": "scenarios.pruning:Pruning",
     "freezing": "scenarios.freezing:ScheduledFreezing",
     "freezing_egeria": "scenarios.freezing:EgeriaFreezing",
