@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from scenarios.gpt import Activation
+
 MAX_ROWS = 256
 _ATTRIBUTE = "egeria_reference"
 
@@ -154,13 +156,15 @@ def take_reference(layer: nn.Module, *, bits: int = 32) -> None:
 
 
 def reference_of(layer: nn.Module) -> Reference | None:
-    """Return the reference that a layer carries, if any."""
-    return getattr(layer, _ATTRIBUTE, None)
+    """Return the reference that a layer carries, if any, and if the layer still has tensors of these names."""
+    reference: Reference | None = getattr(layer, _ATTRIBUTE, None)
+    names = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    return reference if reference is not None and reference.state.keys() == names else None
 
 
 def drop_reference(layer: nn.Module) -> None:
     """Forget the layer's reference."""
-    if reference_of(layer) is not None:
+    if hasattr(layer, _ATTRIBUTE):
         delattr(layer, _ATTRIBUTE)
 
 
@@ -176,14 +180,19 @@ def capture_next(layer: nn.Module) -> RemovableHandle:
         The hook's handle, for the case that no forward comes.
     """
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Activation) -> None:
         handle.remove()
         reference = reference_of(module)
-        if reference is not None and isinstance(output, Tensor):
-            reference.seen = _to_cpu(inputs[0]), output.detach().to("cpu", copy=True)
+        if reference is not None:
+            reference.seen = _to_cpu(inputs[0]), _to_cpu(stream_of(output))
 
     handle = layer.register_forward_hook(hook)
     return handle
+
+
+def stream_of(activation: Activation) -> Tensor:
+    """Return the residual stream, which comes first where layers add to the loss."""
+    return activation if isinstance(activation, Tensor) else activation[0]
 
 
 def _to_cpu(value: Any) -> Any:
@@ -217,4 +226,4 @@ def plasticity(layer: nn.Module) -> float | None:
     finally:
         for module, training in modes.items():
             module.training = training
-    return sp_loss(answer, past)
+    return sp_loss(answer, stream_of(past))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from scenarios.freezing import AutoFreeze, EgeriaFreezing, ScheduledFreezing
 from scenarios.scenario import gather_by_layer
-from tests.scenarios.exactness import Job, assert_same_bits
+from tests.distributed.ranks import run_ranks
+from tests.scenarios.exactness import Job, Trained, assert_same_bits, train
 
 NUM_BATCHES = 10
 
@@ -82,3 +84,36 @@ def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:
         held = frozen[batch - (not job.scenario.endswith("Scheduled"))]
         pairs = zip(reports[batch - 1]["weights"], reports[batch]["weights"], strict=True)
         assert [old == new for old, new in pairs] == [index < held for index in range(6)]
+
+
+# Two batches that come in turns. Cached from batch 3 on; grown at 5; begun anew at 9.
+CACHED = {"batches": [1, 5, 9], "frozen": [2, 4, 1], "cache": True}
+
+
+def train_with_cache(_rank: int, job: Job) -> tuple[Trained, Trained]:
+    """Train without a cache and moves, and with both."""
+    plain = replace(job, settings={**job.settings, "cache": False})
+    return train(plain, moves=False), train(job, moves=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stages", "ranks"),
+    [
+        pytest.param("bf16_zero1", 2, 2, id="bf16-PP2"),
+        pytest.param("fp32_adamw", 4, 4, id="fp32-PP4"),
+        pytest.param("zero1_adamw", 2, 4, id="zero1-PP2xDP2"),
+    ],
+)
+def test_a_cache_changes_no_bit(optimizer: str, stages: int, ranks: int) -> None:
+    """Losses, weights and optimizer state as without a cache and without moves; every rank skips alike."""
+    num_tokens = 2 * 6 * (ranks // stages) * 16 + 1
+    job = Job(
+        "freezing", CACHED, stages=stages, optimizer=optimizer, num_batches=12, max_tokens=num_tokens, shuffle="once"
+    )
+    results = run_ranks(train_with_cache, ranks, job)
+    layers = [{item for rank in results for item in rank[run].layers.items()} for run in (0, 1)]
+    assert layers[0] == layers[1]
+    for plain, cached in results:
+        assert cached.losses == plain.losses
+        skipped = [report["layers from cache"] for report in cached.reports]
+        assert skipped == [0, 0, 0, 2, 2, 2, 2, 4, 4, 0, 0, 1]
