@@ -139,6 +139,7 @@ _SCENARIOS: dict[str, str | type[Scenario]] = {
     "freezing_egeria": "scenarios.freezing:EgeriaFreezing",
     "freezing_autofreeze": "scenarios.freezing:AutoFreeze",
     "early_exit": "scenarios.early_exit:EarlyExit",
+    "early_exit_adpc": "scenarios.early_exit:EarlyExit",
     "moe": "scenarios.moe:MixtureOfExperts",
     "mod": "scenarios.mod:MixtureOfDepths",
     "sparse_attention": "scenarios.sparse_attention:SparseAttention",

@@ -68,8 +68,8 @@ class EarlyExit(Scenario):
     decay: float | None = 4.0
     first_batch: int = 6
     calibrate: Calibration = "share"
-    calibrate_every: int = 4
-    target_share: float = 0.4
+    calibrate_every: int = 2
+    target_share: float = 0.3
     max_differing: float = 0.2
     error_probability: float = 0.05
     audit_every: int = 16
