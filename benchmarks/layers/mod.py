@@ -21,6 +21,7 @@ class WithLoss(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, seq, hidden]`` to the same shape."""
         stream, extra_loss = self.block((x, torch.zeros((), device=x.device)))
         return stream + extra_loss
 

@@ -42,7 +42,7 @@ class RoutedBlock(nn.Module):
         capacity: float = 0.125,
         inference: Inference = "predictor",
         predictor_width: int = 64,
-        predictor_weight: float = 1.0,
+        predictor_weight: float = 0.1,
     ) -> None:
         super().__init__()
         self.block = block.build()
@@ -114,8 +114,8 @@ class RoutedBlock(nn.Module):
         return self.predictor_weight * (loss - loss.detach())
 
     def _count(self, *, tokens: int = 0, computed: int = 0, judged: int = 0, right: Tensor | int = 0) -> None:
-        """Add up; a checkpointed block runs twice and counts when it keeps a graph."""
-        if self.training and torch.is_grad_enabled():
+        """Add up in training; a checkpointed block counts twice, which leaves the shares."""
+        if self.training:
             self.num_tokens += tokens
             self.num_computed += computed
             self.num_judged += judged

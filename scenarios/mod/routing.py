@@ -61,7 +61,7 @@ def wanted_tokens(wanted: Tensor) -> Choice:
 
 
 class Router(nn.Module):
-    """A score for every token: the projection of its vector on one direction (section 3.3).
+    """A score for every token: the projection of its vector on one direction (section 3.4).
 
     Args:
         hidden: width of the stream.
@@ -91,4 +91,5 @@ class Predictor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]``, through which no gradient returns, to logits ``[batch, seq]``."""
-        return self.down(F.gelu(self.up(x.detach()), approximate="tanh")).squeeze(-1).float()
+        x = F.layer_norm(x.detach(), x.shape[-1:])  # it learns sooner: the stream of a fresh model is small
+        return self.down(F.gelu(self.up(x), approximate="tanh")).squeeze(-1).float()

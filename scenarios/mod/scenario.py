@@ -69,7 +69,7 @@ class MixtureOfDepths(Scenario):
     blocks: str | Sequence[int] = "every_other"
     inference: Inference = "predictor"
     predictor_width: int = 64
-    predictor_weight: float = 1.0
+    predictor_weight: float = 0.1
     schedule: CapacitySchedule = field(init=False)
 
     extra_loss = True
