@@ -61,6 +61,7 @@ class AutoFreeze(ConvergenceFreezing):
         changes: relative change of each layer at the last evaluation; ``None`` where there is none.
     """
 
+    first_batch: int = 2
     evaluate_every: int = 4
     percentile: float = 50.0
     summed_batches: int | None = None
