@@ -60,7 +60,7 @@ def _pick_at_first(numbers: Tensor, positions: Tensor, keep: int, group: dist.Pr
         by_number = torch.cat(all_numbers)[by_position].sort(descending=True, stable=True).indices
         answer = torch.zeros(size * length, dtype=torch.uint8)
         answer[by_position[by_number[:keep]]] = 1
-        answers = list(answer.split(length))
+        answers = list(answer.view(size, length))
     kept = torch.empty(length, dtype=torch.uint8)
     dist.scatter(kept, answers, src=first, group=group)
     return kept[: length - padding].bool()

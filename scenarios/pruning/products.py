@@ -98,6 +98,11 @@ def _csr(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) 
     return torch.sparse_csr_tensor(rows, columns, values, shape, check_invariants=False)
 
 
+def _multiply(csr: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """``csr @ x + bias`` for feature-major ``x``; ``torch.sparse.mm`` would make a copy of zeros first."""
+    return torch.addmm(x.new_zeros(1, 1) if bias is None else bias[:, None], csr, x)
+
+
 class MaskedProduct(torch.autograd.Function):
     """``x @ weight.T + bias`` with a dense weight; pruned elements get no gradient."""
 
@@ -160,9 +165,8 @@ class CSRProduct(torch.autograd.Function):
         places = Pattern(*pattern)
         dtype = torch.promote_types(values.dtype, torch.float32)
         xt = feature_major(x).to(dtype)
-        yt = torch.sparse.mm(_csr(places.rows, places.columns, values.to(dtype), places.shape), xt)
-        if bias is not None:
-            yt += bias[:, None]
+        csr = _csr(places.rows, places.columns, values.to(dtype), places.shape)
+        yt = _multiply(csr, xt, None if bias is None else bias.to(dtype))
         ctx.save_for_backward(xt, values, *pattern)
         ctx.work = work
         work.multiply_adds += values.numel() * xt.shape[1]
@@ -180,7 +184,7 @@ class CSRProduct(torch.autograd.Function):
             out_features, in_features = places.shape
             transposed = weights.index_select(0, places.order_t)
             csr_t = _csr(places.rows_t, places.columns_t, transposed, (in_features, out_features))
-            grad_x = _as_tokens(torch.sparse.mm(csr_t, gt), grad)
+            grad_x = _as_tokens(_multiply(csr_t, gt, None), grad)
         if ctx.needs_input_grad[1]:
             csr = _csr(places.rows, places.columns, weights, places.shape)
             grad_values = torch.sparse.sampled_addmm(csr, gt, xt.t(), beta=0.0).values().to(values.dtype)
