@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from benchmarks.layers.case import Case, count_operations
 from scenarios.early_exit import EarlyExit
-from scenarios.early_exit.layers import STILL_IN, ExitBlock, ExitState
+from scenarios.early_exit.blocks import ExitBlock
+from scenarios.early_exit.state import STILL_IN, ExitState
 from scenarios.gpt import Block, GPTConfig
 from scenarios.scenario import build_layers
 

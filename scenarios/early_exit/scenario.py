@@ -11,16 +11,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from scenarios.early_exit.blocks import ExitBlock, ExitEmbedding
 from scenarios.early_exit.confidence import MEASURES, Decay, Measure, thresholds
-from scenarios.early_exit.layers import (
-    ExitBlock,
-    ExitEmbedding,
-    ExitHead,
-    ExitPlan,
-    exit_loss,
-    read_audit,
-)
+from scenarios.early_exit.exits import ExitHead, exit_loss, read_audit
 from scenarios.early_exit.rows import kernel_name
+from scenarios.early_exit.state import ExitPlan
 from scenarios.gpt import Block, Embedding, GPTConfig, Head
 from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
 
@@ -55,7 +50,7 @@ class EarlyExit(Scenario):
         max_differing: largest share of tokens that may be predicted differently than by the last layer; for
             ``"consistency"``.
         error_probability: chance that a threshold is taken for consistent and is not; likewise.
-        audit_every: one position in so many is an auditor: it runs through all blocks, whatever the exits say;
+        audit_every: one token in so many is an auditor: it runs through all blocks, whatever the exits say;
             0 for none.
     """
 
