@@ -20,9 +20,9 @@ def cases() -> list[Case]:
     """Offer blocks in which half, a quarter and a tenth of the tokens are left, and one that has an exit."""
     found = []
     for left_tokens in ("invisible", "visible"):
-        scenario = EarlyExit(first_exit=1, exit_interval=1, left_tokens=left_tokens)
+        scenario = EarlyExit(first_exit=1, exit_interval=MODEL.depth, left_tokens=left_tokens)
         specs = build_layers(scenario, MODEL)
-        found += [_case(specs[3].build(), share, f"{share:.0%} of tokens, others {left_tokens}")
+        found += [_case(specs[2].build(), share, f"{share:.0%} of tokens, others {left_tokens}")
                   for share in (1.0, 0.75, 0.5, 0.25, 0.1)]  # fmt: skip
     found.append(_case(_WithLoss(specs[1].build()), 1.0, "100% of tokens, and an exit"))
     return found
@@ -47,7 +47,7 @@ def _case(layer: nn.Module, share: float, amount: str) -> Case:
     stream = torch.randn(BATCH, MODEL.seq_len, MODEL.hidden)
     left = torch.randperm(stream[..., 0].numel())[round(share * stream[..., 0].numel()):]
     exits = torch.full((stream[..., 0].numel(),), STILL_IN).index_fill(0, left, 0).view(BATCH, MODEL.seq_len)
-    slots = (BATCH, MODEL.seq_len, 2)
+    slots = (BATCH, MODEL.seq_len, 1)
     state = ExitState(
         stream=stream, tokens=torch.randint(MODEL.vocab_size, exits.shape), exits=exits, loss=torch.zeros(()),
         confidences=torch.zeros(slots), predictions=torch.zeros(slots, dtype=torch.int64),

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# CALM, section 3.5: softmax response, hidden-state saturation, early-exit classifier. ADP-C, section 3.3:
-# the largest probability.
+# CALM's local confidence measures (softmax response, hidden-state saturation, early-exit classifier), and
+# ADP-C's largest probability.
 Measure = Literal["softmax", "state", "classifier", "probability"]
 MEASURES: tuple[str, ...] = get_args(Measure)
 
@@ -51,7 +51,7 @@ def measure_confidence(
 
 @dataclass(frozen=True)
 class Decay:
-    """CALM's decaying threshold (section 3.4, equation 5): early positions must be surer than late ones.
+    """CALM's decaying threshold: early positions must be surer than late ones.
 
     A token at position ``t`` of ``seq_len`` is held against
     ``0.9 threshold + 0.1 exp(-temperature * t / seq_len)``.
@@ -115,11 +115,11 @@ class Audit:
         return int(cheap[-1]) if len(cheap) else 0
 
     def for_consistency(self, limit: float, error_probability: float) -> int:
-        """Find the lowest threshold that keeps predictions consistent (CALM, section 4.1).
+        """Find the lowest threshold that keeps predictions consistent.
 
-        Thresholds are tested from the highest down, each by Hoeffding's inequality
-        ``exp(-2 n max(0, limit - differing)^2) <= error_probability``, until one fails (fixed-sequence testing,
-        which needs no correction for testing many).
+        As CALM calibrates, by Learn then Test (Angelopoulos et al. 2021). Thresholds are tested from the highest
+        down, each by Hoeffding's inequality ``exp(-2 n max(0, limit - differing)^2) <= error_probability``, until
+        one fails (fixed-sequence testing, which needs no correction for testing many).
 
         Args:
             limit: largest share of tokens whose prediction may differ from the last layer's.

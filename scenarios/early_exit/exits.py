@@ -120,7 +120,7 @@ class ExitHead(Head):
         return ExitOutput(logits, rows.index, weights, loss)
 
     def _classifier_loss(self, state: ExitState, rows: ActiveRows, predictions: Tensor) -> Tensor:
-        """Teach each exit's classifier whether its prediction is the last one (CALM, section 3.5).
+        """Teach each exit's classifier whether its prediction is the last layer's (CALM).
 
         Binary cross entropy, the mean over exits and over the tokens that reached the end: for the others
         the last layer's prediction is not known.
