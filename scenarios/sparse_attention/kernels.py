@@ -186,7 +186,9 @@ def _groups(codes: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     batch, _, heads = codes.shape
     first = torch.arange(batch * heads, device=codes.device).view(batch, 1, heads) * buckets
     group = (first + codes).reshape(-1)
-    return group, torch.bincount(group, minlength=batch * heads * buckets)
+    # Not torch.bincount: on CUDA that waits for the device.
+    sizes = group.new_zeros(batch * heads * buckets).scatter_add_(0, group, torch.ones_like(group))
+    return group, sizes
 
 
 def _rows(x: Tensor) -> Tensor:

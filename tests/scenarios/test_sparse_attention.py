@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from benchmarks.layers.sparse_attention import count_flops
 from scenarios.gpt import Attention, Block, GPTConfig, rotate
 from scenarios.scenario import build_layers
+from scenarios.settings import config_folder
 from scenarios.sparse_attention import HashSparseAttention, HashSparseBlock, SparseAttention
 from scenarios.sparse_attention.groups import size_class
 from scenarios.sparse_attention.hashing import draw_directions, hash_codes
@@ -322,3 +324,14 @@ def test_rotary_positions_do_not_move_codes() -> None:
     turned = rotate(q.transpose(1, 2), attention.cos, attention.sin).transpose(1, 2)
     assert not hash_codes(turned, attention.directions).eq(q_codes).all()
     assert isinstance(attention, Attention)
+
+
+def test_the_configuration_brings_a_long_model() -> None:
+    """Unless the command line names another; the override shown in the file's comment is accepted."""
+    shown = ["scenario.batches=[6,30]", "scenario.buckets=[8,32]", "scenario.blocks=[1.0,1.0]"]
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        long = compose("config", overrides=["scenario=sparse_attention", *shown])
+        tiny = compose("config", overrides=["scenario=sparse_attention", "model=gpt_tiny"])
+        none = compose("config", overrides=["scenario=none"])
+    assert (long.model.seq_len, tiny.model.seq_len, none.model.seq_len) == (1024, 32, 128)
+    assert long.scenario.buckets == [8, 32] and "model" not in long.scenario
