@@ -87,7 +87,9 @@ class Predictor(nn.Module):
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(hidden, width)
-        self.down = nn.Linear(width, 1)
+        # Without a bias: a parameter of one number would shift all others in ZeRO's flat buffers out of alignment,
+        # and then the last bits of a product depend on what else its stage holds.
+        self.down = nn.Linear(width, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]``, through which no gradient returns, to logits ``[batch, seq]``."""
