@@ -53,20 +53,22 @@ def add_rows(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
     return _AddRows.apply(rows, index, num_rows)
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> str:
+def kernel_for(device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
     """Choose how experts are computed.
 
     Args:
         device: where the rows are.
         dtype: of rows and weights.
+        *sizes: rows and columns of an expert's weights; the grouped product needs them in multiples of 8.
 
     Returns:
         ``"grouped_mm"``: one launch for all experts, PyTorch's grouped matrix product, where it has a kernel for
         it; ``"loop"``: one product an expert.
     """
-    if device.type == "cuda" and dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
-        return "grouped_mm" if torch.cuda.get_device_capability(device) >= (8, 0) else "loop"
-    return "loop"
+    if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return "loop"
+    fits = torch.cuda.get_device_capability(device) >= (8, 0) and all(size % 8 == 0 for size in sizes)
+    return "grouped_mm" if fits else "loop"
 
 
 def run_experts(
@@ -92,7 +94,7 @@ def run_experts(
         # No product, but the graph is whole, so that gradients (and collectives in it) go on.
         expert = min(experts.start, len(up) - 1)
         return _mlp(rows, up.unbind(0)[expert], down.unbind(0)[expert])
-    if (kernel or kernel_for(rows.device, rows.dtype)) == "grouped_mm":
+    if (kernel or kernel_for(rows.device, rows.dtype, *up.shape[1:])) == "grouped_mm":
         return _grouped(rows, counts, up[experts.start : experts.stop], down[experts.start : experts.stop])
     return _loop(rows, counts, up, down, experts)
 

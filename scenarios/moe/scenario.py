@@ -49,6 +49,7 @@ class MixtureOfExperts(Scenario):
     sinkhorn_iterations: int = 8
     expert_parallel: bool = True
     experts: ExpertConfig = field(init=False)
+    _sizes: tuple[int, ...] = field(init=False, default=())
     _load: Tensor | None = field(init=False, default=None)
 
     extra_loss = True
@@ -78,6 +79,7 @@ class MixtureOfExperts(Scenario):
                 f"scenario.dense_blocks={dense} and scenario.every={self.every} leave none of the {len(plain)} "
                 "plain blocks for experts: lower them"
             )
+        self._sizes = model.hidden, model.mlp_ratio * model.hidden
         return [
             LayerSpec(MoEBlock, model, self.experts) if index in chosen else spec for index, spec in enumerate(layers)
         ]
@@ -123,7 +125,7 @@ class MixtureOfExperts(Scenario):
         report: Report = {
             "busiest expert": f"{_skew(wanted):.1f} of mean",
             "dropped": f"{100 * float(dropped):.0f}%",
-            "kernel": kernel_for(engine.device, dtype),
+            "kernel": kernel_for(engine.device, dtype, *self._sizes),
             "tokens per expert": [
                 [int(count) for count in row] if offered else []
                 for row, offered in zip(counts.tolist(), self._load[:, -1].tolist(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,14 +155,16 @@ def test_the_auxiliary_loss_crosses_every_cut() -> None:
 
 
 def train_sharing_or_not(_rank: int) -> tuple[list[float], list[float], list[Any]]:
+    """Losses of training and, last, of evaluation; and the last reports."""
     both = [contender(settings(2, "uniform", expert_parallel=shared)) for shared in (True, False)]
     for run in both:
         list(run.train_window(range(4), timed=True))
+        run.losses.append(float(run.engine.eval_batch(run.data.micro_batches(4))))
     return both[0].losses, both[1].losses, [run.reports[-1] for run in both]
 
 
 def test_training_with_shared_experts_is_data_parallel_training() -> None:
-    """Losses agree up to rounding on two stages times two replicas."""
+    """Losses agree up to rounding on two stages times two replicas, in evaluation as well."""
     shared, plain, reports = run_ranks(train_sharing_or_not, 4)[0]
     assert shared == pytest.approx(plain, rel=1e-5)
     assert "busiest rank" in reports[0] and "busiest rank" not in reports[1]
@@ -196,7 +199,7 @@ JOBS: dict[str, tuple[Job, int, Callable[[dict[str, Any]], bool]]] = {
     "shared-PP2xDP2": (Job("moe", {**EVERY, "routing": "loss_free", "bias_rate": 0.05}), 4, shared),
     "shared-zero1-PP2xDP2": (Job("moe", EVERY, optimizer="zero1_adamw"), 4, shared),
     "shared-capacity-zero-PP2xDP2": (
-        Job("moe", {**EVERY, "capacity_factor": 0.0}, optimizer="zero1_adamw", num_batches=4), 4, balanced
+        Job("moe", {**EVERY, "capacity_factor": 0.0}, optimizer="zero1_adamw"), 4, balanced
     ),
     "bf16-zero1-PP2": (Job("moe", {**EVERY, "routing": "loss_free"}, optimizer="bf16_zero1"), 2, unequal),
 }  # fmt: skip
@@ -206,6 +209,7 @@ JOBS: dict[str, tuple[Job, int, Callable[[dict[str, Any]], bool]]] = {
 def test_same_bits_whatever_the_partition(name: str) -> None:
     """Losses, loads, weights, biases and optimizer state, with experts really at work."""
     job, ranks, active = JOBS[name]
+    job = dataclasses.replace(job, num_batches=6)
     trained = assert_same_bits(job, ranks)
     assert sum(map(active, trained.reports)) >= len(trained.reports) - 2
     loads = [report["tokens per expert"] for report in trained.reports]
