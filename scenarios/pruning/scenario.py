@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from scenarios.gpt import MLP, Block, GPTConfig
+from scenarios.gpt import INIT_STD, MLP, Block, GPTConfig
 from scenarios.pruning.linear import NEVER, Form, PrunableLinear, Structure
 from scenarios.pruning.schedule import CubicSchedule
 from scenarios.pruning.selection import Masks, Scores, Threshold, keep_largest
@@ -23,16 +25,20 @@ class PrunableSpec(LayerSpec):
     Args:
         spec: builds the layer.
         form: how its weights are pruned.
+        init_std: standard deviation of the prunable weights at the start; ``None`` leaves them as they are.
     """
 
-    def __init__(self, spec: LayerSpec, form: Form) -> None:
+    def __init__(self, spec: LayerSpec, form: Form, *, init_std: float | None = None) -> None:
         super().__init__(spec.typename, *spec.module_args, **spec.module_kwargs)
-        self.spec, self.form = spec, form
+        self.spec, self.form, self.init_std = spec, form, init_std
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer; its weights are drawn as without pruning."""
+        """Build the layer."""
         layer: nn.Module = self.spec.build(log)
         make_prunable(layer, self.form)
+        if self.init_std is not None:
+            for linear in prunable_weights(layer):
+                nn.init.normal_(linear.weight, std=self.init_std)
         return layer
 
 
@@ -68,6 +74,9 @@ class Pruning(Scenario):
         crossover: sparsity from which a weight is stored and multiplied without its zeros; ``"auto"`` for what is
             faster on the device, ``"never"`` for masks on dense weights.
         block_rows: rows of a block.
+        init: weights that training starts from. ``"gpt2"``: those of the dense model. ``"depth_scaled"``: smaller by
+            the root of the block's number (Zhang et al., *Improving Deep Transformer with Depth-Scaled Initialization
+            and Merged Attention*, 2019, equation 7), so that blocks are pruned unevenly from the start.
     """
 
     start_batch: int = 2
@@ -78,6 +87,7 @@ class Pruning(Scenario):
     structure: Structure = "unstructured"
     crossover: float | str = "auto"
     block_rows: int = 64
+    init: Literal["gpt2", "depth_scaled"] = "gpt2"
     schedule: CubicSchedule = field(init=False)
     form: Form = field(init=False)
     _counts: Tensor | None = field(init=False, default=None)
@@ -91,6 +101,8 @@ class Pruning(Scenario):
         problems = self.schedule.problems()
         if self.structure not in ("unstructured", "block"):
             problems.append(f"scenario.structure={self.structure!r} must be 'unstructured' or 'block'")
+        if self.init not in ("gpt2", "depth_scaled"):
+            problems.append(f"scenario.init={self.init!r} must be 'gpt2' or 'depth_scaled'")
         if self.block_rows < 1:
             problems.append(f"scenario.block_rows={self.block_rows} must be at least 1")
         crossover = {"auto": None, "never": NEVER}.get(str(self.crossover), self.crossover)
@@ -102,7 +114,13 @@ class Pruning(Scenario):
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Make every block prunable, whatever another scenario has made of it before."""
-        return [spec if isinstance(spec, TiedLayerSpec) else PrunableSpec(spec, self.form) for spec in layers]
+        scaled = self.init == "depth_scaled"
+        return [
+            spec if isinstance(spec, TiedLayerSpec)
+            # The embedding being layer 0, a block's number is its index.
+            else PrunableSpec(spec, self.form, init_std=INIT_STD / math.sqrt(max(index, 1)) if scaled else None)
+            for index, spec in enumerate(layers)
+        ]  # fmt: skip
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Prune as the schedule says."""

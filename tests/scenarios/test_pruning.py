@@ -314,6 +314,17 @@ def test_weights_are_drawn_as_without_pruning() -> None:
             assert torch.equal(a, b)
 
 
+def test_depth_scaled_weights_make_sparsity_uneven() -> None:
+    """Deeper blocks start smaller, so they lose more (Zhang et al. 2019, equation 7)."""
+    scenario = pruning(0.9, init="depth_scaled")
+    engine = PruningEngine(scenario, GPTConfig(depth=4, hidden=64, heads=2, seq_len=8))
+    spread = [float(weight.weight.detach().std()) for weight in engine.weights()[::4]]
+    assert spread == pytest.approx([0.02 / depth**0.5 for depth in (1, 2, 3, 4)], rel=0.03)
+    scenario.before_batch(engine, 0)
+    sparsities = scenario.report(engine)["sparsity by layer"][1:-1]
+    assert sparsities == sorted(sparsities) and sparsities[-1] > sparsities[0] + 0.1
+
+
 def test_settings_without_a_meaning_are_refused_together() -> None:
     with pytest.raises(ValueError, match="end_batch=25 must be .* end_batch=26 .*structure='2:4'.*crossover"):
         build_scenario("pruning", {"end_batch": 25, "structure": "2:4", "crossover": 1.5})
