@@ -11,7 +11,7 @@ import pytest
 from scenarios.freezing import AutoFreeze, EgeriaFreezing, ScheduledFreezing
 from scenarios.scenario import gather_by_layer
 from tests.distributed.ranks import run_ranks
-from tests.scenarios.exactness import Job, Trained, assert_same_bits, train
+from tests.scenarios.exactness import MODEL, Job, Trained, assert_same_bits, train
 
 NUM_BATCHES = 10
 
@@ -117,3 +117,19 @@ def test_a_cache_changes_no_bit(optimizer: str, stages: int, ranks: int) -> None
         assert cached.losses == plain.losses
         skipped = [report["layers from cache"] for report in cached.reports]
         assert skipped == [0, 0, 0, 2, 2, 2, 2, 4, 4, 0, 0, 1]
+
+
+def test_the_loss_falls_on_real_text() -> None:
+    """Also with most of the model frozen half-way."""
+    settings = AUTO | {"first_batch": 3}
+    text = Job(
+        "freezing_autofreeze", settings, model=replace(MODEL, vocab_size=256), num_batches=14, text=True
+    )
+    found = run_ranks(train_moving, 2, text)[0]
+    assert found.losses[-1] < found.losses[0] - 0.05
+    assert found.reports[-1]["frozen layers"] == "4 of 6"
+
+
+def train_moving(_rank: int, job: Job) -> Trained:
+    """Train with moves."""
+    return train(job, moves=True)
