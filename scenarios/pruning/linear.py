@@ -3,7 +3,7 @@
 The weight's number of dimensions says which form it has, so that tensors alone (a checkpoint, a reference
 copy) define what the layer computes:
 
-* 2, ``[out, in]``: dense, with zeros stored where ``pruned`` says so;
+* 2, ``[out, in]``: dense, with zeros stored where ``mask`` says so;
 * 1, ``[non-zeros]``: compressed sparse rows, the places in ``rows``, ``columns`` and their transposes;
 * 3, ``[groups, rows, kept]``: groups of rows that share the columns they keep, in ``block_columns``.
 """
@@ -22,7 +22,7 @@ from scenarios.pruning.products import BlockProduct, CSRProduct, MaskedProduct, 
 
 Structure = Literal["unstructured", "block"]
 
-_BUFFERS = ("pruned", "rows", "columns", "rows_t", "columns_t", "order_t", "block_columns")
+_BUFFERS = ("mask", "rows", "columns", "rows_t", "columns_t", "order_t", "block_columns")
 
 # Sparsity from which one forward and backward of the smaller form is faster than the dense product, as
 # python -m benchmarks.layers.main --scenario pruning measures it. CUDA: dense products run on tensor cores,
@@ -96,7 +96,7 @@ class PrunableLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    pruned: Tensor
+    mask: Tensor
     rows: Tensor
     columns: Tensor
     rows_t: Tensor
@@ -115,7 +115,7 @@ class PrunableLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, in]`` to ``[…, out]``."""
         if self.weight.dim() == 2:
-            return MaskedProduct.apply(x, self.weight, self.bias, self.pruned, self.work)
+            return MaskedProduct.apply(x, self.weight, self.bias, self.mask, self.work)
         if self.weight.dim() == 1:
             y = CSRProduct.apply(x, self.weight, self.bias, self.work, *self._pattern())
         else:
@@ -134,10 +134,10 @@ class PrunableLinear(nn.Module):
 
     def num_kept(self) -> int:
         """Count the elements that are not pruned."""
-        return self.weight.numel() - int(self.pruned.sum())
+        return int(self.mask.sum()) if self.mask.numel() else self.weight.numel()
 
     def kept(self) -> Tensor:
-        """Return the mask ``[out, in]`` of elements that are not pruned."""
+        """Return the mask ``[out, in]`` of elements that are not pruned, a copy."""
         if self.weight.dim() == 1:
             return mask_of(self._pattern())
         if self.weight.dim() == 3:
@@ -145,7 +145,7 @@ class PrunableLinear(nn.Module):
             groups = torch.zeros(shape, dtype=torch.bool, device=self.weight.device)
             groups.scatter_(1, self.block_columns, True)
             return groups.repeat_interleave(self.weight.shape[1], dim=0)
-        return ~self.pruned if self.pruned.numel() else torch.ones_like(self.weight, dtype=torch.bool)
+        return self.mask.clone() if self.mask.numel() else torch.ones_like(self.weight, dtype=torch.bool)
 
     @torch.no_grad()
     def dense_weight(self) -> Tensor:
@@ -169,8 +169,8 @@ class PrunableLinear(nn.Module):
         """
         weight = self.weight.detach().float()
         if self.form.structure == "unstructured":
-            if self.pruned.numel():
-                weight = weight[~self.pruned]
+            if self.mask.numel():
+                weight = weight[self.mask]
             return weight.abs().flatten()
         if weight.dim() == 2:
             weight = self._grouped(weight)
@@ -203,7 +203,7 @@ class PrunableLinear(nn.Module):
             return self._shrinking(lambda t: t[keep], pattern_of(kept)._asdict())
         if self.form.is_small(1.0 - int(keep.sum()) / self.numel, self.weight):
             return self._shrinking(lambda t: t[kept], pattern_of(kept)._asdict())
-        return self._shrinking(lambda t: t.masked_fill(~kept, 0.0), {"pruned": ~kept})
+        return self._shrinking(lambda t: t.masked_fill(~kept, 0.0), {"mask": kept})
 
     def _shrink_blocks(self, keep: Tensor) -> Shrinking | None:
         """Give every group of rows as many columns, those with the largest magnitude, so that products batch."""
@@ -218,9 +218,9 @@ class PrunableLinear(nn.Module):
             return self._shrinking(lambda t: _take(t, chosen), {"block_columns": columns})
         if self.form.is_small(1.0 - num_columns / self.in_features, self.weight):
             return self._shrinking(lambda t: _take(self._grouped(t), columns), {"block_columns": columns})
-        pruned = torch.ones(units.shape[0], self.in_features, dtype=torch.bool, device=units.device)
-        pruned = pruned.scatter_(1, columns, False).repeat_interleave(self.out_features // units.shape[0], dim=0)
-        return self._shrinking(lambda t: t.masked_fill(pruned, 0.0), {"pruned": pruned})
+        mask = torch.zeros(units.shape[0], self.in_features, dtype=torch.bool, device=units.device)
+        mask = mask.scatter_(1, columns, True).repeat_interleave(self.out_features // units.shape[0], dim=0)
+        return self._shrinking(lambda t: t.masked_fill(~mask, 0.0), {"mask": mask})
 
     def _shrinking(self, carry: Callable[[Tensor], Tensor], buffers: dict[str, Tensor]) -> Shrinking:
         new = carry(self.weight.detach()).clone()
@@ -260,5 +260,5 @@ def _take(groups: Tensor, columns: Tensor) -> Tensor:
 
 
 def _empty(name: str, device: torch.device) -> Tensor:
-    dtypes = {"pruned": torch.bool, "block_columns": torch.int64}
+    dtypes = {"mask": torch.bool, "block_columns": torch.int64}
     return torch.empty(0, dtype=dtypes.get(name, torch.int32), device=device)

