@@ -54,7 +54,7 @@ class EarlyExit(Scenario):
             0 for none.
     """
 
-    first_exit: int = 2
+    first_exit: int = 3
     exit_interval: int = 3
     confidence: Measure = "softmax"
     loss_weights: LossWeights = "depth"
@@ -64,7 +64,7 @@ class EarlyExit(Scenario):
     first_batch: int = 6
     calibrate: Calibration = "share"
     calibrate_every: int = 2
-    target_share: float = 0.3
+    target_share: float = 0.4
     max_differing: float = 0.2
     error_probability: float = 0.05
     audit_every: int = 16
