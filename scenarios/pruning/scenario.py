@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from scenarios.gpt import INIT_STD, MLP, Block, GPTConfig
+from scenarios.gpt import INIT_STD, MLP, Attention, GPTConfig
 from scenarios.pruning.linear import NEVER, Form, PrunableLinear, Structure
 from scenarios.pruning.schedule import CubicSchedule
 from scenarios.pruning.selection import Masks, Scores, Threshold, keep_largest
@@ -20,7 +20,7 @@ from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
 
 
 class PrunableSpec(LayerSpec):
-    """A layer as another spec builds it, with all linear layers of its blocks prunable.
+    """A layer as another spec builds it, with the linear layers of attention and MLP prunable.
 
     Args:
         spec: builds the layer.
@@ -43,14 +43,16 @@ class PrunableSpec(LayerSpec):
 
 
 def make_prunable(layer: nn.Module, form: Form) -> None:
-    """Put a :class:`PrunableLinear` in the place of every ``nn.Linear`` in the blocks of a layer."""
-    for block in [module for module in layer.modules() if isinstance(module, Block)]:
-        for parent in list(block.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear:
-                    # Between the MLP's two products is only an elementwise function.
-                    hidden = isinstance(parent, MLP) and name == "up"
-                    setattr(parent, name, PrunableLinear(child, form, feature_major=hidden))
+    """Put a :class:`PrunableLinear` in the place of every ``nn.Linear`` of a layer's attention and MLPs.
+
+    Routers and exit classifiers of other scenarios are left alone: they are small, and they steer.
+    """
+    for parent in [module for module in layer.modules() if isinstance(module, (Attention, MLP))]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                # Between the MLP's two products is only an elementwise function.
+                hidden = isinstance(parent, MLP) and name == "up"
+                setattr(parent, name, PrunableLinear(child, form, feature_major=hidden))
 
 
 def prunable_weights(layer: nn.Module) -> list[PrunableLinear]:
