@@ -53,7 +53,7 @@ class Form:
 
     structure: Structure = "unstructured"
     crossover: float | None = None
-    block_rows: int = 64
+    block_rows: int = 128
 
     def rows_of(self, out_features: int) -> int:
         """Rows of a block in a weight with so many rows."""

@@ -88,7 +88,7 @@ class Pruning(Scenario):
     final_sparsity: float = 0.9
     structure: Structure = "unstructured"
     crossover: float | str = "auto"
-    block_rows: int = 64
+    block_rows: int = 128
     init: Literal["gpt2", "depth_scaled"] = "gpt2"
     schedule: CubicSchedule = field(init=False)
     form: Form = field(init=False)
