@@ -112,17 +112,17 @@ def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sen
     run.all(waves_of(schedule, num_micro_batches, num_stages), workload.frozen_boundaries)
     makespan_s = float(run.compute_end_s.max())
     held = [in_flight(schedule, num_micro_batches, num_stages, s) for s in range(num_stages)]
-    columns = (
+    figures_s = np.stack((
         run.busy_s, run.fill_s, run.waiting_until_end_s, run.transfer_until_end_s,
         makespan_s - run.compute_end_s, workload.step_s,
-    )
+    ), axis=1)
     return Simulation(
         makespan_s=makespan_s,
         batch_s=float((run.clock_s + workload.step_s).max()),
         stages=tuple(
-            StageOutcome(*seconds, peak_micro_batches=count, peak_activation_bytes=count * size)
-            for *seconds, count, size in zip(
-                *(column.tolist() for column in columns), held, workload.activation_bytes, strict=True
+            StageOutcome(busy_s, fill_s, waiting_s, transfer_s, drain_s, step_s, count, count * size)
+            for (busy_s, fill_s, waiting_s, transfer_s, drain_s, step_s), count, size in zip(
+                figures_s.tolist(), held, workload.activation_bytes, strict=True
             )
         ),
     )
