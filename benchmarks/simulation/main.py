@@ -1,0 +1,179 @@
+"""Replay: layers that sleep as long as a profile says, under the real engine; simulated against measured.
+
+python -m benchmarks.simulation.main [--stages 2 4 8 --batches 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.launch import environment, launch
+from dynpipe_ds.partition import optimal
+from dynpipe_ds.profile import LayerProfile, PipelineProfile, smooth
+from dynpipe_ds.simulation import Workload, simulate
+
+LAYERS_PER_STAGE = 3
+MICRO_BATCHES_PER_STAGE = 2
+WARM_UP = 2
+LINK_ROUNDS = 50
+CASES = ("equal", "unequal, uniform cut", "unequal, best cut", "frozen third")
+
+
+def replayed(case: str, num_stages: int) -> PipelineProfile:
+    """A profile with a partition: an embedding, sleeping layers, a head; only the middle takes time."""
+    num_naps = LAYERS_PER_STAGE * num_stages
+    rng = np.random.default_rng(num_stages)
+    scale = rng.lognormal(0.0, 0.6, num_naps) if case.startswith("unequal") else np.ones(num_naps)
+    seconds = [(0.0, 0.0), *((0.01 * x, 0.02 * x) for x in scale.tolist()), (0.0, 0.0)]
+    if case == "frozen third":
+        seconds = [(f, 0.0 if i <= num_stages else b) for i, (f, b) in enumerate(seconds)]
+    boundaries = [0, *(1 + LAYERS_PER_STAGE * s for s in range(1, num_stages)), num_naps + 2]
+    if case.endswith("best cut"):
+        boundaries = list(optimal([f + b for f, b in seconds], num_stages).boundaries)
+    layers = tuple(LayerProfile(f"layer {i}", f, b, 1, 4, 4, 8, 1) for i, (f, b) in enumerate(seconds))
+    return PipelineProfile(0, tuple(boundaries), MICRO_BATCHES_PER_STAGE * num_stages, layers, ())
+
+
+def build(profile: PipelineProfile) -> Any:
+    """The real engine, with a layer that sleeps for each layer of the profile."""
+    import deepspeed
+
+    from dynpipe_ds import DynamicPipelineModule
+    from tests.distributed.models import loss_fn
+    from tests.distributed.sleeping import napping
+
+    torch.manual_seed(7)
+    naps = [(layer.forward_s, layer.backward_s) for layer in profile.layers[1:-1]]
+    module = DynamicPipelineModule(
+        napping(naps), num_stages=len(profile.boundaries) - 1, loss_fn=loss_fn,
+        partition_method=list(profile.boundaries),
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": profile.num_micro_batches,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+    }
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    frozen = next(i for i, (_, backward_s) in enumerate(naps, start=1) if backward_s > 0)
+    for index, layer in engine.local_layers().items():
+        layer.requires_grad_(frozen == 1 or index >= frozen)
+    return engine
+
+
+def one_way_s(engine: Any) -> list[float]:
+    """Seconds of one message between neighbours, boundary by boundary, the same list on every rank."""
+    from deepspeed.runtime.pipe import p2p
+
+    from tests.distributed.models import HIDDEN, LENGTH
+
+    stage, message = engine.stage_id, torch.zeros(2, LENGTH, HIDDEN)
+    found = torch.zeros(engine.num_stages - 1, dtype=torch.float64)
+    for boundary in range(engine.num_stages - 1):
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        for _ in range(LINK_ROUNDS if stage in (boundary, boundary + 1) else 0):
+            if stage == boundary:
+                p2p.send(message, stage + 1)
+                p2p.recv(message, stage + 1)
+            else:
+                p2p.recv(message, stage - 1)
+                p2p.send(message, stage - 1)
+        if stage == boundary:
+            found[boundary] = (time.perf_counter() - began) / LINK_ROUNDS / 2
+    torch.distributed.all_reduce(found)
+    return list(found.tolist())
+
+
+def measure(engine: Any, num_batches: int) -> tuple[float, list[PipelineProfile]]:
+    """Median seconds of a batch without profiling, and the profiles of those in between."""
+    from tests.distributed.models import data
+
+    batches, seconds, profiles = data(0, engine.gradient_accumulation_steps()), [], []
+    for i in range(WARM_UP + 2 * num_batches):
+        engine.profiling = i % 2 == 0
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        engine.train_batch(batches)
+        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        torch.distributed.all_reduce(took_s, torch.distributed.ReduceOp.MAX)
+        if i >= WARM_UP and engine.profiling:
+            profiles.append(engine.last_batch_profile)
+        elif i >= WARM_UP:
+            seconds.append(float(took_s))
+    return statistics.median(seconds), profiles
+
+
+def run_rank(num_batches: int, path: Path) -> None:
+    """Replay all cases on this rank; the first writes what came out."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(verbose=False)
+        rows = [replay(case, num_batches) for case in CASES]
+    if torch.distributed.get_rank() == 0:
+        path.write_text("\n".join(rows))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def replay(case: str, num_batches: int) -> str:
+    """Run one case; a line of the table."""
+    told = replayed(case, torch.distributed.get_world_size())
+    engine = build(told)
+    links_s = one_way_s(engine)
+    measured_s, profiles = measure(engine, num_batches)
+    step_s = [statistics.median(p.stages[s].step_s for p in profiles) for s in range(engine.num_stages)]
+    # What a layer takes beyond its sleep is known only from measuring; both predictions are of use.
+    from_told, from_measured = (
+        simulate(Workload.from_profile(
+            profile, told.boundaries, activation_link_s=links_s, gradient_link_s=links_s, step_s=step_s
+        ))
+        for profile in (told, smooth(profiles, "median"))
+    )
+    ratio = statistics.median(p.bubble_ratio for p in profiles)
+    return (
+        f"| {engine.num_stages} | {engine.gradient_accumulation_steps()} | {case} | {measured_s:.3f} "
+        f"| {from_told.batch_s:.3f} ({from_told.batch_s / measured_s - 1:+.1%}) "
+        f"| {from_measured.batch_s:.3f} ({from_measured.batch_s / measured_s - 1:+.1%}) "
+        f"| {ratio:.3f} | {from_measured.bubble_ratio:.3f} | {1e3 * statistics.median(links_s):.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(options.batches, options.out)
+        return
+    print(environment())
+    print(
+        "| stages | micro-batches | replay | measured, s | simulated from the replayed profile, s "
+        "| simulated from the measured profile, s | bubble ratio measured | simulated | one message, ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for num_stages in options.stages:
+            out = Path(folder) / "rows.md"
+            arguments = (f"--batches={options.batches}", f"--out={out}")
+            launch("benchmarks.simulation.main", num_stages, *arguments)
+            print(out.read_text(), f"load {os.getloadavg()[0]:.1f}", sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
