@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,13 @@ def _lines(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+def _free_port() -> int:
+    """A port that no other run on this machine uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def launch(module: str, num_ranks: int, *args: str) -> None:
     """Start ``module`` on some ranks of this machine with DeepSpeed's launcher and wait for it.
 
@@ -41,6 +49,7 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
         str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--log_level", "error",
+        "--master_port", str(_free_port()),
         "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

@@ -74,8 +74,8 @@ class Workload:
         counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1}
         given = (forward_s, backward_s, activation_link_s, gradient_link_s)
         for (name, rows), seconds in zip(counts.items(), given, strict=True):
-            object.__setattr__(self, name, _table(name, seconds, rows, num_micro_batches))
-        object.__setattr__(self, "step_s", _table("step_s", step_s, num_stages, 1)[:, 0])
+            object.__setattr__(self, name, table(name, seconds, rows, num_micro_batches))
+        object.__setattr__(self, "step_s", table("step_s", step_s, num_stages, 1)[:, 0])
         held = tuple(activation_bytes) or (0,) * num_stages
         if len(held) != num_stages or min(held) < 0:
             raise ValueError(f"activation_bytes = {held}: need one number >= 0 for each of {num_stages} stages")
@@ -171,7 +171,21 @@ def frozen_boundaries(backward_s: Sequence[float]) -> int:
     return working[0] if working else 0
 
 
-def _table(name: str, seconds: Seconds, rows: int, num_micro_batches: int) -> FloatArray:
+def table(name: str, seconds: Seconds, rows: int, num_micro_batches: int) -> FloatArray:
+    """Bring seconds into the form of a table.
+
+    Args:
+        name: what they are, for the message.
+        seconds: one number, one for each row, or a whole table.
+        rows: number of stages or boundaries.
+        num_micro_batches: M.
+
+    Returns:
+        ``(rows, 1)`` or ``(rows, M)``.
+
+    Raises:
+        ValueError: for another shape, or numbers that are negative or not finite.
+    """
     values = np.asarray(seconds, dtype=np.float64)
     if values.ndim == 0:
         values = np.full(rows, values)
