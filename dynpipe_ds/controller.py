@@ -23,7 +23,8 @@ from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.profile import PipelineProfile, predicted_batch_s, smooth
+from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.simulation import predicted_batches_s
 
 if TYPE_CHECKING:
     from dynpipe_ds.partition import Plan
@@ -55,6 +56,9 @@ are tried.
 
 REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
+
+ROUNDING = 1e-9
+"""Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
 
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
@@ -164,15 +168,12 @@ class Controller:
         """
         config, every = self._config, self._config.rebalance_every
         self._decided_batch = profile.batch
-        batch_s, planned_s = (
-            predicted_batch_s(
-                profile.stage_seconds(boundaries, speeds=config.stage_speeds),
-                profile.num_micro_batches,
-            )
-            for boundaries in (profile.boundaries, plan.boundaries)
-        )
+        partitions = (profile.boundaries, plan.boundaries)
+        batch_s, planned_s = predicted_batches_s(profile, partitions, speeds=config.stage_speeds)
         num_batches = every if isinstance(every, int) else config.horizon_batches
         saved_s = num_batches * (batch_s - planned_s)
+        if abs(batch_s - planned_s) <= ROUNDING * batch_s:
+            saved_s = 0.0
         cost_s = self._expected_cost_s(batch_s)
         gains = self._gains(profile.boundaries, plan.boundaries)
         noise = max(noise_of(gains), self._stage_noise(profile.boundaries))

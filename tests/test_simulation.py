@@ -153,6 +153,12 @@ def test_equal_stages(num_stages: int, num_micro_batches: int) -> None:
             assert outcome.fill_s == stage * f and outcome.drain_s == stage * b
 
 
+def test_flow_line() -> None:
+    assert flow_line_s([0.5] * 4, 8) == equal_stages_s(4, 8, 0.25, 0.25) == 5.5
+    assert flow_line_s([1.0, 3.0], 5) == 4 * 3.0 + 4.0
+    assert flow_line_s([1.0, 3.0], 1) == flow_line_s([2.0, 2.0], 1) == 4.0
+
+
 @pytest.mark.parametrize("num_stages, num_micro_batches", SIZES)
 def test_memory_in_flight(num_stages: int, num_micro_batches: int) -> None:
     """1F1B holds min(M, S - s) micro-batches, GPipe all; never more than DeepSpeed has buffers for."""

@@ -191,13 +191,9 @@ class _Batch:
         forward, backward = (np.diff(u[cuts], axis=1) / self.speeds for u in (self.forward_until, self.backward_until))
         trains = np.diff(self.trains_until[cuts], axis=1) > 0  # counted, as differences of sums may round
         backward[~trains] = 0.0
-        frozen = np.array([frozen_boundaries(row) for row in trains.astype(float).tolist()])
-        links = self.links or (None, None)
-        results = np.zeros(len(candidates))
-        for count in np.unique(frozen).tolist():
-            same = frozen == count
-            results[same] = makespans(
-                np.maximum(forward[same], 0.0), np.maximum(backward[same], 0.0), self.num_micro_batches,
-                activation_link_s=links[0], gradient_link_s=links[1], frozen_boundaries=count,
-            )
-        return results
+        frozen = [frozen_boundaries(row) for row in trains.astype(float).tolist()]
+        activation_link_s, gradient_link_s = self.links or (None, None)
+        return makespans(
+            np.maximum(forward, 0.0), np.maximum(backward, 0.0), self.num_micro_batches,
+            activation_link_s=activation_link_s, gradient_link_s=gradient_link_s, frozen_boundaries=frozen,
+        )

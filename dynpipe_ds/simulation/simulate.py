@@ -66,10 +66,5 @@ def predicted_batches_s(
     stages = [stage_seconds(profile, boundaries, speeds) for boundaries in partitions]
     forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
     frozen = [frozen_boundaries(row) for row in backward_s.tolist()]
-    results = np.zeros(len(partitions))
-    for count in sorted(set(frozen)):
-        same = [i for i, other in enumerate(frozen) if other == count]
-        results[same] = makespans(
-            forward_s[same], backward_s[same], profile.num_micro_batches, frozen_boundaries=count
-        )
-    return [float(seconds) for seconds in results]
+    seconds = makespans(forward_s, backward_s, profile.num_micro_batches, frozen_boundaries=frozen)
+    return [float(s) for s in seconds]

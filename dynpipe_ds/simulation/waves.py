@@ -13,7 +13,7 @@ in wave ``2 m + s``; the backwards likewise, from the other end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +61,7 @@ def makespans(
     *,
     activation_link_s: FloatArray | None = None,
     gradient_link_s: FloatArray | None = None,
-    frozen_boundaries: int = 0,
+    frozen_boundaries: int | Sequence[int] = 0,
     schedule: ScheduleName = "1f1b",
     sends: Sends = "rendezvous",
 ) -> FloatArray:
@@ -73,23 +73,26 @@ def makespans(
         num_micro_batches: M.
         activation_link_s: ``(S - 1, 1)`` or ``(S - 1, M)``; None: links take no time.
         gradient_link_s: the same.
-        frozen_boundaries: boundaries, from the first, that no gradient crosses.
+        frozen_boundaries: boundaries, from the first, that no gradient crosses; one number or K.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sends: when a send is over.
 
     Returns:
         K makespans, each equal to that of :func:`~dynpipe_ds.simulation.simulate`.
     """
-    no_time = np.zeros((forward_s.shape[-1] - 1, 1))
-    run = _Run(
-        np.asarray(forward_s, dtype=np.float64)[..., None],
-        np.asarray(backward_s, dtype=np.float64)[..., None],
-        no_time if activation_link_s is None else activation_link_s,
-        no_time if gradient_link_s is None else gradient_link_s,
-        rendezvous=sends == "rendezvous",
-    )
-    run.all(waves_of(schedule, num_micro_batches, forward_s.shape[-1]), frozen_boundaries)
-    return np.asarray(run.compute_end_s.max(axis=-1))
+    num_pipelines, num_stages = forward_s.shape
+    no_time = np.zeros((num_stages - 1, 1))
+    links = [no_time if link_s is None else link_s for link_s in (activation_link_s, gradient_link_s)]
+    frozen = np.broadcast_to(np.asarray(frozen_boundaries), (num_pipelines,))
+    results = np.zeros(num_pipelines)
+    for count in np.unique(frozen).tolist():
+        same = frozen == count
+        run = _Run(
+            forward_s[same][..., None], backward_s[same][..., None], *links, rendezvous=sends == "rendezvous"
+        )
+        run.all(waves_of(schedule, num_micro_batches, num_stages), count)
+        results[same] = run.compute_end_s.max(axis=-1)
+    return results
 
 
 def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "rendezvous") -> Simulation:
