@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -269,16 +270,20 @@ def profile_of(forward_s: list[float], backward_s: list[float], num_micro_batche
     return PipelineProfile(0, (0, 1, len(layers)), num_micro_batches, layers, ())
 
 
+def predicted(profile: PipelineProfile, partitions: Iterable[Sequence[int]], **kwargs: Any) -> list[float]:
+    return predicted_batches_s([(profile, boundaries) for boundaries in partitions], **kwargs)
+
+
 def test_a_profile_and_a_partition() -> None:
     profile = profile_of([1.0, 2.0, 3.0], [2.0, 2.0, 4.0])
     workload = Workload.from_profile(profile, [0, 2, 3], speeds=[1.0, 0.5])
     assert workload.forward_s.tolist() == [[3.0], [6.0]] and workload.backward_s.tolist() == [[4.0], [8.0]]
     assert workload.activation_bytes == (10, 5) and workload.num_micro_batches == 3
     assert Workload.from_profile(profile, num_micro_batches=9).num_micro_batches == 9
-    predicted = predicted_batches_s(profile, [(0, 1, 3), (0, 2, 3)])
-    assert predicted == [simulate(Workload.from_profile(profile, cut)).makespan_s for cut in ((0, 1, 3), (0, 2, 3))]
+    found = predicted(profile, [(0, 1, 3), (0, 2, 3)])
+    assert found == [simulate(Workload.from_profile(profile, cut)).makespan_s for cut in ((0, 1, 3), (0, 2, 3))]
     with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 3"):
-        predicted_batches_s(profile, [(0, 1, 2)])
+        predicted(profile, [(0, 1, 2)])
 
 
 def test_predictions_with_frozen_layers_and_speeds() -> None:
@@ -286,8 +291,8 @@ def test_predictions_with_frozen_layers_and_speeds() -> None:
     cuts = [(0, 1, 3), (0, 2, 3)]
     workloads = [Workload.from_profile(profile, cut, speeds=[1.0, 2.0]) for cut in cuts]
     assert [workload.frozen_boundaries for workload in workloads] == [1, 0]
-    predicted = predicted_batches_s(profile, cuts, speeds=[1.0, 2.0])
-    assert predicted == [simulate(workload).makespan_s for workload in workloads]
+    found = predicted(profile, cuts, speeds=[1.0, 2.0])
+    assert found == [simulate(workload).makespan_s for workload in workloads]
 
 
 def test_recorded_profile_round_trip(tmp_path: Path) -> None:

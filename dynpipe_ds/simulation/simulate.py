@@ -43,28 +43,28 @@ def simulate(
 
 
 def predicted_batches_s(
-    profile: PipelineProfile,
-    partitions: Sequence[Sequence[int]],
-    *,
-    speeds: Sequence[float] | None = None,
+    cases: Sequence[tuple[PipelineProfile, Sequence[int]]], *, speeds: Sequence[float] | None = None
 ) -> list[float]:
-    """Seconds that forwards and backwards of one batch would take under some partitions.
+    """Seconds that forwards and backwards of a batch would take, for many profiles or partitions at once.
 
     1F1B with links that take no time; the step is left out.
 
     Args:
-        profile: seconds of every layer, and M.
-        partitions: boundaries, all with the same number of stages.
+        cases: a profile (seconds of every layer, and M) and boundaries each; all have as many stages.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
 
     Returns:
-        One number for each partition, the same on every rank.
+        One number for each case, the same on every rank.
 
     Raises:
         ValueError: when boundaries don't cover the layers.
     """
-    stages = [stage_seconds(profile, boundaries, speeds) for boundaries in partitions]
+    stages = [stage_seconds(profile, boundaries, speeds) for profile, boundaries in cases]
     forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
-    frozen = [frozen_boundaries(row) for row in backward_s.tolist()]
-    seconds = makespans(forward_s, backward_s, profile.num_micro_batches, frozen_boundaries=frozen)
+    frozen = np.array([frozen_boundaries(row) for row in backward_s.tolist()])
+    num_micro_batches = np.array([profile.num_micro_batches for profile, _ in cases])
+    seconds = np.zeros(len(cases))
+    for count in np.unique(num_micro_batches).tolist():
+        same = num_micro_batches == count
+        seconds[same] = makespans(forward_s[same], backward_s[same], count, frozen_boundaries=frozen[same])
     return [float(s) for s in seconds]

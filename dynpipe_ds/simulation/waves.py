@@ -61,7 +61,7 @@ def makespans(
     *,
     activation_link_s: FloatArray | None = None,
     gradient_link_s: FloatArray | None = None,
-    frozen_boundaries: int | Sequence[int] = 0,
+    frozen_boundaries: int | Sequence[int] | npt.NDArray[np.int64] = 0,
     schedule: ScheduleName = "1f1b",
     sends: Sends = "rendezvous",
 ) -> FloatArray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +34,16 @@ def random_profile(seed: int, num_layers: int, num_micro_batches: int) -> Pipeli
     return profile_of(np.random.default_rng(seed).lognormal(0, 0.7, num_layers).tolist(), num_micro_batches)
 
 
+def predicted(profile: PipelineProfile, partitions: Iterable[Sequence[int]], **kwargs: Any) -> list[float]:
+    return predicted_batches_s([(profile, boundaries) for boundaries in partitions], **kwargs)
+
+
 def test_a_light_end_fills_the_pipeline_sooner() -> None:
     """Bottleneck 4 either way: with 2 micro-batches the cut decides how long filling takes."""
     profile = profile_of([4.0, 1.0, 1.0, 1.0], 2)
     plan = simulated(profile.costs(), 3, profile=profile)
     partitions = [(0, a, b, 4) for a, b in combinations(range(1, 4), 2)]
-    assert predicted_batches_s(profile, [plan.boundaries]) == [min(predicted_batches_s(profile, partitions))]
+    assert predicted(profile, [plan.boundaries]) == [min(predicted(profile, partitions))]
 
 
 def test_nearly_always_the_shortest_batch_and_never_longer_than_optimal() -> None:
@@ -46,12 +52,12 @@ def test_nearly_always_the_shortest_batch_and_never_longer_than_optimal() -> Non
         num_layers, num_stages, num_micro_batches = 8 + seed % 4, 3 + seed % 2, 2 + seed % 5
         profile = random_profile(seed, num_layers, num_micro_batches)
         plan = simulated(profile.costs(), num_stages, profile=profile)
-        ours, others = predicted_batches_s(
+        ours, others = predicted(
             profile, [plan.boundaries, optimal(profile.costs(), num_stages).boundaries]
         )
         assert ours <= others * (1 + 1e-9)
         cuts = combinations(range(1, num_layers), num_stages - 1)
-        best = min(predicted_batches_s(profile, [(0, *inner, num_layers) for inner in cuts]))
+        best = min(predicted(profile, [(0, *inner, num_layers) for inner in cuts]))
         reached += ours <= best * (1 + 1e-9)
     assert reached >= 27
 
@@ -116,7 +122,7 @@ def test_a_frozen_prefix_has_no_backward() -> None:
     profile = profile_of([1.0] * 8, 4, frozen=4)
     plan = simulated(profile.costs(), 2, profile=profile)
     cuts = [(0, cut, 8) for cut in range(1, 8)]
-    assert predicted_batches_s(profile, [plan.boundaries]) == [min(predicted_batches_s(profile, cuts))]
+    assert predicted(profile, [plan.boundaries]) == [min(predicted(profile, cuts))]
 
 
 def test_by_name_it_gets_the_profile() -> None:
