@@ -72,7 +72,7 @@ def save_gantt(
         axes.set_title(_panel_title(name, panel, per_second, unit), fontsize=10, loc="left")
     all_axes[-1].set_xlabel(f"time ({unit})")
     present = [_LABELS[kind] for kind in COLOURS if any(i.kind == kind for p in panels.values() for i in p)]
-    figure.legend(handles=_legend([*dict.fromkeys(present), "idle"]), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles=_legend([*present, "idle"]), loc="outside lower center", ncols=5, frameon=False)
     if title:
         figure.suptitle(title)
     target = Path(path)
@@ -116,7 +116,7 @@ def _draw_panel(
 
 def _panel_title(name: str, intervals: Sequence[Interval], per_second: float, unit: str) -> str:
     end_s = max(interval.end_s for interval in intervals)
-    return f"{name}: {end_s * per_second:.3g} {unit}" if name else f"{end_s * per_second:.3g} {unit}"
+    return f"{name}: {end_s * per_second:.4g} {unit}" if name else f"{end_s * per_second:.4g} {unit}"
 
 
 def _legend(labels: Sequence[str]) -> list[Patch]:
@@ -157,7 +157,7 @@ def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dic
 
 
 def _slice(interval: Interval) -> dict[str, Any]:
-    words = [interval.kind, interval.payload]
+    words: list[str] = [interval.kind, interval.payload]
     if interval.micro_batch >= 0:
         words.append(str(interval.micro_batch))
     return {
