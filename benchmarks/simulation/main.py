@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.launch import environment, launch
 from dynpipe_ds.partition import optimal
-from dynpipe_ds.profile import LayerProfile, PipelineProfile, smooth
-from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 LAYERS_PER_STAGE = 3
 MICRO_BATCHES_PER_STAGE = 2
@@ -97,23 +97,16 @@ def one_way_s(engine: Any) -> list[float]:
     return list(found.tolist())
 
 
-def measure(engine: Any, num_batches: int) -> tuple[float, list[PipelineProfile]]:
-    """Median seconds of a batch without profiling, and the profiles of those in between."""
+def measure(engine: Any, num_batches: int) -> list[PipelineProfile]:
+    """Train, and give the profile of every batch after the first ones."""
     from tests.distributed.models import data
 
-    batches, seconds, profiles = data(0, engine.gradient_accumulation_steps()), [], []
-    for i in range(WARM_UP + 2 * num_batches):
-        engine.profiling = i % 2 == 0
+    batches, profiles = data(0, engine.gradient_accumulation_steps()), []
+    for _ in range(WARM_UP + num_batches):
         torch.distributed.barrier()
-        began = time.perf_counter()
         engine.train_batch(batches)
-        took_s = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-        torch.distributed.all_reduce(took_s, torch.distributed.ReduceOp.MAX)
-        if i >= WARM_UP and engine.profiling:
-            profiles.append(engine.last_batch_profile)
-        elif i >= WARM_UP:
-            seconds.append(float(took_s))
-    return statistics.median(seconds), profiles
+        profiles.append(engine.last_batch_profile)
+    return profiles[WARM_UP:]
 
 
 def run_rank(num_batches: int, scale: float, path: Path) -> None:
@@ -138,21 +131,25 @@ def replay(case: str, num_batches: int, scale: float) -> str:
     told = replayed(case, torch.distributed.get_world_size(), scale)
     engine = build(told)
     links_s = one_way_s(engine)
-    measured_s, profiles = measure(engine, num_batches)
-    step_s = [statistics.median(p.stages[s].step_s for p in profiles) for s in range(engine.num_stages)]
-    # What a layer takes beyond its sleep is known only from measuring; both predictions are of use.
-    from_told, from_measured = (
-        simulate(Workload.from_profile(
-            profile, told.boundaries, activation_link_s=links_s, gradient_link_s=links_s, step_s=step_s
-        ))
-        for profile in (told, smooth(profiles, "median"))
-    )
-    ratio = statistics.median(p.bubble_ratio for p in profiles)
+    profiles = measure(engine, num_batches)
+    steps_s = [[stage.step_s for stage in profile.stages] for profile in profiles]
+    measured_s = [max(stage.batch_s for stage in profile.stages) for profile in profiles]
+
+    def simulated(profile: PipelineProfile, step_s: list[float]) -> Simulation:
+        links: dict[str, Any] = {"activation_link_s": links_s, "gradient_link_s": links_s}
+        return simulate(Workload.from_profile(profile, told.boundaries, step_s=step_s, **links))
+
+    median = statistics.median
+    from_told = simulated(told, [median(stage) for stage in zip(*steps_s, strict=True)])
+    # Each batch by its own profile: whatever else the machine does then slows down both.
+    own = [simulated(profile, step_s) for profile, step_s in zip(profiles, steps_s, strict=True)]
+    errors = sorted(s.batch_s / took_s - 1 for s, took_s in zip(own, measured_s, strict=True))
     return (
-        f"| {engine.num_stages} | {engine.gradient_accumulation_steps()} | {case} | {measured_s:.3f} "
-        f"| {from_told.batch_s:.3f} ({from_told.batch_s / measured_s - 1:+.1%}) "
-        f"| {from_measured.batch_s:.3f} ({from_measured.batch_s / measured_s - 1:+.1%}) "
-        f"| {ratio:.3f} | {from_measured.bubble_ratio:.3f} | {1e3 * statistics.median(links_s):.2f} |"
+        f"| {engine.num_stages} | {engine.gradient_accumulation_steps()} | {case} | {median(measured_s):.3f} "
+        f"| {from_told.batch_s:.3f} ({from_told.batch_s / median(measured_s) - 1:+.1%}) "
+        f"| {median(s.batch_s for s in own):.3f} ({median(errors):+.1%}; {errors[0]:+.1%} to {errors[-1]:+.1%}) "
+        f"| {median(p.bubble_ratio for p in profiles):.3f} | {median(s.bubble_ratio for s in own):.3f} "
+        f"| {1e3 * median(links_s):.2f} |"
     )
 
 
@@ -169,7 +166,7 @@ def main() -> None:
     print(environment())
     print(
         "| stages | micro-batches | replay | measured, s | simulated from the replayed profile, s "
-        "| simulated from the measured profile, s | bubble ratio measured | simulated | one message, ms |"
+        "| simulated from each batch's own profile, s | bubble ratio measured | simulated | one message, ms |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
