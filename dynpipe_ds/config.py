@@ -91,7 +91,7 @@ class DynamicPipelineConfig(BaseModel):
     )
     partitioner: _PartitionerName | None = _key(
         None,
-        "Name of the partitioner used at run time: uniform, balanced, optimal, diffusion or a "
+        "Name of the partitioner used at run time: uniform, balanced, optimal, diffusion, simulated or a "
         "registered one; null: the one in the module's partition_method, else optimal.",
         rule="null or a name without spaces or ':' (the cost has a key of its own, 'cost')",
         example='"optimal"',

@@ -23,7 +23,8 @@ from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.profile import PipelineProfile, predicted_batch_s, smooth
+from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.simulation import predicted_batches_s
 
 if TYPE_CHECKING:
     from dynpipe_ds.partition import Plan
@@ -55,6 +56,9 @@ are tried.
 
 REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
+
+ROUNDING = 1e-9
+"""Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
 
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
@@ -97,6 +101,7 @@ class Controller:
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         # Seconds of the first 0, 1, ... L layers, batch by batch: a stage is one subtraction.
         self._history: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
+        self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed
         self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
         self._decided_batch: int | None = None
 
@@ -139,6 +144,7 @@ class Controller:
         speeds = self._config.stage_speeds
         at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
         self._newest.append(profile)
+        self._profiles.append(at_unit_speed)
         self._history.append(tuple(accumulate(at_unit_speed.costs("time"), initial=0.0)))
 
     def smoothed(self) -> PipelineProfile | None:
@@ -164,17 +170,19 @@ class Controller:
         """
         config, every = self._config, self._config.rebalance_every
         self._decided_batch = profile.batch
-        batch_s, planned_s = (
-            predicted_batch_s(
-                profile.stage_seconds(boundaries, speeds=config.stage_speeds),
-                profile.num_micro_batches,
-            )
-            for boundaries in (profile.boundaries, plan.boundaries)
+        batch_s, planned_s = predicted_batches_s(
+            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
         )
         num_batches = every if isinstance(every, int) else config.horizon_batches
         saved_s = num_batches * (batch_s - planned_s)
+        if abs(batch_s - planned_s) <= ROUNDING * batch_s:
+            saved_s = 0.0
         cost_s = self._expected_cost_s(batch_s)
-        gains = self._gains(profile.boundaries, plan.boundaries)
+        # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
+        refines = plan.predicted_gain <= 0 < saved_s
+        gain = 1.0 - planned_s / batch_s if refines else plan.predicted_gain
+        gains_of = self._batch_gains if refines else self._gains
+        gains = gains_of(profile.boundaries, plan.boundaries)
         noise = max(noise_of(gains), self._stage_noise(profile.boundaries))
         if tuple(plan.boundaries) == profile.boundaries:
             rebalance, reason = False, "the present partition is the best one known"
@@ -183,9 +191,9 @@ class Controller:
         elif every == "auto":
             rebalance, reason = self._judge(gains, noise, saved_s, cost_s)
         else:
-            rebalance = plan.predicted_gain > 0 and plan.predicted_gain >= config.min_gain
+            rebalance = gain > 0 and gain >= config.min_gain
             reason = (
-                f"predicted gain {plan.predicted_gain:.1%} "
+                f"predicted gain {gain:.1%} "
                 f"{'reaches' if rebalance else 'is less than'} min_gain {config.min_gain:.1%}"
             )
         return Decision(rebalance, reason, saved_s, cost_s, noise)
@@ -261,6 +269,15 @@ class Controller:
             after = [until[-1] / total_speed for until in self._history]
         else:
             after = [max(loads) for loads in self._loads(planned)]
+        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+
+    def _batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> list[float]:
+        """What a plan would have saved of each batch's simulated seconds."""
+        seconds = predicted_batches_s(
+            [(profile, cut) for cut in (present, planned) for profile in self._profiles],
+            speeds=self._config.stage_speeds,
+        )
+        before, after = seconds[: len(self._profiles)], seconds[len(self._profiles) :]
         return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
 
     def _stage_noise(self, boundaries: Sequence[int]) -> float:

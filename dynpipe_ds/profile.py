@@ -316,25 +316,6 @@ def smooth(
     return replace(profiles[-1], layers=layers)
 
 
-def predicted_batch_s(stage_seconds: Sequence[float], num_micro_batches: int) -> float:
-    """Predict how long the forward and backward passes of one batch take.
-
-    ``(M - 1) * max + sum``: the slowest stage paces all micro-batches but one, and one passes
-    through every stage. For equal stages this is the ``(M + S - 1)`` steps of GPipe (Huang et
-    al. 2019, section 2), which non-interleaved 1F1B shares (PipeDream-Flush, Narayanan et al.
-    2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3). It is exact for a flow
-    line of equal jobs; with unequal stages 1F1B comes close. Communication and step are left out.
-
-    Args:
-        stage_seconds: S forward and backward seconds of one micro-batch.
-        num_micro_batches: M.
-
-    Returns:
-        Seconds.
-    """
-    return (num_micro_batches - 1) * max(stage_seconds) + math.fsum(stage_seconds)
-
-
 def _ema(values: Sequence[float]) -> float:
     average = values[0]
     for value in values[1:]:

@@ -280,6 +280,27 @@ def test_one_odd_cost_counts_for_little() -> None:
     assert decide(decider, BETTER, UNEQUAL).cost_s == 0.1
 
 
+@pytest.mark.parametrize("every", ["auto", 2])
+def test_shorter_batch_with_the_same_bottleneck(every: Any) -> None:
+    """Five and four equal layers: the light stage at the end drains sooner."""
+    plan, seconds = Plan((0, 5, 9), 0.05, 0.05), [0.01] * 9
+    decider = controller(rebalance_every=every, min_gain=0.01)
+    decider.record_cost(0.01, 0)
+    for batch in range(10):
+        decider.observe(profile(seconds, (0, 4, 9), batch=batch))
+    smoothed = decider.smoothed()
+    assert smoothed is not None
+    decision = decider.worth_it(plan, smoothed)
+    assert decision.rebalance, decision.reason
+    assert decision.saved_s == pytest.approx((20 if every == "auto" else 2) * 0.01, rel=0.5)
+    back = Plan((0, 4, 9), 0.05, 0.05)
+    for batch in range(10, 20):
+        decider.observe(profile(seconds, (0, 5, 9), batch=batch))
+    smoothed = decider.smoothed()
+    assert smoothed is not None
+    assert not decider.worth_it(back, smoothed).rebalance
+
+
 def test_one_micro_batch_gains_nothing() -> None:
     decider = controller()
     decider.record_cost(0.0, 0)
@@ -393,7 +414,7 @@ def test_interval_takes_the_partitioners_prediction() -> None:
 
 def test_interval_without_gain_moves_nothing() -> None:
     decider = controller(rebalance_every=1, min_gain=0.0)
-    assert not decide(decider, Plan((0, 5, 8), 0.08, 0.08), UNEQUAL).rebalance
+    assert not decide(decider, Plan((0, 3, 8), 0.1, 0.08), UNEQUAL).rebalance
 
 
 def test_never() -> None:

@@ -53,7 +53,7 @@ def test_profile_is_optimal_by_time(name: str) -> None:
 
 
 @pytest.mark.parametrize("cost", ["time", "parameters"])
-@pytest.mark.parametrize("partitioner", ["uniform", "balanced", "optimal", "diffusion"])
+@pytest.mark.parametrize("partitioner", ["uniform", "balanced", "optimal", "diffusion", "simulated"])
 def test_partitioner_and_cost(partitioner: str, cost: str) -> None:
     method = PartitionMethod.parse(f"{partitioner}:{cost}")
     assert (method.partitioner, method.cost) == (partitioner, cost)

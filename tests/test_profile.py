@@ -13,7 +13,6 @@ from dynpipe_ds.profile import (
     LayerProfile,
     PipelineProfile,
     StageProfile,
-    predicted_batch_s,
     smooth,
 )
 
@@ -205,14 +204,3 @@ def test_smoothing_refuses() -> None:
         smooth([profile(1.0, 2.0)], "max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"profiles have \[2, 3\] layers"):
         smooth([profile(1.0, 2.0), profile(1.0, 2.0, 3.0)])
-
-
-def test_predicted_batch_of_equal_stages_is_gpipes() -> None:
-    num_micro_batches, num_stages = 8, 4
-    predicted = predicted_batch_s([0.5] * num_stages, num_micro_batches)
-    assert predicted == 0.5 * (num_micro_batches + num_stages - 1)
-
-
-def test_predicted_batch_of_unequal_stages() -> None:
-    assert predicted_batch_s([1.0, 3.0], 5) == 4 * 3.0 + 4.0
-    assert predicted_batch_s([1.0, 3.0], 1) == predicted_batch_s([2.0, 2.0], 1) == 4.0

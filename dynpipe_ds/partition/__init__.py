@@ -9,7 +9,7 @@ hold together. The objective is the smallest *bottleneck*, the largest stage cos
 
 To read it: ``plan`` (the value), ``prepare`` and ``problem`` (arguments, exact sums, groups), then
 one file an algorithm: ``uniform``, ``balanced``, ``optimal`` (with ``reach`` and ``nearest``),
-``diffusion``; ``registry`` finds them by name.
+``diffusion``, ``simulated`` (by :mod:`dynpipe_ds.simulation`); ``registry`` finds them by name.
 """
 
 from dynpipe_ds.partition.balanced import balanced
@@ -24,7 +24,9 @@ from dynpipe_ds.partition.registry import (
     partitioner_names,
     register_partitioner,
     run_partitioner,
+    wants_profile,
 )
+from dynpipe_ds.partition.simulated import simulated
 from dynpipe_ds.partition.uniform import uniform
 
 __all__ = [
@@ -41,5 +43,7 @@ __all__ = [
     "plan_from_boundaries",
     "register_partitioner",
     "run_partitioner",
+    "simulated",
     "uniform",
+    "wants_profile",
 ]

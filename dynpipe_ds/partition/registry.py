@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -10,6 +11,7 @@ from dynpipe_ds.partition.diffusion import diffusion
 from dynpipe_ds.partition.optimal import optimal
 from dynpipe_ds.partition.plan import Plan, check_boundaries
 from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.simulated import simulated
 from dynpipe_ds.partition.uniform import uniform
 
 Partitioner = Callable[..., "Plan | Sequence[int]"]
@@ -22,6 +24,7 @@ _partitioners: dict[str, Partitioner] = {
     "balanced": balanced,
     "optimal": optimal,
     "diffusion": diffusion,
+    "simulated": simulated,
 }
 
 _SHARED = ("current", "layer_bytes", "memory", "pinned", "speeds", "allow_empty")
@@ -40,7 +43,8 @@ def register_partitioner(name: str, fn: Any = None) -> Any:
 
     The function is called as ``fn(costs, num_stages, *, current, layer_bytes, memory, pinned,
     speeds, allow_empty)`` and returns a :class:`Plan` or boundaries. It must decide alike on every
-    rank: from its arguments only. ::
+    rank: from its arguments only. One that names a parameter ``profile`` also gets the
+    :class:`~dynpipe_ds.PipelineProfile` that the costs are from. ::
 
         @register_partitioner("first_heavy")
         def first_heavy(costs, num_stages, **options):
@@ -90,6 +94,18 @@ def get_partitioner(name: str) -> Partitioner:
 def partitioner_names() -> tuple[str, ...]:
     """Names of all partitioners, sorted."""
     return tuple(sorted(_partitioners))
+
+
+def wants_profile(fn: Partitioner) -> bool:
+    """Whether a partitioner names a parameter ``profile``.
+
+    Args:
+        fn: A partitioner.
+    """
+    try:
+        return "profile" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # written in C, without a signature
+        return False
 
 
 def run_partitioner(

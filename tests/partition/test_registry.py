@@ -23,7 +23,7 @@ def unchanged_registry(monkeypatch):
 
 
 def test_built_in_names():
-    assert partitioner_names() == ("balanced", "diffusion", "optimal", "uniform")
+    assert partitioner_names() == ("balanced", "diffusion", "optimal", "simulated", "uniform")
     assert get_partitioner("optimal") is optimal
 
 

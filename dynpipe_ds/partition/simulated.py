@@ -1,0 +1,199 @@
+"""The shortest batch, by local search with the simulator as objective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from dynpipe_ds.partition.memory import StageMemory
+from dynpipe_ds.partition.optimal import optimal
+from dynpipe_ds.partition.plan import Plan
+from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.problem import Problem
+from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.simulation.waves import makespans
+from dynpipe_ds.simulation.workload import FloatArray, Seconds, frozen_boundaries, table
+
+FORWARD_SHARE = 1 / 3
+"""Of a layer's cost, where no times tell: a backward takes about two forwards."""
+
+_SAME = 1e-9  # makespans that differ by less, relatively, are the same: sums round
+_MOST_CELLS = 10**8  # stages x waves x partitions that one search simulates, about a second
+_MOST_AT_ONCE = 512  # partitions of one round: beyond, NumPy gains nothing by doing more at once
+
+Cuts = tuple[int, ...]
+
+
+def simulated(
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    profile: PipelineProfile | None = None,
+    activation_link_s: Seconds = 0.0,
+    gradient_link_s: Seconds = 0.0,
+    current: Sequence[int] | None = None,
+    layer_bytes: Sequence[int] | None = None,
+    memory: StageMemory | None = None,
+    pinned: Sequence[int] = (),
+    speeds: Sequence[float] | None = None,
+    allow_empty: bool = False,
+) -> Plan:
+    """Refine the partition with the smallest bottleneck until no small change shortens the batch.
+
+    The bottleneck decides a batch of many micro-batches; of few, filling and draining count as well, and
+    so do slow links: a light first or last stage, or a boundary elsewhere, may then be better than the
+    smallest bottleneck. Objective: the simulated makespan of 1F1B. Steepest descent from the better of the
+    ``optimal`` and the current partition; a step shifts one cut, or some neighbouring ones together, by one
+    layer. It ends in a local optimum, which is never worse than ``optimal``. Deterministic; of equally
+    short batches, the partition that moves the fewest bytes.
+
+    With links that take time, costs must be seconds (``cost = "time"``).
+
+    Args:
+        costs: Cost of every layer, finite and >= 0.
+        num_stages: ``S``.
+        profile: Tells the number of micro-batches and which share of a layer's cost is forward; None: as
+            many micro-batches as stages, and :data:`FORWARD_SHARE`.
+        activation_link_s: Seconds of a micro-batch's activations over every boundary.
+        gradient_link_s: The same for the gradients.
+        current: Boundaries now in use.
+        layer_bytes: Bytes that moving each layer costs; None: only layers are counted.
+        memory: Memory that layers need and stages have; None for no cap.
+        pinned: Cut positions ``c`` that are forbidden.
+        speeds: Relative speed of every stage.
+        allow_empty: Whether a stage may hold no layer.
+
+    Returns:
+        The plan; its bottleneck may be larger than that of ``optimal``.
+
+    Raises:
+        InfeasiblePartitionError: As ``optimal``.
+        ValueError: An argument is wrong; the message has the value and the rule.
+    """
+    shared = {
+        "current": current, "layer_bytes": layer_bytes, "memory": memory, "pinned": pinned,
+        "speeds": speeds, "allow_empty": allow_empty,
+    }
+    problem = prepare(costs, num_stages, **shared)  # type: ignore[arg-type]
+    start = optimal(costs, num_stages, **shared)  # type: ignore[arg-type]
+    if profile is not None and len(profile.layers) != len(costs):
+        raise ValueError(f"the profile has {len(profile.layers)} layers, the costs {len(costs)}")
+    batch = _Batch(problem, *_split(costs, profile), num_stages if profile is None else profile.num_micro_batches)
+    batch.set_links(activation_link_s, gradient_link_s)
+    starts = [tuple(problem.snap(start.boundaries))]
+    if (present := _present(problem, num_stages)) is not None:
+        starts.insert(0, present)
+    cuts, rounds = _descend(batch, starts)
+    return problem.plan(cuts, rounds)
+
+
+def _descend(batch: _Batch, starts: list[Cuts]) -> tuple[Cuts, int]:
+    """The partition where the descent ends, and the number of its steps."""
+    best_s, best = batch.best_of(starts)
+    most_steps = max(1, batch.rounds_within(_MOST_CELLS))
+    for steps in range(most_steps):
+        neighbours = list(_neighbours(batch.problem, best))
+        if not neighbours:
+            return best, steps
+        next_s, nearest = batch.best_of(neighbours)
+        if next_s >= best_s * (1 - _SAME):
+            return best, steps
+        best_s, best = next_s, nearest
+    return best, most_steps
+
+
+def _neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
+    """Partitions with one cut, or a run of neighbouring cuts, one group further left or right."""
+    inner = problem.num_stages - 1
+    longest_run = max(1, min(inner, _MOST_AT_ONCE // (2 * max(1, inner))))
+    for first in range(1, inner + 1):
+        for end in range(first + 1, min(first + longest_run, inner + 1) + 1):
+            for shift in (-1, 1):
+                moved = (*cuts[:first], *(cut + shift for cut in cuts[first:end]), *cuts[end:])
+                # Only the stages at both ends of the run change their size; all may change their layers.
+                if _allowed(problem, moved, first - 1, end):
+                    yield moved
+
+
+def _allowed(problem: Problem, cuts: Cuts, first_stage: int, end_stage: int) -> bool:
+    least = 0 if problem.allow_empty else 1
+    return (
+        cuts[first_stage + 1] - cuts[first_stage] >= least
+        and cuts[end_stage] - cuts[end_stage - 1] >= least
+        and all(problem.fits(s, cuts[s], cuts[s + 1]) for s in range(first_stage, end_stage))
+    )
+
+
+def _present(problem: Problem, num_stages: int) -> Cuts | None:
+    """The current partition, if it is one of this problem's."""
+    current = problem.current
+    if current is None or len(current) != num_stages + 1 or not set(current) <= set(problem.starts):
+        return None
+    cuts = tuple(problem.snap(current))
+    sizes_fit = all(_allowed(problem, cuts, s, s + 1) for s in range(num_stages))
+    return cuts if sizes_fit else None
+
+
+def _split(costs: Sequence[float], profile: PipelineProfile | None) -> tuple[list[float], list[float]]:
+    """Forward and backward part of every layer's cost."""
+    if profile is not None and list(costs) == profile.costs("time"):
+        return [layer.forward_s for layer in profile.layers], [layer.backward_s for layer in profile.layers]
+    shares = [FORWARD_SHARE] * len(costs)
+    if profile is not None:
+        shares = [y.forward_s / y.seconds if y.seconds else FORWARD_SHARE for y in profile.layers]
+    forward = [float(cost) * share for cost, share in zip(costs, shares, strict=True)]
+    return forward, [float(cost) - part for cost, part in zip(costs, forward, strict=True)]
+
+
+class _Batch:
+    """Makespans of partitions of one problem.
+
+    Args:
+        problem: the groups, speeds and bytes.
+        forward: forward cost of every layer.
+        backward: backward cost of every layer.
+        num_micro_batches: M.
+    """
+
+    def __init__(
+        self, problem: Problem, forward: list[float], backward: list[float], num_micro_batches: int
+    ) -> None:
+        starts = list(problem.starts)
+        self.problem, self.num_micro_batches = problem, num_micro_batches
+        self.forward_until = np.array(list(accumulate(forward, initial=0.0)))[starts]
+        self.backward_until = np.array(list(accumulate(backward, initial=0.0)))[starts]
+        self.trains_until = np.array(list(accumulate((b > 0 for b in backward), initial=0)))[starts]
+        self.speeds = np.array(problem.speeds)
+        self.links: tuple[FloatArray, FloatArray] | None = None
+
+    def set_links(self, activation_link_s: Seconds, gradient_link_s: Seconds) -> None:
+        rows = self.problem.num_stages - 1
+        self.links = (
+            table("activation_link_s", activation_link_s, rows, self.num_micro_batches),
+            table("gradient_link_s", gradient_link_s, rows, self.num_micro_batches),
+        )
+
+    def rounds_within(self, num_cells: int) -> int:
+        waves = 2 * (self.num_micro_batches + self.problem.num_stages)
+        return num_cells // (_MOST_AT_ONCE * waves * self.problem.num_stages)
+
+    def best_of(self, candidates: list[Cuts]) -> tuple[float, Cuts]:
+        """The shortest, then the one that moves the fewest bytes, then the first."""
+        seconds = self.makespans(candidates)
+        least_s = float(seconds.min())
+        shortest = [candidates[i] for i in np.flatnonzero(seconds <= least_s * (1 + _SAME))]
+        return least_s, min(shortest, key=lambda cuts: self.problem.plan(cuts).bytes_to_move)
+
+    def makespans(self, candidates: list[Cuts]) -> FloatArray:
+        cuts = np.array(candidates)
+        forward, backward = (np.diff(u[cuts], axis=1) / self.speeds for u in (self.forward_until, self.backward_until))
+        trains = np.diff(self.trains_until[cuts], axis=1) > 0  # counted, as differences of sums may round
+        backward[~trains] = 0.0
+        frozen = [frozen_boundaries(row) for row in trains.astype(float).tolist()]
+        activation_link_s, gradient_link_s = self.links or (None, None)
+        return makespans(
+            np.maximum(forward, 0.0), np.maximum(backward, 0.0), self.num_micro_batches,
+            activation_link_s=activation_link_s, gradient_link_s=gradient_link_s, frozen_boundaries=frozen,
+        )

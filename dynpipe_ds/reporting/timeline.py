@@ -1,0 +1,198 @@
+"""A batch in time: a Gantt picture, and a trace that Perfetto and Chrome open.
+
+Both take :class:`~dynpipe_ds.simulation.Interval` values; a simulated batch has them
+(``simulate(..., timeline=True).timeline``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dynpipe_ds.simulation import Interval
+
+# Okabe and Ito's palette, as in `plots`; lightness and hatches tell the kinds apart without colour.
+COLOURS: Mapping[str, str] = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "send": "#E69F00",
+    "recv": "#E69F00",
+    "step": "#009E73",
+    "wait": "#E8E8E8",
+}
+_HATCHES: Mapping[str, str] = {"send": "////", "recv": "////", "step": "xx"}
+_LABELS: Mapping[str, str] = {
+    "forward": "forward", "backward": "backward", "send": "transfer", "recv": "transfer",
+    "step": "optimizer step", "wait": "idle",
+}
+_BAR_HEIGHT = 0.84
+_LEAST_INCHES_OF_NUMBER = 0.14  # a narrower bar gets no micro-batch number
+_UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
+
+
+def save_gantt(
+    path: str | Path,
+    timelines: Mapping[str, Sequence[Interval]] | Sequence[Interval],
+    *,
+    title: str = "",
+) -> Path:
+    """Draw what every stage does when; several timelines one above the other, on one time axis.
+
+    Args:
+        path: file to write; its ending chooses the format (``.png``, ``.svg``, ``.pdf``). Missing
+            folders are made.
+        timelines: intervals, or several lists of them by name ("before", "after").
+        title: stands above the picture.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: if there is nothing to draw.
+    """
+    panels = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
+    if not panels or not all(panels.values()):
+        raise ValueError("there is a timeline without intervals; simulate with timeline=True")
+    num_stages = {name: 1 + max(i.stage for i in panel) for name, panel in panels.items()}
+    end_s = max(interval.end_s for panel in panels.values() for interval in panel)
+    row_inches = 0.42 if max(num_stages.values()) <= 8 else 0.24
+    figure = Figure(figsize=(10, 1.3 + sum(0.45 + row_inches * n for n in num_stages.values())), layout="constrained")
+    FigureCanvasAgg(figure)
+    heights = list(num_stages.values())
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    _, unit, per_second = next(row for row in _UNITS if end_s >= row[0])
+    for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
+        _draw_panel(axes, panel, num_stages[name], end_s, per_second)
+        axes.set_title(_panel_title(name, panel, per_second, unit), fontsize=10, loc="left")
+    all_axes[-1].set_xlabel(f"time ({unit})")
+    present = [_LABELS[kind] for kind in COLOURS if any(i.kind == kind for p in panels.values() for i in p)]
+    figure.legend(handles=_legend([*present, "idle"]), loc="outside lower center", ncols=5, frameon=False)
+    if title:
+        figure.suptitle(title)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    return target
+
+
+def _draw_panel(
+    axes: Any, intervals: Sequence[Interval], num_stages: int, end_s: float, per_second: float
+) -> None:
+    """One row a stage, the first at the top, on the colour of idleness."""
+    for stage in range(num_stages):
+        axes.broken_barh([(0.0, end_s * per_second)], (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=COLOURS["wait"])
+    for kind in COLOURS:
+        for stage in range(num_stages):
+            bars = [
+                (i.start_s * per_second, (i.end_s - i.start_s) * per_second)
+                for i in intervals if i.kind == kind and i.stage == stage and kind != "wait"
+            ]
+            if bars:
+                axes.broken_barh(
+                    bars, (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolor=COLOURS[kind],
+                    edgecolor="white", linewidth=0.4, hatch=_HATCHES.get(kind),
+                )
+    inches_per_s = 9.0 / end_s if end_s else 0.0
+    for i in intervals:
+        if i.kind in ("forward", "backward") and (i.end_s - i.start_s) * inches_per_s >= _LEAST_INCHES_OF_NUMBER:
+            axes.text(
+                (i.start_s + i.end_s) / 2 * per_second, i.stage, str(i.micro_batch), ha="center", va="center",
+                fontsize=7 if num_stages <= 8 else 5, color="white" if i.kind == "backward" else "black",
+            )
+    axes.set_xlim(0, end_s * per_second)
+    axes.set_ylim(num_stages - 0.5, -0.5)
+    axes.set_yticks(range(num_stages))
+    axes.tick_params(axis="y", labelsize=8 if num_stages <= 8 else 6)
+    axes.set_ylabel("stage")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _panel_title(name: str, intervals: Sequence[Interval], per_second: float, unit: str) -> str:
+    end_s = max(interval.end_s for interval in intervals)
+    return f"{name}: {end_s * per_second:.4g} {unit}" if name else f"{end_s * per_second:.4g} {unit}"
+
+
+def _legend(labels: Sequence[str]) -> list[Patch]:
+    kinds = {_LABELS[kind]: kind for kind in COLOURS}
+    return [
+        Patch(
+            facecolor=COLOURS[kinds[label]], hatch=_HATCHES.get(kinds[label]), edgecolor="white", label=label
+        )
+        for label in dict.fromkeys(labels)
+    ]
+
+
+def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dict[str, Any]:
+    """Bring a timeline into the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
+
+    Args:
+        timeline: intervals.
+        name: name of the process that the stages are the threads of.
+
+    Returns:
+        The JSON object; times in microseconds. Every transfer has an arrow from sender to receiver.
+    """
+    stages = sorted({interval.stage for interval in timeline})
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+    for stage in stages:
+        events.append(
+            {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"stage {stage}"}}
+        )
+        # Viewers sort threads by name otherwise, stage 10 before stage 2.
+        events.append(
+            {"ph": "M", "pid": 0, "tid": stage, "name": "thread_sort_index", "args": {"sort_index": stage}}
+        )
+    for interval in timeline:
+        events.append(_slice(interval))
+        if interval.kind in ("send", "recv"):
+            events.append(_arrow_end(interval))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _slice(interval: Interval) -> dict[str, Any]:
+    words: list[str] = [interval.kind, interval.payload]
+    if interval.micro_batch >= 0:
+        words.append(str(interval.micro_batch))
+    return {
+        "ph": "X", "pid": 0, "tid": interval.stage, "cat": interval.kind,
+        "name": " ".join(word for word in words if word),
+        "ts": interval.start_s * 1e6, "dur": interval.seconds * 1e6,
+        "args": {"micro_batch": interval.micro_batch},
+    }
+
+
+def _arrow_end(interval: Interval) -> dict[str, Any]:
+    """One end of the arrow of a message; both have the same id."""
+    sends = interval.kind == "send"
+    towards_next = sends == (interval.payload == "activation")
+    boundary = interval.stage if towards_next else interval.stage - 1
+    end: dict[str, Any] = {
+        "ph": "s" if sends else "f", "pid": 0, "tid": interval.stage, "cat": "message",
+        "name": interval.payload, "id": f"{interval.payload} {boundary} {interval.micro_batch}",
+        "ts": (interval.start_s if sends else interval.end_s) * 1e6,
+    }
+    return end if sends else {**end, "bp": "e"}
+
+
+def save_chrome_trace(path: str | Path, timeline: Sequence[Interval], *, name: str = "pipeline") -> Path:
+    """Write :func:`chrome_trace` as JSON; open it at https://ui.perfetto.dev.
+
+    Args:
+        path: file to write; missing folders are made.
+        timeline: intervals.
+        name: name of the process that the stages are the threads of.
+
+    Returns:
+        The path written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(chrome_trace(timeline, name=name)) + "\n", encoding="utf-8")
+    return target

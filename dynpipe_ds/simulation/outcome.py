@@ -1,0 +1,96 @@
+"""What a simulated batch took: values, with units in their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+Kind = Literal["forward", "backward", "send", "recv", "wait", "step"]
+Payload = Literal["", "activation", "gradient"]
+
+
+class Interval(NamedTuple):
+    """One stretch of one stage's time.
+
+    Attributes:
+        stage: index of the stage.
+        kind: what the stage does; ``"wait"`` is idle before a message.
+        micro_batch: of what; -1 for ``"step"``.
+        start_s: seconds from the start of the batch.
+        end_s: the same, at least ``start_s``.
+        payload: what a message carries, or is waited for; empty for computation.
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+    start_s: float
+    end_s: float
+    payload: Payload = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """One stage during the batch.
+
+    ``fill_s + busy_s + waiting_s + transfer_s + drain_s`` is the makespan.
+
+    Args:
+        busy_s: computing forwards and backwards.
+        fill_s: before its first forward.
+        waiting_s: between its first and last computation, idle until a neighbour is ready.
+        transfer_s: the same, while a message travels that it sends or receives.
+        drain_s: from its last computation to the last one of any stage.
+        step_s: reduction and optimizer step.
+        peak_micro_batches: most micro-batches between forward and backward.
+        peak_activation_bytes: bytes that these hold.
+    """
+
+    busy_s: float
+    fill_s: float
+    waiting_s: float
+    transfer_s: float
+    drain_s: float
+    step_s: float
+    peak_micro_batches: int
+    peak_activation_bytes: int
+
+    @property
+    def idle_s(self) -> float:
+        """All that is not computing, up to the makespan."""
+        return self.fill_s + self.waiting_s + self.transfer_s + self.drain_s
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle share of the makespan; 0 when the stage did nothing at all."""
+        total_s = self.idle_s + self.busy_s
+        return self.idle_s / total_s if total_s else 0.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One batch.
+
+    Args:
+        makespan_s: start of the first forward to the end of the last backward.
+        batch_s: the same to the end of the last optimizer step.
+        stages: S stages.
+        timeline: all intervals of positive length, stage by stage, each in order of time; empty unless
+            asked for.
+    """
+
+    makespan_s: float
+    batch_s: float
+    stages: tuple[StageOutcome, ...]
+    timeline: tuple[Interval, ...] = ()
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Mean of the stages' bubble ratios."""
+        return fmean(stage.bubble_ratio for stage in self.stages)

@@ -1,0 +1,70 @@
+"""The entries: one batch in full, or only how long partitions would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.simulation.outcome import Simulation
+from dynpipe_ds.simulation.schedules import ScheduleName, streams_of
+from dynpipe_ds.simulation.streams import run_streams
+from dynpipe_ds.simulation.waves import makespans, run_waves
+from dynpipe_ds.simulation.workload import Sends, Workload, frozen_boundaries, stage_seconds
+
+
+def simulate(
+    workload: Workload,
+    schedule: ScheduleName = "1f1b",
+    *,
+    sends: Sends = "rendezvous",
+    timeline: bool = False,
+) -> Simulation:
+    """Simulate one training batch.
+
+    Args:
+        workload: what every stage has to do; :meth:`Workload.from_profile` makes it from a profile.
+        schedule: ``"1f1b"``, which DeepSpeed runs, or ``"gpipe"``.
+        sends: ``"rendezvous"`` as gloo's blocking messages do it, or ``"buffered"``.
+        timeline: whether to list every interval (runs the instructions one by one, slower; the figures
+            are the same to the bit).
+
+    Returns:
+        Makespan, the stages' accounts, and the timeline if asked for.
+
+    Raises:
+        ValueError: for another schedule.
+    """
+    if not timeline:
+        return run_waves(workload, schedule, sends=sends)
+    streams = streams_of(schedule, workload.num_micro_batches, workload.num_stages)
+    return run_streams(workload, streams, sends=sends, timeline=True)
+
+
+def predicted_batches_s(
+    cases: Sequence[tuple[PipelineProfile, Sequence[int]]], *, speeds: Sequence[float] | None = None
+) -> list[float]:
+    """Seconds that forwards and backwards of a batch would take, for many profiles or partitions at once.
+
+    1F1B with links that take no time; the step is left out.
+
+    Args:
+        cases: a profile (seconds of every layer, and M) and boundaries each; all have as many stages.
+        speeds: S relative speeds to divide by, when layer times are at unit speed.
+
+    Returns:
+        One number for each case, the same on every rank.
+
+    Raises:
+        ValueError: when boundaries don't cover the layers.
+    """
+    stages = [stage_seconds(profile, boundaries, speeds) for profile, boundaries in cases]
+    forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
+    frozen = np.array([frozen_boundaries(row) for row in backward_s.tolist()])
+    num_micro_batches = np.array([profile.num_micro_batches for profile, _ in cases])
+    seconds = np.zeros(len(cases))
+    for count in np.unique(num_micro_batches).tolist():
+        same = num_micro_batches == count
+        seconds[same] = makespans(forward_s[same], backward_s[same], count, frozen_boundaries=frozen[same])
+    return [float(s) for s in seconds]

@@ -1,0 +1,219 @@
+"""The reference: run the instruction streams one instruction at a time, as the engine does.
+
+A stage is one thread of work. A message has a channel: a boundary and a direction, and channels keep
+their order. The result does not depend on which stage is looked at first, since a stage only ever waits
+for one particular message (a Kahn network).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dynpipe_ds.simulation.outcome import Interval, Kind, Payload, Simulation, StageOutcome
+from dynpipe_ds.simulation.schedules import Instruction, Op
+from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
+
+_SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+_KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
+Channel = tuple[int, Payload]
+
+
+def run_streams(
+    workload: Workload,
+    streams: Sequence[Sequence[Instruction]],
+    *,
+    sends: Sends = "rendezvous",
+    timeline: bool = False,
+) -> Simulation:
+    """Run every stage's stream with the dependencies of its messages.
+
+    Args:
+        workload: the seconds of everything.
+        streams: S lists of instructions; every micro-batch's forward and backward once on each stage.
+        sends: when a send is over.
+        timeline: whether to keep all intervals.
+
+    Returns:
+        What it took.
+
+    Raises:
+        ValueError: when the streams don't fit together: some stage waits for ever, or gets another
+            micro-batch than it expects.
+    """
+    if len(streams) != workload.num_stages:
+        raise ValueError(f"{len(streams)} streams for {workload.num_stages} stages: give one for each stage")
+    run = _Run(workload, streams, sends, timeline)
+    run.to_the_end()
+    return run.outcome()
+
+
+class _Stage:
+    """One stage's clock and accounts."""
+
+    def __init__(self, index: int, stream: Sequence[Instruction], keep: bool) -> None:
+        self.index, self.stream, self.position = index, stream, 0
+        self.clock_s = self.busy_s = self.waiting_s = self.transfer_s = 0.0
+        self.fill_s = self.compute_end_s = 0.0
+        self.waiting_until_end_s = self.transfer_until_end_s = 0.0  # up to the last computation
+        self.started = False
+        self.held = self.peak_held = 0
+        self.intervals: list[Interval] | None = [] if keep else None
+
+    def compute(self, op: Op, micro_batch: int, seconds: float) -> None:
+        if not self.started:
+            self.started, self.fill_s = True, self.clock_s
+            self.waiting_s = self.transfer_s = 0.0
+        self.held += 1 if op is Op.FORWARD else -1
+        self.peak_held = max(self.peak_held, self.held)
+        start_s = self.clock_s
+        self.clock_s += seconds
+        self.busy_s += seconds
+        self.compute_end_s = self.clock_s
+        self.waiting_until_end_s, self.transfer_until_end_s = self.waiting_s, self.transfer_s
+        self.note(_KINDS[op], micro_batch, start_s, self.clock_s)
+
+    def transfer(self, kind: Kind, micro_batch: int, start_s: float, end_s: float, payload: Payload) -> None:
+        """Wait until a transfer starts and take part in it."""
+        self.note("wait", micro_batch, self.clock_s, start_s, payload)
+        self.note(kind, micro_batch, start_s, end_s, payload)
+        self.waiting_s += start_s - self.clock_s
+        self.transfer_s += end_s - start_s
+        self.clock_s = end_s
+
+    def note(self, kind: Kind, micro_batch: int, start_s: float, end_s: float, payload: Payload = "") -> None:
+        if self.intervals is not None and end_s > start_s:
+            self.intervals.append(Interval(self.index, kind, micro_batch, start_s, end_s, payload))
+
+
+class _Run:
+    """All stages, and the messages between them."""
+
+    def __init__(
+        self, workload: Workload, streams: Sequence[Sequence[Instruction]], sends: Sends, keep: bool
+    ) -> None:
+        self.workload, self.rendezvous = workload, sends == "rendezvous"
+        self.stages = [_Stage(s, stream, keep) for s, stream in enumerate(streams)]
+        self.posted: dict[Channel, _Stage] = {}  # rendezvous: who stands ready
+        self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # buffered: not yet received
+        self.wire_free_s: dict[Channel, float] = {}
+        self.ready = deque(self.stages)
+        self.seconds = {
+            Op.FORWARD: _rows(workload.forward_s), Op.BACKWARD: _rows(workload.backward_s),
+            Op.SEND_ACTIVATION: _rows(workload.activation_link_s),
+            Op.SEND_GRADIENT: _rows(workload.gradient_link_s),
+        }
+
+    def to_the_end(self) -> None:
+        while self.ready:
+            self._advance(self.ready.popleft())
+        for stage in self.stages:
+            if stage.position < len(stage.stream):
+                op, micro_batch = stage.stream[stage.position]
+                raise ValueError(
+                    f"stage {stage.index} waits for ever in {op.name.lower()} of micro-batch {micro_batch}: "
+                    "the streams of its neighbours have no matching instruction in time"
+                )
+
+    def _advance(self, stage: _Stage) -> None:
+        """Run a stage until it has to wait for a message or is done."""
+        while stage.position < len(stage.stream):
+            op, micro_batch = stage.stream[stage.position]
+            if op <= Op.BACKWARD:
+                stage.compute(op, micro_batch, self._seconds(op, stage.index, micro_batch))
+            elif not self._transfer(stage, op, micro_batch):
+                return
+            stage.position += 1
+
+    def _transfer(self, stage: _Stage, op: Op, micro_batch: int) -> bool:
+        """Carry out one end of a message; False if the stage has to wait."""
+        forwards = op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION)
+        boundary = stage.index if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage.index - 1
+        if not forwards and boundary < self.workload.frozen_boundaries:
+            return True
+        channel: Channel = (boundary, "activation" if forwards else "gradient")
+        if self.rendezvous:
+            return self._meet(stage, op, micro_batch, channel)
+        if op in _SENDS:
+            self._send(stage, op, micro_batch, channel)
+            return True
+        return self._receive(stage, micro_batch, channel)
+
+    def _meet(self, stage: _Stage, op: Op, micro_batch: int, channel: Channel) -> bool:
+        partner = self.posted.pop(channel, None)
+        if partner is None:
+            self.posted[channel] = stage
+            return False
+        _check_same(channel, micro_batch, partner.stream[partner.position].micro_batch)
+        send = op if op in _SENDS else partner.stream[partner.position].op
+        start_s = max(stage.clock_s, partner.clock_s)
+        end_s = start_s + self._seconds(send, channel[0], micro_batch)
+        sender, receiver = (stage, partner) if op in _SENDS else (partner, stage)
+        sender.transfer("send", micro_batch, start_s, end_s, channel[1])
+        receiver.transfer("recv", micro_batch, start_s, end_s, channel[1])
+        partner.position += 1
+        self.ready.append(partner)
+        return True
+
+    def _send(self, stage: _Stage, op: Op, micro_batch: int, channel: Channel) -> None:
+        depart_s = max(self.wire_free_s.get(channel, 0.0), stage.clock_s)
+        arrive_s = depart_s + self._seconds(op, channel[0], micro_batch)
+        self.wire_free_s[channel] = arrive_s
+        self.sent.setdefault(channel, deque()).append((micro_batch, depart_s, arrive_s))
+        if (receiver := self.posted.pop(channel, None)) is not None:
+            self.ready.append(receiver)
+
+    def _receive(self, stage: _Stage, micro_batch: int, channel: Channel) -> bool:
+        if not self.sent.get(channel):
+            self.posted[channel] = stage
+            return False
+        sent, depart_s, arrive_s = self.sent[channel].popleft()
+        _check_same(channel, micro_batch, sent)
+        start_s, end_s = max(stage.clock_s, depart_s), max(stage.clock_s, arrive_s)
+        stage.transfer("recv", micro_batch, start_s, end_s, channel[1])
+        return True
+
+    def _seconds(self, op: Op, row: int, micro_batch: int) -> float:
+        values = self.seconds[op][row]
+        return values[micro_batch] if len(values) > 1 else values[0]
+
+    def outcome(self) -> Simulation:
+        makespan_s = max(stage.compute_end_s for stage in self.stages)
+        timeline: list[Interval] = []
+        steps_s = self.workload.step_s.tolist()
+        for stage, step_s in zip(self.stages, steps_s, strict=True):
+            stage.note("step", -1, stage.clock_s, stage.clock_s + step_s)
+            timeline += stage.intervals or ()
+        return Simulation(
+            makespan_s=makespan_s,
+            batch_s=max(stage.clock_s + step_s for stage, step_s in zip(self.stages, steps_s, strict=True)),
+            stages=tuple(
+                StageOutcome(
+                    busy_s=stage.busy_s,
+                    fill_s=stage.fill_s,
+                    waiting_s=stage.waiting_until_end_s,
+                    transfer_s=stage.transfer_until_end_s,
+                    drain_s=makespan_s - stage.compute_end_s,
+                    step_s=step_s,
+                    peak_micro_batches=stage.peak_held,
+                    peak_activation_bytes=stage.peak_held * held_bytes,
+                )
+                for stage, step_s, held_bytes in zip(
+                    self.stages, steps_s, self.workload.activation_bytes, strict=True
+                )
+            ),
+            timeline=tuple(timeline),
+        )
+
+
+def _check_same(channel: Channel, expected: int, got: int) -> None:
+    if expected != got:
+        raise ValueError(
+            f"{channel[1]} over boundary {channel[0]}: micro-batch {got} meets micro-batch {expected}; the "
+            "streams of both stages must send and receive in the same order"
+        )
+
+
+def _rows(values: FloatArray) -> list[list[float]]:
+    rows: list[list[float]] = values.tolist()
+    return rows

@@ -1,0 +1,77 @@
+"""Gantt pictures and Chrome traces of a batch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dynpipe_ds.reporting.timeline import COLOURS, chrome_trace, save_chrome_trace, save_gantt
+from dynpipe_ds.simulation import Interval, Workload, simulate
+
+
+def timeline(num_stages: int = 3, num_micro_batches: int = 4, **links: float) -> tuple[Interval, ...]:
+    workload = Workload([0.01] * num_stages, [0.02] * num_stages, num_micro_batches, **links)  # type: ignore[arg-type]
+    return simulate(workload, timeline=True).timeline
+
+
+def texts(path: Path) -> list[str]:
+    """matplotlib writes every text into an SVG as a comment."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+
+
+def test_a_picture_has_units_a_legend_and_numbers(tmp_path: Path) -> None:
+    path = save_gantt(tmp_path / "new" / "gantt.svg", timeline(activation_link_s=0.005, step_s=0.01), title="replay")
+    found = texts(path)
+    for text in ("time (ms)", "stage", "replay", "forward", "backward", "transfer", "optimizer step", "idle"):
+        assert text in found
+    assert {"0", "1", "2", "3"} <= set(found), "micro-batches and stages"
+    assert all(COLOURS[kind].lower() in path.read_text() for kind in ("forward", "backward", "send", "wait"))
+
+
+def test_timelines_share_one_axis_and_say_how_long_they_are(tmp_path: Path) -> None:
+    before, after = timeline(), timeline(num_micro_batches=2)
+    found = texts(save_gantt(tmp_path / "two.svg", {"before": before, "after": after}))
+    assert "before: 180 ms" in found and "after: 120 ms" in found
+    assert found.count("time (ms)") == 1 and "transfer" not in found
+
+
+@pytest.mark.parametrize("scale, unit", [(1.0, "s"), (1e-2, "ms"), (1e-6, "µs")])
+def test_the_unit_fits(tmp_path: Path, scale: float, unit: str) -> None:
+    alone = [Interval(0, "forward", 0, 0.0, scale), Interval(0, "backward", 0, scale, 3 * scale)]
+    assert f"time ({unit})" in texts(save_gantt(tmp_path / "unit.svg", alone))
+
+
+def test_same_png_twice(tmp_path: Path) -> None:
+    first, second = (save_gantt(tmp_path / name, timeline()) for name in ("a.png", "b.png"))
+    assert first.read_bytes() == second.read_bytes() and first.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("nothing", [(), {}, {"before": timeline(), "after": ()}])
+def test_nothing_to_draw_is_refused(tmp_path: Path, nothing: object) -> None:
+    with pytest.raises(ValueError, match="simulate with timeline=True"):
+        save_gantt(tmp_path / "none.png", nothing)  # type: ignore[arg-type]
+
+
+def test_a_trace_has_a_thread_a_stage_and_an_arrow_a_message(tmp_path: Path) -> None:
+    intervals = timeline(activation_link_s=0.005, gradient_link_s=0.003, step_s=0.001)
+    path = save_chrome_trace(tmp_path / "new" / "trace.json", intervals, name="replay")
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert trace == chrome_trace(intervals, name="replay")
+    events = trace["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")]
+    assert names == ["replay", "stage 0", "stage 1", "stage 2"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == len(intervals)
+    assert slices[0] == {
+        "ph": "X", "pid": 0, "tid": 0, "cat": "forward", "name": "forward 0", "ts": 0.0, "dur": 1e4,
+        "args": {"micro_batch": 0},
+    }
+    assert {"send activation 1", "recv gradient 3", "step"} <= {e["name"] for e in slices}
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys() and len(starts) == 2 * 4 * 2, "2 boundaries, 4 micro-batches, 2 ways"
+    for key, start in starts.items():
+        step = 1 if key.startswith("activation") else -1
+        assert ends[key]["tid"] == start["tid"] + step and ends[key]["ts"] > start["ts"]

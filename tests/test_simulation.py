@@ -1,0 +1,349 @@
+"""The simulator: hand-computed batches, closed forms, and the fast way against the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.simulation import (
+    Instruction,
+    Interval,
+    ScheduleName,
+    Sends,
+    Simulation,
+    Workload,
+    bubble_ratio_1f1b,
+    chimera_bubble_ratio,
+    equal_stages_s,
+    flow_line_s,
+    makespans,
+    predicted_batches_s,
+    simulate,
+    streams_of,
+)
+from dynpipe_ds.simulation.schedules import Op
+from dynpipe_ds.simulation.streams import run_streams
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+SENDS: tuple[Sends, ...] = get_args(Sends)
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (4, 1), (4, 8), (5, 3), (7, 9), (8, 16)]
+
+
+def reference(workload: Workload, schedule: ScheduleName, sends: Sends = "rendezvous") -> Simulation:
+    streams = streams_of(schedule, workload.num_micro_batches, workload.num_stages)
+    return run_streams(workload, streams, sends=sends)
+
+
+def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches: int, *, varying: bool) -> Workload:
+    columns = num_micro_batches if varying else 1
+
+    def table(rows: int, scale: float) -> np.ndarray:
+        return rng.exponential(scale, (rows, columns))
+
+    return Workload(
+        table(num_stages, 1.0), table(num_stages, 2.0), num_micro_batches,
+        activation_link_s=table(num_stages - 1, 0.3), gradient_link_s=table(num_stages - 1, 0.3),
+        step_s=rng.random(num_stages).tolist(), activation_bytes=rng.integers(0, 9, num_stages).tolist(),
+        frozen_boundaries=int(rng.integers(0, num_stages)),
+    )
+
+
+def intervals(simulation: Simulation, stage: int) -> list[tuple[str, int, float, float]]:
+    return [i[1:5] for i in simulation.timeline if i.stage == stage]
+
+
+# -- computed by hand -----------------------------------------------------------------------------
+
+
+def test_two_stages_two_micro_batches() -> None:
+    """1F1B, forward 1 and backward 2: 9 seconds, as (M + S - 1)(f + b)."""
+    result = simulate(Workload([1.0, 1.0], [2.0, 2.0], 2, activation_bytes=[10, 7]), timeline=True)
+    assert intervals(result, 0) == [
+        ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 4), ("backward", 0, 4, 6),
+        ("wait", 1, 6, 7), ("backward", 1, 7, 9),
+    ]
+    assert intervals(result, 1) == [
+        ("wait", 0, 0, 1), ("forward", 0, 1, 2), ("backward", 0, 2, 4), ("forward", 1, 4, 5), ("backward", 1, 5, 7),
+    ]
+    assert (result.makespan_s, result.batch_s) == (9, 9)
+    first, last = result.stages
+    assert (first.fill_s, first.busy_s, first.waiting_s, first.transfer_s, first.drain_s) == (0, 6, 3, 0, 0)
+    assert (last.fill_s, last.busy_s, last.waiting_s, last.transfer_s, last.drain_s) == (1, 6, 0, 0, 2)
+    assert (first.peak_micro_batches, first.peak_activation_bytes) == (2, 20)
+    assert (last.peak_micro_batches, last.peak_activation_bytes) == (1, 7)
+    assert first.bubble_ratio == last.bubble_ratio == result.bubble_ratio == pytest.approx(1 / 3)
+
+
+def test_one_micro_batch_passes_links_and_stages_one_after_the_other() -> None:
+    workload = Workload(
+        [1.0, 3.0], [2.0, 4.0], 1, activation_link_s=0.5, gradient_link_s=0.25, step_s=[1.0, 8.0]
+    )
+    for schedule, sends in product(SCHEDULES, SENDS):
+        result = simulate(workload, schedule, sends=sends)
+        assert result.makespan_s == 1 + 0.5 + 3 + 4 + 0.25 + 2
+        assert result.stages[1].fill_s == 1.5 and result.stages[1].drain_s == pytest.approx(2.25)
+        # The last stage may step as soon as its gradient is sent: 8.75 - 0.25 when nobody need receive it.
+        assert result.batch_s == (8.75 if sends == "rendezvous" else 8.5) + 8
+
+
+def test_unequal_stages() -> None:
+    """The second stage is slow in the forward; the sender of micro-batch 1 waits for it."""
+    workload = Workload([1.0, 3.0], [1.0, 1.0], 2)
+    result = simulate(workload, timeline=True)
+    assert intervals(result, 0) == [
+        ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 5), ("backward", 0, 5, 6),
+        ("wait", 1, 6, 9), ("backward", 1, 9, 10),
+    ]
+    gpipe = simulate(workload, "gpipe", timeline=True)
+    assert intervals(gpipe, 0)[2] == ("wait", 1, 2, 4), "until stage 1 has finished forward 0"
+    assert simulate(workload, "gpipe", sends="buffered", timeline=True).timeline[2] == Interval(
+        0, "wait", 0, 2, 8, "gradient"
+    ), "a buffered send is over at once"
+    assert gpipe.makespan_s == 1 + 3 + 3 + 1 + 1 + 1
+
+
+def test_buffered_messages_share_the_wire() -> None:
+    """A slow link carries one message at a time: they leave at 1, 3, 5 and arrive at 3, 5, 7."""
+    result = simulate(Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe", sends="buffered")
+    assert result.stages[1].fill_s == 3 and result.makespan_s == 8
+    assert result.stages[1].transfer_s == 2 and result.stages[1].waiting_s == 0
+    timeline = simulate(
+        Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe", sends="buffered", timeline=True
+    ).timeline
+    assert [i[3:5] for i in timeline if i.kind == "recv"] == [(1, 3), (4, 5), (6, 7)]
+
+
+def test_a_delay_of_one_message() -> None:
+    """Only micro-batch 1 travels slowly; the last stage waits for it while stage 0 has work."""
+    delays = [[0.0, 4.0, 0.0]]
+    result = simulate(Workload([1.0, 1.0], [1.0, 1.0], 3, activation_link_s=delays), sends="buffered")
+    # Stage 1: F0 1-2, B0 2-3; activation 1 leaves stage 0 after gradient 0 came, at 3, and arrives at 7.
+    assert result.stages[1].transfer_s == 4
+    assert result.makespan_s == 12
+
+
+def test_a_frozen_stage_gets_no_gradients() -> None:
+    """Stage 0 is frozen: it never waits for stage 1 but to hand over activations."""
+    layers = tuple(LayerProfile("l", 1.0, b, 1, 4, 4, 8, 5) for b in (0.0, 0.0, 1.0))
+    profile = PipelineProfile(0, (0, 1, 2, 3), 4, layers, ())
+    workload = Workload.from_profile(profile)
+    assert workload.frozen_boundaries == 2
+    assert simulate(workload).makespan_s == 2 + 4 * 2
+    waits = [i for i in simulate(workload, timeline=True).timeline if i.payload == "gradient"]
+    assert waits == []
+
+
+# -- closed forms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stages, num_micro_batches", SIZES)
+def test_equal_stages(num_stages: int, num_micro_batches: int) -> None:
+    for schedule, sends, (f, b) in product(SCHEDULES, SENDS, ((1.0, 2.0), (1.0, 1.0), (2.0, 0.5))):
+        result = simulate(Workload([f] * num_stages, [b] * num_stages, num_micro_batches), schedule, sends=sends)
+        assert result.makespan_s == equal_stages_s(num_stages, num_micro_batches, f, b)
+        assert result.bubble_ratio == pytest.approx(bubble_ratio_1f1b(num_stages, num_micro_batches))
+        for stage, outcome in enumerate(result.stages):
+            assert outcome.fill_s == stage * f and outcome.drain_s == stage * b
+
+
+def test_flow_line() -> None:
+    assert flow_line_s([0.5] * 4, 8) == equal_stages_s(4, 8, 0.25, 0.25) == 5.5
+    assert flow_line_s([1.0, 3.0], 5) == 4 * 3.0 + 4.0
+    assert flow_line_s([1.0, 3.0], 1) == flow_line_s([2.0, 2.0], 1) == 4.0
+
+
+@pytest.mark.parametrize("num_stages, num_micro_batches", SIZES)
+def test_memory_in_flight(num_stages: int, num_micro_batches: int) -> None:
+    """1F1B holds min(M, S - s) micro-batches, GPipe all; never more than DeepSpeed has buffers for."""
+    workload = Workload([1.0] * num_stages, [2.0] * num_stages, num_micro_batches)
+    for run in (simulate, reference):
+        held = [s.peak_micro_batches for s in run(workload, "1f1b").stages]
+        assert held == [min(num_micro_batches, num_stages - s) for s in range(num_stages)]
+        held = [s.peak_micro_batches for s in run(workload, "gpipe").stages]
+        assert held == [num_micro_batches] * num_stages
+    buffers = [TrainSchedule(num_micro_batches, num_stages, s).num_pipe_buffers() for s in range(num_stages)]
+    assert all(s.peak_micro_batches <= b for s, b in zip(simulate(workload).stages, buffers, strict=True))
+
+
+def test_chimera() -> None:
+    """Both forms of the paper, and less idle time than 1F1B."""
+    for stages, micro_batches in ((2, 2), (4, 4), (8, 8), (8, 32), (32, 32)):
+        ratio = chimera_bubble_ratio(stages, micro_batches)
+        assert ratio == pytest.approx((stages - 2) / (2 * micro_batches + stages - 2))
+        ratio = chimera_bubble_ratio(stages, micro_batches, forward_s=1, backward_s=2)
+        assert ratio == pytest.approx((stages - 2) / (3 * micro_batches / 2 + stages - 2))
+        assert ratio < bubble_ratio_1f1b(stages, micro_batches)
+    with pytest.raises(ValueError, match="num_stages = 3: Chimera pairs two directions, it must be even"):
+        chimera_bubble_ratio(3, 4)
+
+
+# -- the fast way is the reference ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sends", SENDS)
+def test_waves_equal_streams(schedule: ScheduleName, sends: Sends) -> None:
+    rng = np.random.default_rng(1)
+    for (num_stages, num_micro_batches), varying in product(SIZES, (False, True)):
+        workload = random_workload(rng, num_stages, num_micro_batches, varying=varying)
+        fast, slow = simulate(workload, schedule, sends=sends), reference(workload, schedule, sends)
+        assert fast == slow, "bit for bit"
+        timed = simulate(workload, schedule, sends=sends, timeline=True)
+        assert (timed.makespan_s, timed.batch_s, timed.stages) == (fast.makespan_s, fast.batch_s, fast.stages)
+        for outcome in fast.stages:
+            assert outcome.busy_s + outcome.idle_s == pytest.approx(fast.makespan_s)
+
+
+def test_many_pipelines_at_once() -> None:
+    rng = np.random.default_rng(2)
+    forward_s, backward_s = rng.random((6, 5)), rng.random((6, 5))
+    links = rng.random((4, 7))
+    for schedule, sends in product(SCHEDULES, SENDS):
+        together = makespans(
+            forward_s, backward_s, 7, activation_link_s=links, gradient_link_s=links[:, :1],
+            frozen_boundaries=1, schedule=schedule, sends=sends,
+        )
+        alone = [
+            simulate(
+                Workload(f, b, 7, activation_link_s=links, gradient_link_s=links[:, 0], frozen_boundaries=1),
+                schedule, sends=sends,
+            ).makespan_s
+            for f, b in zip(forward_s.tolist(), backward_s.tolist(), strict=True)
+        ]
+        assert together.tolist() == alone
+
+
+def test_bounds() -> None:
+    """Never below any stage's work; buffers never slow down; where all stages spend the same share of their
+    time in the forward, and links take none, never above the flow line.
+    """
+    rng = np.random.default_rng(3)
+    for num_stages, num_micro_batches in SIZES:
+        workload = random_workload(rng, num_stages, num_micro_batches, varying=False)
+        buffered, rendezvous = (simulate(workload, sends=sends).makespan_s for sends in ("buffered", "rendezvous"))
+        seconds = (workload.forward_s + workload.backward_s)[:, 0].tolist()
+        assert num_micro_batches * max(seconds) <= buffered + 1e-9 <= rendezvous + 2e-9
+        third = np.array(seconds) / 3
+        no_links = Workload(third.tolist(), (2 * third).tolist(), num_micro_batches)
+        assert simulate(no_links).makespan_s <= flow_line_s(seconds, num_micro_batches) * (1 + 1e-12)
+
+
+def test_the_timeline_adds_up() -> None:
+    workload = random_workload(np.random.default_rng(4), 4, 6, varying=True)
+    for schedule, sends in product(SCHEDULES, SENDS):
+        result = simulate(workload, schedule, sends=sends, timeline=True)
+        for stage, outcome in enumerate(result.stages):
+            own = [i for i in result.timeline if i.stage == stage]
+            assert all(a.end_s <= b.start_s for a, b in zip(own, own[1:], strict=False)), "one thing at a time"
+            busy_s = sum(i.seconds for i in own if i.kind in ("forward", "backward"))
+            assert busy_s == pytest.approx(outcome.busy_s)
+            assert [i.micro_batch for i in own if i.kind == "forward"] == list(range(6))
+            assert own[-1].kind == "step" and own[-1].seconds == pytest.approx(outcome.step_s)
+
+
+def test_speed() -> None:
+    rng = np.random.default_rng(5)
+    workload = random_workload(rng, 24, 96, varying=True)
+    simulate(workload)
+    started = time.process_time()
+    simulate(workload)
+    assert time.process_time() - started < 0.1
+    large = Workload(rng.random(1024).tolist(), rng.random(1024).tolist(), 4096)
+    started = time.process_time()
+    simulate(large)
+    assert time.process_time() - started < 60
+
+
+# -- from a profile -------------------------------------------------------------------------------
+
+
+def profile_of(forward_s: list[float], backward_s: list[float], num_micro_batches: int = 3) -> PipelineProfile:
+    layers = tuple(LayerProfile("l", f, b, 1, 4, 4, 8, 5) for f, b in zip(forward_s, backward_s, strict=True))
+    return PipelineProfile(0, (0, 1, len(layers)), num_micro_batches, layers, ())
+
+
+def predicted(profile: PipelineProfile, partitions: Iterable[Sequence[int]], **kwargs: Any) -> list[float]:
+    return predicted_batches_s([(profile, boundaries) for boundaries in partitions], **kwargs)
+
+
+def test_a_profile_and_a_partition() -> None:
+    profile = profile_of([1.0, 2.0, 3.0], [2.0, 2.0, 4.0])
+    workload = Workload.from_profile(profile, [0, 2, 3], speeds=[1.0, 0.5])
+    assert workload.forward_s.tolist() == [[3.0], [6.0]] and workload.backward_s.tolist() == [[4.0], [8.0]]
+    assert workload.activation_bytes == (10, 5) and workload.num_micro_batches == 3
+    assert Workload.from_profile(profile, num_micro_batches=9).num_micro_batches == 9
+    found = predicted(profile, [(0, 1, 3), (0, 2, 3)])
+    assert found == [simulate(Workload.from_profile(profile, cut)).makespan_s for cut in ((0, 1, 3), (0, 2, 3))]
+    with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 3"):
+        predicted(profile, [(0, 1, 2)])
+
+
+def test_predictions_with_frozen_layers_and_speeds() -> None:
+    profile = profile_of([1.0, 1.0, 1.0], [0.0, 2.0, 2.0])
+    cuts = [(0, 1, 3), (0, 2, 3)]
+    workloads = [Workload.from_profile(profile, cut, speeds=[1.0, 2.0]) for cut in cuts]
+    assert [workload.frozen_boundaries for workload in workloads] == [1, 0]
+    found = predicted(profile, cuts, speeds=[1.0, 2.0])
+    assert found == [simulate(workload).makespan_s for workload in workloads]
+
+
+def test_recorded_profile_round_trip(tmp_path: Path) -> None:
+    """A saved profile simulates as the one in memory."""
+    profile = profile_of([0.1, 0.2, 0.3], [0.2, 0.1, 0.3])
+    profile.save(tmp_path / "profile.json")
+    loaded = PipelineProfile.load(tmp_path / "profile.json")
+    assert simulate(Workload.from_profile(loaded)) == simulate(Workload.from_profile(profile))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_streams_are_deepspeeds() -> None:
+    stream = streams_of("1f1b", 2, 2)[1]
+    assert stream == [
+        Instruction(Op.RECV_ACTIVATION, 0), Instruction(Op.FORWARD, 0), Instruction(Op.BACKWARD, 0),
+        Instruction(Op.SEND_GRADIENT, 0), Instruction(Op.RECV_ACTIVATION, 1), Instruction(Op.FORWARD, 1),
+        Instruction(Op.BACKWARD, 1), Instruction(Op.SEND_GRADIENT, 1),
+    ]
+
+
+def test_streams_that_do_not_fit_are_refused() -> None:
+    workload = Workload([1.0, 1.0], [1.0, 1.0], 1)
+    sends = [Instruction(Op.FORWARD, 0), Instruction(Op.SEND_ACTIVATION, 0)]
+    with pytest.raises(ValueError, match="stage 0 waits for ever in send_activation of micro-batch 0"):
+        run_streams(workload, [sends, []])
+    with pytest.raises(ValueError, match="stage 1 waits for ever in recv_activation"):
+        run_streams(workload, [[], [Instruction(Op.RECV_ACTIVATION, 0)]], sends="buffered")
+    with pytest.raises(ValueError, match="activation over boundary 0: micro-batch 0 meets micro-batch 1"):
+        run_streams(workload, [sends, [Instruction(Op.RECV_ACTIVATION, 1)]])
+    with pytest.raises(ValueError, match="1 streams for 2 stages"):
+        run_streams(workload, [sends])
+
+
+def test_wrong_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_micro_batches = 0: must be >= 1"):
+        Workload([1.0], [1.0], 0)
+    with pytest.raises(ValueError, match="forward_s = 1.0: need one number, or one row, for each stage"):
+        Workload(1.0, 1.0, 1)
+    with pytest.raises(ValueError, match=r"backward_s has shape \(3,\): need one number, 2 numbers, or 2 rows of 4"):
+        Workload([1.0, 1.0], [1.0] * 3, 4)
+    with pytest.raises(ValueError, match=r"activation_link_s has shape \(1, 3\)"):
+        Workload([1.0, 1.0], [1.0] * 2, 4, activation_link_s=[[1.0] * 3])
+    with pytest.raises(ValueError, match="gradient_link_s: all seconds must be finite and >= 0"):
+        Workload([1.0, 1.0], [1.0] * 2, 4, gradient_link_s=-1.0)
+    with pytest.raises(ValueError, match=r"activation_bytes = \(1,\): need one number >= 0 for each of 2 stages"):
+        Workload([1.0, 1.0], [1.0] * 2, 4, activation_bytes=[1])
+    with pytest.raises(ValueError, match="frozen_boundaries = 2: 2 stages have 1 boundaries"):
+        Workload([1.0, 1.0], [1.0] * 2, 4, frozen_boundaries=2)
+    with pytest.raises(ValueError, match="schedule = 'zero': must be '1f1b' or 'gpipe'"):
+        simulate(Workload([1.0], [1.0], 1), "zero")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule = 'zero'"):
+        simulate(Workload([1.0], [1.0], 1), "zero", timeline=True)  # type: ignore[arg-type]
