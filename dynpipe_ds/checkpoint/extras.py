@@ -1,0 +1,134 @@
+"""What belongs to a checkpoint and what DeepSpeed does not keep: random streams, counters, the controller.
+
+Two kinds of files, of plain values and tensors only: ``common.pt`` (the same on every rank, written by the
+first one) and ``rank_<n>.pt``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+from dynpipe_ds.profile import PipelineProfile
+
+Plain = dict[str, Any]
+
+ATTRIBUTES = "checkpointed_attributes"
+"""A module's attribute of this name lists attributes of it that belong in checkpoints (plain values)."""
+
+
+def common_state(engine: Any) -> Plain:
+    """State that is the same on every rank.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    return {
+        "num_batches": engine._num_batches,
+        "window": [profile.dumps() for profile in engine._window],
+        "controller": engine._controller.state_dict(),
+    }
+
+
+def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
+    """Put back what :func:`common_state` gave.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        state: as stored.
+        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
+    """
+    engine._num_batches = state["num_batches"]
+    engine._window = [PipelineProfile.loads(text) for text in state["window"]] if same_stages else []
+    engine._controller.load_state_dict(state["controller"], same_stages=same_stages)
+    engine._measure_activations = True
+
+
+def rank_state(engine: Any) -> Plain:
+    """State of this rank: random streams and counters.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    overhead = engine.overhead
+    return {
+        "random": _random_streams(),
+        "micro_offset": engine.module.micro_offset,
+        "micro_steps": engine.micro_steps,
+        "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
+        "attributes": {i: _attributes(layer) for i, layer in engine.local_layers().items()},
+    }
+
+
+def restore_rank(engine: Any, state: Plain) -> None:
+    """Put back what :func:`rank_state` gave, but for the layers' attributes.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        state: as stored by some rank.
+    """
+    _set_random_streams(state["random"])
+    engine.module.micro_offset = state["micro_offset"]
+    engine.micro_steps = state["micro_steps"]
+    for key, seconds in state["overhead"].items():
+        setattr(engine.overhead, key, seconds)
+
+
+def _random_streams() -> Plain:
+    version, keys, gauss = random.getstate()
+    name, numpy_keys, position, has_gauss, cached = numpy.random.get_state()
+    streams: Plain = {
+        "torch": torch.get_rng_state(),
+        "python": (version, list(keys), gauss),
+        "numpy": (str(name), [int(k) for k in numpy_keys], int(position), int(has_gauss), float(cached)),
+        "tracker": dict(checkpointing.get_cuda_rng_tracker().get_states()),
+    }
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        streams["accelerator"] = accelerator.get_rng_state()
+    return streams
+
+
+def _set_random_streams(streams: Plain) -> None:
+    torch.set_rng_state(streams["torch"].clone())
+    version, keys, gauss = streams["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, numpy_keys, position, has_gauss, cached = streams["numpy"]
+    numpy.random.set_state((name, numpy.array(numpy_keys, dtype=numpy.uint32), position, has_gauss, cached))
+    if streams["tracker"]:
+        checkpointing.get_cuda_rng_tracker().set_states({k: s.clone() for k, s in streams["tracker"].items()})
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" and "accelerator" in streams:
+        accelerator.set_rng_state(streams["accelerator"].clone())
+
+
+def _attributes(layer: nn.Module) -> dict[str, Plain]:
+    """Values of the attributes that a layer's modules list, by module."""
+    return {
+        path: {name: getattr(module, name) for name in getattr(module, ATTRIBUTES)}
+        for path, module in layer.named_modules()
+        if getattr(module, ATTRIBUTES, ())
+    }
+
+
+def restore_attributes(layers: Mapping[int, nn.Module], stored: Mapping[int, dict[str, Plain]]) -> None:
+    """Give layers the attributes that were stored with them.
+
+    Args:
+        layers: modules by layer index.
+        stored: ``rank_state(...)["attributes"]`` of the ranks that held them.
+    """
+    for i, layer in layers.items():
+        for path, values in stored.get(i, {}).items():
+            module = layer.get_submodule(path)
+            if not hasattr(module, ATTRIBUTES):
+                setattr(module, ATTRIBUTES, tuple(values))
+            for name, value in values.items():
+                setattr(module, name, value)
