@@ -81,12 +81,14 @@ def publish(target: Path) -> None:
 
 
 def discard(target: Path) -> None:
-    """Remove what was written for a checkpoint that failed.
+    """Remove what was written for a checkpoint that failed, and put back what it was to replace.
 
     Args:
         target: the checkpoint's final folder.
     """
     shutil.rmtree(partial_folder(target), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        find(target)
 
 
 def find(target: Path) -> bool:

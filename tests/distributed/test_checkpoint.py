@@ -24,15 +24,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 CASES = list(itertools.product(OPTIMIZERS, (False, True)))
 BATCHES, SAVED_AFTER, MICRO_BATCHES = 7, 4, 8  # micro-batches of all replicas together
 
-# Stages of the run that saves -> (batch, boundaries): it moves before it saves, so that its partition is its own.
+# Replicas draw the same dropout masks, so that another number of them trains on other masks.
+DROPOUT = {(2, 2): 0.1, (3, 3): 0.1, (4, 4): 0.0, (2, 4): 0.0}
+
+# By stages: the partition that a run moves to before it saves, and the one that a run is built with that loads.
 MOVED = {2: (0, 3, 8), 3: (0, 1, 6, 8), 4: (0, 1, 2, 6, 8)}
 LOADED = {2: (0, 6, 8), 3: (0, 2, 4, 8), 4: (0, 3, 5, 7, 8)}
 
 
-def make_run(stages: int, ranks: int, optimizer: str, tied: bool) -> Run:
+def make_run(stages: int, ranks: int, optimizer: str, tied: bool, dropout: float) -> Run:
     config = {**OPTIMIZERS[optimizer], **CLIP, **WARMUP}
     return Run(
-        stages, num_batches=BATCHES, tied=tied, dropout=0.1, config=config,
+        stages, num_batches=BATCHES, tied=tied, dropout=dropout, config=config,
         micro_batches=MICRO_BATCHES * stages // ranks,
     )
 
@@ -55,7 +58,8 @@ def save_in_the_middle(rank: int, stages: int, folder: str) -> list[Any]:
     """Every case: train, move, save, train on."""
     results = []
     for optimizer, tied in CASES:
-        run = make_run(stages, dist.get_world_size(), optimizer, tied)
+        ranks = dist.get_world_size()
+        run = make_run(stages, ranks, optimizer, tied, DROPOUT[stages, ranks])
         engine = make_engine(run)
         batches, losses = batches_of(engine), []
         for batch in range(BATCHES):
@@ -69,11 +73,11 @@ def save_in_the_middle(rank: int, stages: int, folder: str) -> list[Any]:
     return results
 
 
-def load_and_go_on(rank: int, stages: int, folder: str, same: bool) -> list[Any]:
+def load_and_go_on(rank: int, stages: int, folder: str, same: bool, dropout: float) -> list[Any]:
     """Every case: start anew, with another partition, load, train the rest."""
     results = []
     for optimizer, tied in CASES:
-        run = make_run(stages, dist.get_world_size(), optimizer, tied)
+        run = make_run(stages, dist.get_world_size(), optimizer, tied, dropout)
         engine = make_engine(replace(run, first=LOADED[stages]))
         path, client = engine.load_checkpoint(f"{folder}/{optimizer}-{tied}")
         assert Path(path).name.endswith("model_states.pt") and client["batch"] == SAVED_AFTER
@@ -111,7 +115,7 @@ def merged(results: list[Any], case: int, which: int) -> dict[str, str]:
 )
 def test_same_bits(saved: Any, before: tuple[int, int], after: tuple[int, int]) -> None:
     reference, folder = saved(*before)
-    results = run_ranks(load_and_go_on, after[1], after[0], folder, before == after)
+    results = run_ranks(load_and_go_on, after[1], after[0], folder, before == after, DROPOUT[before])
     for i, case in enumerate(CASES):
         assert merged(results, i, 1) == merged(reference, i, 1), f"{case}: another state than was saved"
         assert results[0][i][0] == reference[0][i][0][SAVED_AFTER:], f"{case}: other losses"
@@ -127,7 +131,7 @@ TOLERANCE = {"adamw": 2e-5, "zero1": 2e-5, "bf16_zero1": 2e-2}
 @pytest.mark.parametrize(("before", "after"), [((2, 4), (4, 4)), ((4, 4), (2, 4))], ids=["2x2to4", "4to2x2"])
 def test_another_number_of_replicas(saved: Any, before: tuple[int, int], after: tuple[int, int]) -> None:
     reference, folder = saved(*before)
-    results = run_ranks(load_and_go_on, after[1], after[0], folder, False)
+    results = run_ranks(load_and_go_on, after[1], after[0], folder, False, DROPOUT[before])
     for i, case in enumerate(CASES):
         assert merged(results, i, 1) == merged(reference, i, 1), f"{case}: another state than was saved"
         expected = reference[0][i][0][SAVED_AFTER:]
