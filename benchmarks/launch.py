@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,13 +37,10 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
         num_ranks: how many.
         *args: its arguments.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
         str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--log_level", "error",
-        "--master_port", str(port), "--module", module, *args,
+        "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

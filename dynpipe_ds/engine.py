@@ -277,6 +277,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
         refuse_unsupported(self)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
         saving = Saving(self, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
         saving.run(save_latest=save_latest)
         return True

@@ -55,6 +55,8 @@ def _difference(entry: LayerEntry, layer: nn.Module, *, strict: bool) -> str:
 
 def _adopts_shapes(module: nn.Module) -> bool:
     """Whether a module has a say in how its tensors are loaded, so that another shape may be fine."""
+    if type(module).__module__.startswith("torch."):  # some of torch's own override it for older formats only
+        return False
     overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return overridden or bool(module._load_state_dict_pre_hooks)
 

@@ -83,11 +83,12 @@ def restore_rank(engine: Any, state: Plain) -> None:
 
 def _random_streams() -> Plain:
     version, keys, gauss = random.getstate()
-    name, numpy_keys, position, has_gauss, cached = numpy.random.get_state()
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    numpy_keys = numpy_state["state"]["key"].astype(numpy.int64)  # weights_only reads tensors, no arrays
     streams: Plain = {
         "torch": torch.get_rng_state(),
-        "python": (version, list(keys), gauss),
-        "numpy": (str(name), [int(k) for k in numpy_keys], int(position), int(has_gauss), float(cached)),
+        "python": (version, torch.tensor(keys), gauss),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": torch.from_numpy(numpy_keys)}},
         "tracker": dict(checkpointing.get_cuda_rng_tracker().get_states()),
     }
     accelerator = get_accelerator()
@@ -99,9 +100,9 @@ def _random_streams() -> Plain:
 def _set_random_streams(streams: Plain) -> None:
     torch.set_rng_state(streams["torch"].clone())
     version, keys, gauss = streams["python"]
-    random.setstate((version, tuple(keys), gauss))
-    name, numpy_keys, position, has_gauss, cached = streams["numpy"]
-    numpy.random.set_state((name, numpy.array(numpy_keys, dtype=numpy.uint32), position, has_gauss, cached))
+    random.setstate((version, tuple(keys.tolist()), gauss))
+    numpy_keys = streams["numpy"]["state"]["key"].numpy().astype(numpy.uint32)
+    numpy.random.set_state({**streams["numpy"], "state": {**streams["numpy"]["state"], "key": numpy_keys}})
     if streams["tracker"]:
         checkpointing.get_cuda_rng_tracker().set_states({k: s.clone() for k, s in streams["tracker"].items()})
     accelerator = get_accelerator()

@@ -23,6 +23,7 @@ from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileE
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _READ_BYTES = 1 << 20
+_SYNC_THREADS = 4  # file systems commit syncs that come together at once
 
 
 def partial_folder(target: Path) -> Path:
@@ -47,10 +48,11 @@ def start(target: Path) -> Path:
     Returns:
         The folder to write into.
     """
-    find(target)  # an older one whose replacement was cut off goes back to its place
     target.parent.mkdir(parents=True, exist_ok=True)
-    for name in (".*.partial", ".*.replaced"):
-        for leftover in target.parent.glob(name):
+    for replaced in target.parent.glob(".*.replaced"):
+        find(replaced.with_name(replaced.name[1:].removesuffix(".replaced")))
+    for leftover in [*target.parent.glob(".*.replaced"), *target.parent.glob(".*.partial")]:
+        if leftover.is_dir():
             shutil.rmtree(leftover)
     folder = partial_folder(target)
     folder.mkdir()
@@ -212,7 +214,7 @@ def _records_intact(path: Path) -> bool:
 class RecordingWriter:
     """Stands in for DeepSpeed's checkpoint engine during a save: notes, checks and syncs what is written.
 
-    Checksums and syncs run in a thread while the next file is written.
+    Checksums and syncs run in threads while the next file is written.
 
     Args:
         inner: DeepSpeed's checkpoint engine, which does the writing.
@@ -222,7 +224,7 @@ class RecordingWriter:
     def __init__(self, inner: Any, root: Path) -> None:
         self._inner = inner
         self._root = root
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS)
         self._entries: dict[str, Future[FileEntry]] = {}
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -235,7 +237,7 @@ class RecordingWriter:
         if Path(path).name.startswith("layer_"):
             state_dict = {key: _compact(value) for key, value in state_dict.items()}
         self._inner.save(state_dict, path)
-        self._entries[str(Path(path).relative_to(self._root))] = self._thread.submit(_settle, Path(path))
+        self._entries[str(Path(path).relative_to(self._root))] = self._threads.submit(_settle, Path(path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder.
@@ -259,9 +261,9 @@ class RecordingWriter:
         return {path: future.result() for path, future in self._entries.items()}
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         with contextlib.suppress(Exception):
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _settle(path: Path) -> FileEntry:

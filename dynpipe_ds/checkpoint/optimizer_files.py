@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, Slot
 from dynpipe_ds.migration.optimizer_state import State
+from dynpipe_ds.migration.restore import Pieces
 
 # What DeepSpeed's own files hold besides tensors and plain values. None of them runs code when it is read.
 _DEEPSPEED_CLASSES: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -101,8 +103,8 @@ def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[
         layers: indices of the layers.
 
     Returns:
-        Named tensors in one dimension (flat) or the parameter's shape (plain) and scalars, by key; of a flat
-        optimizer with the fp32 weights as ``"master"``. Parameters without state are left out.
+        Named tensors (plain) or :class:`Pieces` (flat) and scalars, by key; of a flat optimizer with the fp32
+        weights as ``"master"``. Parameters without state are left out.
 
     Raises:
         CheckpointError: if a file does not hold what the manifest says.
@@ -144,10 +146,11 @@ def _flat_states(manifest: Manifest, reader: Reader, stage: int, keys: set[str])
             continue
         state = _joined([_fragment(shard, slot) for shard in shards])
         expected = _num_elements(manifest, slot.parameter)
-        if state["master"].numel() != expected:
+        found = state["master"].num_elements
+        if found != expected:
             raise CheckpointError(
-                f"{reader.root / manifest.optimizer_files[stage][0]} and its siblings hold {state['master'].numel()} "
-                f"elements of {slot.parameter}, which has {expected}"
+                f"{reader.root / manifest.optimizer_files[stage][0]} and its siblings hold {found} elements of "
+                f"{slot.parameter}, which has {expected}"
             )
         states[slot.parameter] = state
     return states
@@ -155,10 +158,7 @@ def _flat_states(manifest: Manifest, reader: Reader, stage: int, keys: set[str])
 
 def _num_elements(manifest: Manifest, key: str) -> int:
     layer, _, name = key.partition("/")
-    num = 1
-    for size in manifest.layers[int(layer)].tensors[name].shape:
-        num *= size
-    return num
+    return math.prod(manifest.layers[int(layer)].tensors[name].shape)
 
 
 def _fragment(shard: Any, slot: Slot) -> State:
@@ -186,10 +186,12 @@ def _group_state(basic: Any, group: int) -> State:
 
 def _joined(fragments: list[State]) -> State:
     """Replicas hold consecutive pieces of the flat buffer, in the order of their ranks."""
-    pieces = [fragment for fragment in fragments if fragment]
-    if not pieces:
-        return {"master": torch.empty(0)}
+    found = [fragment for fragment in fragments if fragment]
+    if not found:
+        return {"master": Pieces(())}
     return {
-        key: torch.cat([piece[key] for piece in pieces]) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in pieces[0].items()
+        key: Pieces(tuple(fragment[key] for fragment in found))
+        if isinstance(value, Tensor) and value.dim() > 0
+        else value
+        for key, value in found[0].items()
     }

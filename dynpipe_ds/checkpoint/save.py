@@ -8,7 +8,6 @@ the rename leaves everything as it was.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,16 +109,12 @@ class Saving:
         self._agree_on_tag()
         try:
             self._together(self._start)
-            files = self._together(self._write_files)
-            parts = self._gather((files, *self._together(self._describe)))
-            self._together(partial(self._write_manifest, parts))
-            self._together(self._publish)
+            parts = self._gather(self._together(lambda: (self._write_files(), *self._describe())))
+            self._together(lambda: self._finish(parts, save_latest=save_latest))
         except CheckpointError:
             if self._first:
                 folder.discard(self._target)
             raise
-        if save_latest:
-            self._together(self._write_latest)
 
     def _together(self, action: Callable[[], T]) -> T:
         error: Exception | None = None
@@ -163,11 +158,11 @@ class Saving:
         engine, name = self._engine, str(self._folder.relative_to(self._save_dir))
         save_dir = str(self._save_dir)
         own.create(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
+        if engine.save_zero_checkpoint:  # the largest file first: it is synced while the others are written
+            engine._save_zero_checkpoint(save_dir, name)
         engine._save_checkpoint(
             save_dir, name, client_state=self._client_state, exclude_frozen_parameters=self._exclude_frozen
         )
-        if engine.save_zero_checkpoint:
-            engine._save_zero_checkpoint(save_dir, name)
         own.commit(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
 
     def _write_our_files(self, writer: folder.RecordingWriter) -> None:
@@ -190,17 +185,13 @@ class Saving:
     def _our_layer_file(layer: int) -> str:
         return f"{EXTRAS_FOLDER}/layer_{layer:02d}-model_states.pt"
 
-    def _write_manifest(self, parts: list[Any]) -> None:
-        if self._first:
-            folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
-            folder.sync(self._folder / EXTRAS_FOLDER)
-
-    def _publish(self) -> None:
-        if self._first:
-            folder.publish(self._target)
-
-    def _write_latest(self) -> None:
-        if self._first:
+    def _finish(self, parts: list[Any], *, save_latest: bool) -> None:
+        if not self._first:
+            return
+        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
+        folder.sync(self._folder / EXTRAS_FOLDER)
+        folder.publish(self._target)
+        if save_latest:
             folder.write_latest(self._save_dir, self._tag)
 
     # -- the manifest -------------------------------------------------------------------------

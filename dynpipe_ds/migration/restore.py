@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.migration.optimizer_state import FlatOptimizer, StageOptimizer, State, _write_state
+from dynpipe_ds.migration.optimizer_state import FlatOptimizer, StageOptimizer, State
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One flat tensor as the consecutive pieces it was stored in, so that a rank reads only its own share.
+
+    Attributes:
+        tensors: the pieces, of one dimension.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all pieces."""
+        return sum(piece.numel() for piece in self.tensors)
+
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Fill a flat tensor.
+
+        Args:
+            target: takes as many elements as it has.
+            start: position of the first of them in the whole.
+        """
+        position = 0
+        for piece in self.tensors:
+            low, high = max(start, position), min(start + target.numel(), position + piece.numel())
+            if low < high:
+                target[low - start : high - start].copy_(piece[low - position : high - position])
+            position += piece.numel()
 
 
 def restore_state(
@@ -18,8 +49,8 @@ def restore_state(
 
     Args:
         optimizer: the stage's; its groups hold the stage's present parameters.
-        states: complete state of each parameter that has some; ``"master"`` with the fp32 weights for flat
-            optimizers.
+        states: complete state of each parameter that has some; for flat optimizers as :class:`Pieces`, with
+            the fp32 weights as ``"master"``.
         settings: learning rate and the like, of every parameter group.
     """
     if isinstance(optimizer, FlatOptimizer):
@@ -66,13 +97,22 @@ def _restore_flat(
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
     for parameter, state in states.items():
-        if getattr(parameter, "_hp_mapping", None) is not None:
-            _write_state(parameter, state)
+        _write_pieces(parameter, state)
+
+
+def _write_pieces(parameter: nn.Parameter, state: State) -> None:
+    """Fill this rank's share of a parameter's master weights and moments."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return
+    for key, target in {"master": mapping.hp_fragment, **(mapping.optim_fragment or {})}.items():
+        if isinstance(state.get(key), Pieces):
+            state[key].copy_to(target.detach().view(-1), mapping.lp_fragment_address.start)
 
 
 def _empty_state(flat: Tensor, state: State) -> State:
     return {
-        key: torch.zeros_like(flat, dtype=value.dtype) if isinstance(value, Tensor) and value.dim() > 0 else _own(value)
+        key: torch.zeros_like(flat, dtype=value.tensors[0].dtype) if isinstance(value, Pieces) else _own(value)
         for key, value in state.items()
         if key != "master"
     }

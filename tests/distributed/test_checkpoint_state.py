@@ -229,6 +229,15 @@ def options(rank: int, folder: str) -> None:
     no_schedule = loaded(load_lr_scheduler_states=False)
     assert no_schedule.lr_scheduler.last_batch_iteration != engine.lr_scheduler.last_batch_iteration
     train(no_schedule, run, 3, 4)
+    for layer in engine.local_layers().values():
+        for name, parameter in layer.named_parameters():
+            parameter.requires_grad_("up" not in name)
+    engine.save_checkpoint(folder, tag="lean", exclude_frozen_parameters=True, save_latest=False)
+    with pytest.raises(CheckpointError, match=r"it lacks \['up.bias', 'up.weight'\]"):
+        engine.load_checkpoint(folder, tag="lean")
+    lean = make_engine(run)
+    lean.load_checkpoint(folder, tag="lean", load_module_strict=False)
+    assert all(p.requires_grad == ("up" not in name) for name, p in lean.module.named_parameters())
     with pytest.raises(ValueError, match="custom_load_fn is not supported"):
         engine.load_checkpoint(folder, custom_load_fn=print)
     with pytest.raises(CheckpointError, match="the ranks name different checkpoints"):
