@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,9 +39,12 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
         *args: its arguments.
     """
     launcher = Path(sys.executable).with_name("deepspeed")
+    with socket.socket() as probe:  # the usual port may be taken by another job
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
-        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--log_level", "error",
-        "--module", module, *args,
+        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(port),
+        "--log_level", "error", "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

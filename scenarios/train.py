@@ -72,7 +72,8 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
         ValueError: if a setting does not fit the model or the data.
     """
     tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size
+        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
+        max_tokens=settings.data_max_tokens,
     )
     static = build_contender(settings, tokens, dynamic=False)
     dynamic = build_contender(settings, tokens, dynamic=True)
@@ -80,14 +81,15 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
     if first:
         dynamic.engine.on_rebalance(lambda event: tqdm.write(str(event), file=sys.stdout))
     notes: dict[str, Any] = {}
+    # Once a window, since what a router does changes from batch to batch.
+    told_after = {window[-1] for window in settings.run.windows()}
     bar = tqdm(total=2 * settings.run.batches, unit="batch", disable=not first, mininterval=0.5)
     with bar:
         for contender, batch in train_in_turns((static, dynamic), settings):
-            found = contender.notes()
-            if first and contender is dynamic and found != notes:
-                told = ", ".join(f"{name}: {value}" for name, value in found.items())
+            if first and contender is dynamic and batch in told_after and contender.notes() != notes:
+                notes = contender.notes()
+                told = ", ".join(f"{name}: {value}" for name, value in notes.items())
                 tqdm.write(f"after batch {batch + 1}: {told}", file=sys.stdout)
-                notes = found
             rate = contender.data.shape.tokens / contender.batches_s[-1]
             bar.set_description(f"{contender.label:>7}", refresh=False)
             bar.set_postfix_str(
