@@ -6,6 +6,7 @@ Reading order: :mod:`manifest` (what a checkpoint says of itself), :mod:`folder`
 
 from __future__ import annotations
 
+from dynpipe_ds.checkpoint.extras import keep_in_checkpoints
 from dynpipe_ds.checkpoint.manifest import CheckpointError
 
-__all__ = ["CheckpointError"]
+__all__ = ["CheckpointError", "keep_in_checkpoints"]

@@ -20,8 +20,7 @@ from dynpipe_ds.profile import PipelineProfile
 
 Plain = dict[str, Any]
 
-ATTRIBUTES = "checkpointed_attributes"
-"""A module's attribute of this name lists attributes of it that belong in checkpoints (plain values)."""
+ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its attributes
 
 
 def common_state(engine: Any) -> Plain:
@@ -110,26 +109,43 @@ def _set_random_streams(streams: Plain) -> None:
         accelerator.set_rng_state(streams["accelerator"].clone())
 
 
+def keep_in_checkpoints(module: nn.Module, *names: str) -> None:
+    """Let checkpoints hold attributes of a module that its ``state_dict`` does not.
+
+    Their values must be plain: numbers, texts, tensors, and tuples, lists and dicts of them. An attribute that
+    a module does not have when it is saved is taken away from it when that is loaded.
+
+    Args:
+        module: a layer, or a module inside one.
+        *names: of attributes; those of earlier calls stay.
+    """
+    known = getattr(module, ATTRIBUTES, ())
+    setattr(module, ATTRIBUTES, tuple(dict.fromkeys((*known, *names))))
+
+
 def _attributes(layer: nn.Module) -> dict[str, Plain]:
     """Values of the attributes that a layer's modules list, by module."""
     return {
-        path: {name: getattr(module, name) for name in getattr(module, ATTRIBUTES)}
+        path: {name: vars(module)[name] for name in getattr(module, ATTRIBUTES) if name in vars(module)}
         for path, module in layer.named_modules()
         if getattr(module, ATTRIBUTES, ())
     }
 
 
 def restore_attributes(layers: Mapping[int, nn.Module], stored: Mapping[int, dict[str, Plain]]) -> None:
-    """Give layers the attributes that were stored with them.
+    """Give layers the attributes that were stored with them, and take away those that were not there.
 
     Args:
         layers: modules by layer index.
         stored: ``rank_state(...)["attributes"]`` of the ranks that held them.
     """
     for i, layer in layers.items():
-        for path, values in stored.get(i, {}).items():
-            module = layer.get_submodule(path)
-            if not hasattr(module, ATTRIBUTES):
-                setattr(module, ATTRIBUTES, tuple(values))
-            for name, value in values.items():
-                setattr(module, name, value)
+        for path, module in layer.named_modules():
+            values = stored.get(i, {}).get(path, {})
+            if values:
+                keep_in_checkpoints(module, *values)
+            for name in getattr(module, ATTRIBUTES, ()):
+                if name in values:
+                    setattr(module, name, values[name])
+                elif name in vars(module):
+                    delattr(module, name)

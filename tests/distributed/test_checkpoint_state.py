@@ -13,7 +13,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import CheckpointError, ParameterReplacement
+from dynpipe_ds import CheckpointError, ParameterReplacement, keep_in_checkpoints
 from tests.distributed import models
 from tests.distributed.models import HIDDEN, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -70,7 +70,7 @@ def freeze_first(engine: Any) -> None:
         if i == 1:
             layer.requires_grad_(False)
             layer.frozen_since = {"batch": 2, "why": ("test", None)}
-            layer.checkpointed_attributes = ("frozen_since",)
+            keep_in_checkpoints(layer, "frozen_since")
 
 
 def sparse_engine(run: Run) -> Any:
@@ -132,6 +132,9 @@ def load_pruned(rank: int, folder: str, stages: int) -> list[Any]:
         if name == "zero1":  # in the middle of something else
             train(engine, run, 0, 1)
             prune(engine)
+            for layer in engine.local_layers().values():
+                layer.frozen_since = "never to be seen again"
+                keep_in_checkpoints(layer, "frozen_since")
         engine.load_checkpoint(f"{folder}/{name}")
         state = digest(engine), describe(engine)
         results.append((train(engine, run, 3, 6), *state))
