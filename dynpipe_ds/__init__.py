@@ -13,6 +13,7 @@ from dynpipe_ds import _deepspeed
 
 _deepspeed.check_version()
 
+from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent  # noqa: E402
 from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
@@ -26,6 +27,7 @@ _deepspeed.install(DynamicPipelineModule, DynamicPipelineEngine)
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DynamicPipelineEngine",
     "DynamicPipelineModule",
     "MigrationError",
@@ -33,5 +35,6 @@ __all__ = [
     "ParameterReplacement",
     "PipelineProfile",
     "RebalanceEvent",
+    "keep_in_checkpoints",
     "register_partitioner",
 ]

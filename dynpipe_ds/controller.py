@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median, median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.profile import PipelineProfile, smooth
@@ -222,6 +222,29 @@ class Controller:
             batch: number of the batch just finished, counted from 0.
         """
         self._decided_batch = batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it knows, as plain values for a checkpoint."""
+        return {
+            "newest": [profile.dumps() for profile in self._newest],
+            "history": [list(until) for until in self._history],
+            "costs_s": list(self._costs_s),
+            "decided_batch": self._decided_batch,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
+        """Take in what :meth:`state_dict` gave.
+
+        Args:
+            state: as stored.
+            same_stages: whether it comes from as many stages; the newest profiles and the costs of moving
+                are left out otherwise, while layer times serve any number.
+        """
+        newest = state["newest"] if same_stages else []
+        self._newest = deque(map(PipelineProfile.loads, newest), maxlen=self._config.profile_batches)
+        self._history = deque((tuple(until) for until in state["history"]), maxlen=HISTORY)
+        self._costs_s = deque(state["costs_s"] if same_stages else [], maxlen=REMEMBERED_COSTS)
+        self._decided_batch = state["decided_batch"]
 
     def _judge(
         self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import first_error, same_everywhere
+from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
@@ -40,7 +40,7 @@ from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 _ACTIVATIONS_EVERY = 10
 
 
-class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
+class DynamicPipelineEngine(CheckpointingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
 
     Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.

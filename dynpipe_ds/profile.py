@@ -244,8 +244,25 @@ class PipelineProfile:
         Args:
             path: file to write; an existing one is replaced.
         """
+        Path(path).write_text(self.dumps(indent=1) + "\n", encoding="utf-8")
+
+    def dumps(self, indent: int | None = None) -> str:
+        """Return JSON text that :meth:`loads` reads back, equal.
+
+        Args:
+            indent: spaces by level; ``None`` for one line.
+        """
         data = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return json.dumps(data, indent=indent, allow_nan=False)
+
+    @classmethod
+    def loads(cls, text: str) -> PipelineProfile:
+        """Read what :meth:`dumps` wrote; raises ``ValueError`` for anything else.
+
+        Args:
+            text: JSON text.
+        """
+        return _from_json(json.loads(text))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PipelineProfile:
@@ -267,7 +284,7 @@ class PipelineProfile:
                 f"profile {file}: no such file; write one with PipelineProfile.save(path)"
             )
         try:
-            return _from_json(json.loads(file.read_text(encoding="utf-8")))
+            return cls.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"profile {file}: not a valid profile: {error}") from error
 

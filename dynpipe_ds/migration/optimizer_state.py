@@ -118,6 +118,7 @@ class PlainOptimizer(StageOptimizer):
             dict(optimizer.state),
         )
         self.groups.replace(departed, arrived)
+        self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=False)
         frozen = [p for p in self.groups.index if not p.requires_grad]
         for parameter in (*departed, *frozen):
@@ -188,6 +189,7 @@ class FlatOptimizer(StageOptimizer):
         for parameter in involved:
             _forget_wrapper(parameter)
         self.groups.replace(gone, arrived)
+        self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=True)
         basic.state = defaultdict(dict)
         with _quiet_and_quick():

@@ -67,6 +67,18 @@ class ParameterGroups:
             self.index.pop(parameter, None)
         self.index.update(arrived)
 
+    def sort(self, order: Iterable[nn.Parameter]) -> None:
+        """Bring the parameters into the order in which a fresh DeepSpeed optimizer would hold them.
+
+        Checkpoints know a parameter by its position only.
+
+        Args:
+            order: all parameters of the stage.
+        """
+        position = {parameter: i for i, parameter in enumerate(order)}
+        last = len(position)
+        self.index = dict(sorted(self.index.items(), key=lambda item: position.get(item[0], last)))
+
 
 def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
     """Give every rank the same list of parameter groups, by index, adding empty ones where needed.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
+from dynpipe_ds import keep_in_checkpoints
 from scenarios.freezing.cache import PrefixCache, cacheable_layers
 from scenarios.gpt import GPTConfig
 from scenarios.scenario import Engine, Report, Scenario
@@ -28,6 +29,7 @@ def set_frozen(layer: nn.Module, frozen: bool) -> None:
     if frozen and names is None:
         names = tuple(name for name, p in layer.named_parameters() if p.requires_grad)
         setattr(layer, _FROZEN_NAMES, names)
+        keep_in_checkpoints(layer, _FROZEN_NAMES)
         layer.requires_grad_(False)
     elif not frozen and names is not None:
         parameters = dict(layer.named_parameters())

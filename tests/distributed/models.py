@@ -168,6 +168,9 @@ def digest(engine: Any) -> dict[str, str]:
         h = hashlib.sha256()
         for name, tensor in sorted(module.state_dict().items()):
             h.update(name.encode())
+            if not isinstance(tensor, Tensor):  # get_extra_state()
+                h.update(repr(tensor).encode())
+                continue
             h.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         for name, parameter in sorted(module.named_parameters()):
             state = engine.stage_optimizer.export(parameter) if engine.stage_optimizer else {}

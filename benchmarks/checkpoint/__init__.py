@@ -1,0 +1,1 @@
+"""Save time of checkpoints."""

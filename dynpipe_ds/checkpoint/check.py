@@ -1,0 +1,92 @@
+"""Does a checkpoint fit the model and the optimizer that are to take it in?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dynpipe_ds.checkpoint.manifest import CheckpointError, LayerEntry, Manifest, tensor_forms
+from dynpipe_ds.checkpoint.save import optimizer_entry
+
+
+def check_layers(manifest: Manifest, engine: Any, root: Path, *, strict: bool) -> None:
+    """Compare names, shapes and dtypes of this rank's present layers with what is stored.
+
+    Args:
+        manifest: of the checkpoint.
+        engine: the dynamic pipeline engine.
+        root: the checkpoint's folder, for messages.
+        strict: whether the names of tensors must agree.
+
+    Raises:
+        CheckpointError: naming file, tensor and both forms.
+    """
+    names = engine.module.layer_names()
+    if len(names) != len(manifest.layers):
+        raise CheckpointError(
+            f"{root} holds a model of {len(manifest.layers)} layers and this one has {len(names)}"
+        )
+    for i, layer in engine.local_layers().items():
+        problem = _difference(manifest.layers[i], layer, strict=strict)
+        if problem:
+            file = root / (manifest.layers[i].file or "")
+            raise CheckpointError(f"{file} does not fit layer {i} ({names[i]}): {problem}")
+
+
+def _difference(entry: LayerEntry, layer: nn.Module, *, strict: bool) -> str:
+    stored, present = entry.tensors, tensor_forms(layer.state_dict())
+    adopting = [prefix for prefix, module in layer.named_modules() if _adopts_shapes(module)]
+    missing, unknown = sorted(present.keys() - stored.keys()), sorted(stored.keys() - present.keys())
+    if strict and not adopting and (missing or unknown):
+        return f"it lacks {missing} and has {unknown} too many (load_module_strict=False allows that)"
+    for key in sorted(stored.keys() & present.keys()):
+        theirs, ours = stored[key], present[key]
+        if theirs.dtype != ours.dtype:
+            return (
+                f"{key} is {theirs} there and {ours} here; train in the precision of the checkpoint, or convert "
+                "its layer files"
+            )
+        if theirs.shape != ours.shape and not any(_inside(key, prefix) for prefix in adopting):
+            return f"{key} is {theirs} there and {ours} here"
+    return ""
+
+
+def _adopts_shapes(module: nn.Module) -> bool:
+    """Whether a module has a say in how its tensors are loaded, so that another shape may be fine."""
+    if type(module).__module__.startswith("torch."):  # some of torch's own override it for older formats only
+        return False
+    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return overridden or bool(module._load_state_dict_pre_hooks)
+
+
+def _inside(key: str, prefix: str) -> bool:
+    return not prefix or key.startswith(f"{prefix}.")
+
+
+def check_optimizer(manifest: Manifest, engine: Any, root: Path) -> None:
+    """Compare the kind of optimizer and its parameter groups with what is stored.
+
+    Args:
+        manifest: of the checkpoint.
+        engine: the dynamic pipeline engine.
+        root: the checkpoint's folder, for messages.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    theirs, ours = manifest.optimizer, optimizer_entry(engine)
+    remedy = "; use the same, or load_optimizer_states=False"
+    kinds = {"plain": "without ZeRO", "flat": "under ZeRO-1 or bf16", "none": "not there"}
+    if theirs.kind != ours.kind:
+        raise CheckpointError(
+            f"the optimizer in {root} is {kinds[theirs.kind]} and the present one is {kinds[ours.kind]}{remedy}"
+        )
+    if theirs.name and theirs.name != ours.name:
+        raise CheckpointError(f"the optimizer in {root} is {theirs.name} and the present one is {ours.name}{remedy}")
+    if theirs.num_groups != ours.num_groups:
+        raise CheckpointError(
+            f"the optimizer in {root} has {theirs.num_groups} parameter groups and the present one "
+            f"{ours.num_groups}{remedy}"
+        )

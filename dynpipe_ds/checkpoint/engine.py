@@ -1,0 +1,88 @@
+"""The engine's two methods for checkpoints, in front of DeepSpeed's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from dynpipe_ds.checkpoint.load import Loading, latest_tag
+from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
+from dynpipe_ds.config import DynamicPipelineConfig
+
+
+class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine whose checkpoints fit any partition; base of the dynamic engine."""
+
+    dynamic_config: DynamicPipelineConfig
+
+    def save_checkpoint(
+        self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As DeepSpeed's ``save_checkpoint``, with the partition, and complete or not there; collective.
+
+        Args:
+            save_dir: folder of all checkpoints.
+            tag: name of this one, the same on every rank; by default ``global_step<n>``.
+            client_state: values of the user's own, handed back by :meth:`load_checkpoint`.
+            save_latest: let the file ``latest`` name it.
+            exclude_frozen_parameters: leave out parameters that need no gradient.
+
+        Returns:
+            ``True``.
+
+        Raises:
+            CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
+        """
+        client_state = client_state or {}
+        if not self.dynamic_config.enabled:
+            saved: bool = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return saved
+        if not save_dir:
+            raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
+        refuse_unsupported(self)
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
+        saving = Saving(self, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+        saving.run(save_latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As DeepSpeed's ``load_checkpoint``, for any partition, number of stages and replicas; collective.
+
+        Args:
+            load_dir: folder of all checkpoints.
+            tag: name of one; by default what the file ``latest`` names.
+            load_module_strict: whether the names of tensors must agree.
+            load_optimizer_states: whether to take in the optimizer's state.
+            load_lr_scheduler_states: whether to take in the learning-rate scheduler's.
+            load_module_only: take in weights only.
+            custom_load_fn: not supported by pipelines.
+
+        Returns:
+            Path of DeepSpeed's file for this stage and the user's values; ``(None, None)`` if there is no
+            tag and no ``latest``.
+
+        Raises:
+            CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
+        """
+        if not self.dynamic_config.enabled or self.load_universal_checkpoint():
+            found: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
+                load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only, custom_load_fn,
+            )
+            return found
+        refuse_unsupported(self)
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
+        name = latest_tag(load_dir) if tag is None else str(tag)
+        if name is None:
+            return None, None
+        return Loading(
+            self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
+            scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
+        ).run()

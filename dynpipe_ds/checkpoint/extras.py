@@ -1,0 +1,151 @@
+"""What belongs to a checkpoint and what DeepSpeed does not keep: random streams, counters, the controller.
+
+Two kinds of files, of plain values and tensors only: ``common.pt`` (the same on every rank, written by the
+first one) and ``rank_<n>.pt``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from torch import nn
+
+from dynpipe_ds.profile import PipelineProfile
+
+Plain = dict[str, Any]
+
+ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its attributes
+
+
+def common_state(engine: Any) -> Plain:
+    """State that is the same on every rank.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    return {
+        "num_batches": engine._num_batches,
+        "window": [profile.dumps() for profile in engine._window],
+        "controller": engine._controller.state_dict(),
+    }
+
+
+def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
+    """Put back what :func:`common_state` gave.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        state: as stored.
+        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
+    """
+    engine._num_batches = state["num_batches"]
+    engine._window = [PipelineProfile.loads(text) for text in state["window"]] if same_stages else []
+    engine._controller.load_state_dict(state["controller"], same_stages=same_stages)
+    engine._measure_activations = True
+
+
+def rank_state(engine: Any) -> Plain:
+    """State of this rank: random streams and counters.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    overhead = engine.overhead
+    return {
+        "random": _random_streams(),
+        "micro_offset": engine.module.micro_offset,
+        "micro_steps": engine.micro_steps,
+        "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
+        "attributes": {i: _attributes(layer) for i, layer in engine.local_layers().items()},
+    }
+
+
+def restore_rank(engine: Any, state: Plain) -> None:
+    """Put back what :func:`rank_state` gave, but for the layers' attributes.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        state: as stored by some rank.
+    """
+    _set_random_streams(state["random"])
+    engine.module.micro_offset = state["micro_offset"]
+    engine.micro_steps = state["micro_steps"]
+    for key, seconds in state["overhead"].items():
+        setattr(engine.overhead, key, seconds)
+
+
+def _random_streams() -> Plain:
+    version, keys, gauss = random.getstate()
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    numpy_keys = numpy_state["state"]["key"].astype(numpy.int64)  # weights_only reads tensors, no arrays
+    streams: Plain = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(keys), gauss),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": torch.from_numpy(numpy_keys)}},
+        "tracker": dict(checkpointing.get_cuda_rng_tracker().get_states()),
+    }
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        streams["accelerator"] = accelerator.get_rng_state()
+    return streams
+
+
+def _set_random_streams(streams: Plain) -> None:
+    torch.set_rng_state(streams["torch"].clone())
+    version, keys, gauss = streams["python"]
+    random.setstate((version, tuple(keys.tolist()), gauss))
+    numpy_keys = streams["numpy"]["state"]["key"].numpy().astype(numpy.uint32)
+    numpy.random.set_state({**streams["numpy"], "state": {**streams["numpy"]["state"], "key": numpy_keys}})
+    if streams["tracker"]:
+        checkpointing.get_cuda_rng_tracker().set_states({k: s.clone() for k, s in streams["tracker"].items()})
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu" and "accelerator" in streams:
+        accelerator.set_rng_state(streams["accelerator"].clone())
+
+
+def keep_in_checkpoints(module: nn.Module, *names: str) -> None:
+    """Let checkpoints hold attributes of a module that its ``state_dict`` does not.
+
+    Their values must be plain: numbers, texts, tensors, and tuples, lists and dicts of them. An attribute that
+    a module does not have when it is saved is taken away from it when that is loaded.
+
+    Args:
+        module: a layer, or a module inside one.
+        *names: of attributes; those of earlier calls stay.
+    """
+    known = getattr(module, ATTRIBUTES, ())
+    setattr(module, ATTRIBUTES, tuple(dict.fromkeys((*known, *names))))
+
+
+def _attributes(layer: nn.Module) -> dict[str, Plain]:
+    """Values of the attributes that a layer's modules list, by module."""
+    return {
+        path: {name: vars(module)[name] for name in getattr(module, ATTRIBUTES) if name in vars(module)}
+        for path, module in layer.named_modules()
+        if getattr(module, ATTRIBUTES, ())
+    }
+
+
+def restore_attributes(layers: Mapping[int, nn.Module], stored: Mapping[int, dict[str, Plain]]) -> None:
+    """Give layers the attributes that were stored with them, and take away those that were not there.
+
+    Args:
+        layers: modules by layer index.
+        stored: ``rank_state(...)["attributes"]`` of the ranks that held them.
+    """
+    for i, layer in layers.items():
+        for path, module in layer.named_modules():
+            values = stored.get(i, {}).get(path, {})
+            if values:
+                keep_in_checkpoints(module, *values)
+            for name in getattr(module, ATTRIBUTES, ()):
+                if name in values:
+                    setattr(module, name, values[name])
+                elif name in vars(module):
+                    delattr(module, name)

@@ -1,0 +1,281 @@
+"""A folder that is complete or not there, whatever happens while it is written.
+
+Everything is written into ``.<tag>.partial`` and pushed to the disk; one rename then makes it
+``<tag>``. Only after that does ``latest``, itself replaced by a rename, name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import zipfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileEntry
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_READ_BYTES = 1 << 20
+_SYNC_THREADS = 4  # file systems commit syncs that come together at once
+
+
+def partial_folder(target: Path) -> Path:
+    """Where a checkpoint is written before it gets its name.
+
+    Args:
+        target: the checkpoint's final folder.
+    """
+    return target.with_name(f".{target.name}.partial")
+
+
+def _replaced_folder(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def start(target: Path) -> Path:
+    """Make an empty folder to write into; clears away what killed processes left behind.
+
+    Args:
+        target: the checkpoint's final folder.
+
+    Returns:
+        The folder to write into.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for replaced in target.parent.glob(".*.replaced"):
+        find(replaced.with_name(replaced.name[1:].removesuffix(".replaced")))
+    for leftover in [*target.parent.glob(".*.replaced"), *target.parent.glob(".*.partial")]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+    folder = partial_folder(target)
+    folder.mkdir()
+    return folder
+
+
+def publish(target: Path) -> None:
+    """Give the written folder its name; an older one of that name goes only now.
+
+    Args:
+        target: the checkpoint's final folder.
+    """
+    partial = partial_folder(target)
+    sync(partial)
+    if not target.exists():
+        os.rename(partial, target)
+        sync(target.parent)
+        return
+    if _exchange(partial, target):
+        sync(target.parent)
+        shutil.rmtree(partial)
+        return
+    replaced = _replaced_folder(target)
+    os.rename(target, replaced)
+    os.rename(partial, target)
+    sync(target.parent)
+    shutil.rmtree(replaced)
+
+
+def discard(target: Path) -> None:
+    """Remove what was written for a checkpoint that failed, and put back what it was to replace.
+
+    Args:
+        target: the checkpoint's final folder.
+    """
+    shutil.rmtree(partial_folder(target), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        find(target)
+
+
+def find(target: Path) -> bool:
+    """Tell whether a checkpoint is there.
+
+    A process may have been killed between the two renames that replace a checkpoint on file systems that
+    can't exchange two folders; the old one is then put back.
+
+    Args:
+        target: the checkpoint's final folder.
+    """
+    replaced = _replaced_folder(target)
+    if not target.exists() and (replaced / MANIFEST_FILE).exists():
+        os.rename(replaced, target)
+    return target.is_dir()
+
+
+def write_latest(save_dir: Path, tag: str) -> None:
+    """Make ``latest`` name a checkpoint, at once.
+
+    Args:
+        save_dir: folder of all checkpoints.
+        tag: the checkpoint's.
+    """
+    write_text(save_dir / ".latest.partial", tag)
+    os.replace(save_dir / ".latest.partial", save_dir / "latest")
+    sync(save_dir)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and push it to the disk.
+
+    Args:
+        path: the file.
+        text: its content.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Push a file's content, or a folder's list of names, to the disk.
+
+    Args:
+        path: file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step (Linux; not on every file system); false if it can't be done."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    swapped: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return swapped == 0
+
+
+# -- checksums --------------------------------------------------------------------------------
+
+
+def fingerprint(path: Path) -> FileEntry:
+    """Size and checksum of a file that was just written; reads little of a zip archive.
+
+    Args:
+        path: the file.
+    """
+    num_bytes = path.stat().st_size
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return FileEntry(num_bytes, _index_digest(archive), of_index=True)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            digest.update(chunk)
+    return FileEntry(num_bytes, digest.hexdigest(), of_index=False)
+
+
+def _index_digest(archive: zipfile.ZipFile) -> str:
+    index = [(i.filename, i.CRC, i.file_size, i.header_offset) for i in archive.infolist()]
+    return hashlib.sha256(repr(index).encode()).hexdigest()
+
+
+def verify(path: Path, entry: FileEntry) -> None:
+    """Read a whole file and compare it with its checksum.
+
+    Args:
+        path: the file.
+        entry: what the manifest says of it.
+
+    Raises:
+        CheckpointError: if it is missing, has another size or another content.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    num_bytes = path.stat().st_size
+    if num_bytes != entry.num_bytes:
+        raise CheckpointError(f"{path} has {num_bytes} bytes and was saved with {entry.num_bytes}")
+    try:
+        intact = fingerprint(path) == entry and (not entry.of_index or _records_intact(path))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged or can't be read: {error}") from error
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was saved with")
+
+
+def _records_intact(path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return archive.testzip() is None
+
+
+# -- DeepSpeed's writer -----------------------------------------------------------------------
+
+
+class RecordingWriter:
+    """Stands in for DeepSpeed's checkpoint engine during a save: notes, checks and syncs what is written.
+
+    Checksums and syncs run in threads while the next file is written.
+
+    Args:
+        inner: DeepSpeed's checkpoint engine, which does the writing.
+        root: the checkpoint's folder; paths are noted relative to it.
+    """
+
+    def __init__(self, inner: Any, root: Path) -> None:
+        self._inner = inner
+        self._root = root
+        self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS)
+        self._entries: dict[str, Future[FileEntry]] = {}
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file.
+
+        Args:
+            state_dict: what ``torch.save`` takes.
+            path: where to.
+        """
+        if Path(path).name.startswith("layer_"):
+            state_dict = {key: _compact(value) for key, value in state_dict.items()}
+        self._inner.save(state_dict, path)
+        self._entries[str(Path(path).relative_to(self._root))] = self._threads.submit(_settle, Path(path))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder.
+
+        Args:
+            path: the folder.
+            exist_ok: whether it may be there already.
+        """
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def preserves_storage_sharing(self) -> bool:
+        """DeepSpeed need not copy every tensor: :meth:`save` copies those that share a buffer."""
+        return False
+
+    def finish(self) -> dict[str, FileEntry]:
+        """Wait until everything is on the disk.
+
+        Returns:
+            Size and checksum of each file, by path relative to the checkpoint.
+        """
+        return {path: future.result() for path, future in self._entries.items()}
+
+    def close(self) -> None:
+        """End the threads."""
+        with contextlib.suppress(Exception):
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _settle(path: Path) -> FileEntry:
+    sync(path)
+    return fingerprint(path)
+
+
+def _compact(value: Any) -> Any:
+    """A tensor in memory of its own, on the host; ``torch.save`` would write a view's whole buffer."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.layout is not torch.strided:
+        return value.detach().to("cpu", copy=True)
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    return value.detach() if alone else value.detach().clone()

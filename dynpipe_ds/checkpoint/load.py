@@ -1,0 +1,301 @@
+"""Reading a checkpoint into any partition of any number of stages and replicas.
+
+Every rank first reads and checks what it needs and all vote; only then does anything change: the layers move
+to the wanted partition, take their stored weights, and the optimizer takes the state of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from deepspeed.utils import logger
+from torch import nn
+
+from dynpipe_ds.agreement import first_error
+from dynpipe_ds.checkpoint import folder
+from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
+from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank
+from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
+from dynpipe_ds.checkpoint.optimizer_files import Reader, group_settings, parameter_states, stage_state_dict
+from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
+from dynpipe_ds.migration.migrate import MigrationError
+from dynpipe_ds.migration.optimizer_state import FlatOptimizer
+from dynpipe_ds.migration.plan import stage_of
+from dynpipe_ds.migration.restore import restore_state
+from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.profile import PipelineProfile, smooth
+
+T = TypeVar("T")
+
+# Entries of DeepSpeed's file that it takes in itself and does not hand to the user.
+_TAKEN = ("module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+
+
+class Loading:
+    """One checkpoint that is being read, on one rank.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        load_dir: folder of all checkpoints.
+        tag: name of this one.
+        strict: whether the names of tensors must agree.
+        optimizer_states: whether to take in optimizer state.
+        scheduler_states: whether to take in the learning-rate scheduler's.
+        module_only: whether to take in nothing but weights.
+    """
+
+    def __init__(
+        self, engine: Any, load_dir: str, tag: str, *,
+        strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
+    ) -> None:
+        self._engine = engine
+        self._module = engine.module
+        self._root = Path(load_dir) / tag
+        self._strict = strict
+        self._with_optimizer = optimizer_states and not module_only and engine.stage_optimizer is not None
+        self._list_optimizer = optimizer_states
+        self._with_scheduler = scheduler_states
+        self._module_only = module_only
+        self._reader = Reader(self._root)
+        self._first = dist.get_rank() == 0
+
+    def run(self) -> tuple[str, dict[str, Any]]:
+        """Carry it out; collective over all ranks.
+
+        Returns:
+            The path of DeepSpeed's file for this stage, and the user's values in it.
+
+        Raises:
+            CheckpointError: on every rank, with the same text; nothing has changed then, unless it says so.
+        """
+        self._manifest = manifest = self._find_manifest()
+        self._same_stages = manifest.num_stages == self._engine.num_stages
+        self._together(self._verify_share)
+        self._together(self._check)
+        partition: tuple[int, ...] = self._from_first(self._choose_partition)
+        self._together(lambda: self._read(partition))
+        try:
+            self._engine._migrate(partition)
+        except MigrationError as error:
+            raise CheckpointError(f"loading {self._root} failed, nothing was changed: {error}") from error
+        self._take_in()
+        return str(self._root / manifest.model_files[self._home]), self._client_state()
+
+    # -- votes --------------------------------------------------------------------------------
+
+    def _together(self, action: Callable[[], T], *, harmless: bool = True) -> T:
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        message = first_error(error, self._engine.device)
+        if message is None:
+            return result
+        changed = "nothing was changed" if harmless else "weights or optimizer state are half loaded: load again"
+        raise CheckpointError(f"loading checkpoint {self._root} failed, {changed} ({message})") from error
+
+    def _from_first(self, action: Callable[[], T]) -> T:
+        """What the first rank finds, on every rank."""
+        found = self._together(lambda: action() if self._first else None)
+        box = [found]
+        dist.broadcast_object_list(box, src=0)
+        result: T = box[0]  # type: ignore[assignment]
+        return result
+
+    # -- reading and checking, on which nothing depends yet -----------------------------------
+
+    def _find_manifest(self) -> Manifest:
+        manifest = self._from_first(self._read_manifest)
+        if manifest is not None:
+            return manifest
+        layers = describe_model(self._engine)
+        return self._from_first(
+            lambda: infer_manifest(self._root, self._reader, layers, present=self._engine.partition)
+        )
+
+    def _read_manifest(self) -> Manifest | None:
+        if not folder.find(self._root):
+            there = sorted(f.name for f in self._root.parent.glob("*") if f.is_dir() and f.name[0] != ".")
+            raise CheckpointError(f"there is no folder {self._root}; its parent holds {there}")
+        file = self._root / MANIFEST_FILE
+        if not file.is_file():
+            return None
+        try:
+            return Manifest.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{file} can't be used: {error}") from error
+
+    def _verify_share(self) -> None:
+        """Check some of the files; all ranks together check each once."""
+        ranks = dist.get_world_size()
+        by_size = sorted(self._manifest.files.items(), key=lambda item: -item[1].num_bytes)
+        for path, entry in by_size[dist.get_rank() :: ranks]:
+            folder.verify(self._root / path, entry)
+
+    def _check(self) -> None:
+        check_layers(self._manifest, self._engine, self._root, strict=self._strict)
+        if self._with_optimizer:
+            check_optimizer(self._manifest, self._engine, self._root)
+
+    def _choose_partition(self) -> tuple[int, ...]:
+        engine, config = self._engine, self._engine.dynamic_config
+        if self._same_stages:
+            return check_boundaries(
+                self._manifest.partition, num_layers=self._module._num_layers, num_stages=engine.num_stages,
+                pinned=engine._pinned, allow_empty=True,
+            )
+        profile = self._stored_profile()
+        if profile is None or config.rebalance_every == "never":
+            return tuple(engine.partition)
+        boundaries: tuple[int, ...] = engine._method.plan(
+            profile, engine.num_stages, current=engine.partition, pinned=engine._pinned,
+            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
+        ).boundaries
+        return boundaries
+
+    def _stored_profile(self) -> PipelineProfile | None:
+        if not self._manifest.is_ours:
+            return None
+        window = self._reader.read(COMMON_FILE)["window"]
+        config = self._engine.dynamic_config
+        return smooth([PipelineProfile.loads(text) for text in window], config.smoothing) if window else None
+
+    def _read(self, partition: tuple[int, ...]) -> None:
+        """Everything this rank will need in the wanted partition."""
+        manifest, stage = self._manifest, self._engine.stage_id
+        first, stop = partition[stage], partition[stage + 1]
+        old_stages = sorted({stage_of(layer, manifest.partition) for layer in range(first, stop)})
+        self._home = stage if self._same_stages else (old_stages or [manifest.num_stages - 1])[0]
+        self._replica = self._engine.grid.get_data_parallel_id() % manifest.num_replicas
+        self._checkpoint = self._reader.read(manifest.model_files[self._home])
+        self._weights = {
+            layer: self._reader.read(file)
+            for layer in range(first, stop)
+            if (file := manifest.layers[layer].file) is not None
+        }
+        if self._with_optimizer:
+            self._states = parameter_states(manifest, self._reader, range(first, stop))
+            self._settings = group_settings(manifest, self._reader, self._home)
+        if manifest.is_ours and not self._module_only:
+            self._common = self._reader.read(COMMON_FILE)
+            self._rank_state = self._reader.read(rank_file(self._home, self._replica))
+            self._attributes: dict[int, Any] = {}
+            for old in old_stages:
+                self._attributes |= self._reader.read(rank_file(old, 0))["attributes"]
+
+    # -- the point of no return ---------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        before = named_parameters(self._engine.local_layers())
+        self._together(self._load_layers, harmless=False)
+        self._module._synchronize_tied_weights()
+        self._announce_parameters(before)
+        self._together(self._load_optimizer, harmless=False)
+        self._engine._settle()
+        self._load_counters()
+
+    def _load_layers(self) -> None:
+        layers = self._engine.local_layers()
+        for i, weights in self._weights.items():
+            layers[i].load_state_dict(weights, strict=self._strict)
+            for name, parameter in layers[i].named_parameters():
+                parameter.requires_grad_(self._manifest.layers[i].trainable.get(name, parameter.requires_grad))
+        if self._manifest.is_ours and not self._module_only:
+            restore_attributes(layers, self._attributes)
+
+    def _announce_parameters(self, before: Mapping[str, nn.Parameter]) -> None:
+        """Tell the optimizer of parameters that took another shape or were frozen; collective over replicas."""
+        engine, optimizer = self._engine, self._engine.stage_optimizer
+        if optimizer is None:
+            return
+        after = named_parameters(engine.local_layers())
+        index = optimizer.groups.index
+        departed = [p for key, p in before.items() if after.get(key) is not p]
+        arrived = {
+            p: index[before[key]]
+            for key, p in after.items()
+            if key in before and before[key] is not p and before[key] in index
+        }
+        changed = bool(departed) or engine._trainable != engine._trainable_flags()
+
+        def prepare() -> None:
+            engine.name_parameters()
+            if changed:
+                optimizer.prepare(departed, arrived)
+
+        self._together(prepare, harmless=False)
+        if changed:
+            optimizer.fill({})
+
+    def _load_optimizer(self) -> None:
+        engine = self._engine
+        if engine.stage_optimizer is None:
+            return
+        flat = isinstance(engine.stage_optimizer, FlatOptimizer)
+        if not self._with_optimizer:
+            if flat:
+                engine.optimizer._restore_from_bit16_weights()
+            return
+        parameters = named_parameters(engine.local_layers())
+        states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
+        restore_state(engine.stage_optimizer, states, self._settings)
+        if flat:
+            stored = stage_state_dict(self._manifest, self._reader, self._home)
+            engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)
+            for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
+                if name in stored and hasattr(engine.optimizer, name):
+                    setattr(engine.optimizer, name, stored[name])
+
+    def _load_counters(self) -> None:
+        engine, checkpoint = self._engine, self._checkpoint
+        engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
+        if self._module_only:
+            return
+        engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
+        if self._with_scheduler and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
+        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in checkpoint:
+            engine.random_ltd_scheduler.load_state_dict(checkpoint["random_ltd"])
+        if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+            engine.training_dataloader.data_sampler.load_state_dict(checkpoint["data_sampler"])
+        engine.global_steps = checkpoint["global_steps"]
+        engine.global_samples = checkpoint.get("global_samples", engine.global_steps * engine.train_batch_size())
+        engine.skipped_steps = checkpoint["skipped_steps"]
+        if self._manifest.is_ours:
+            restore_common(engine, self._common, same_stages=self._same_stages)
+            restore_rank(engine, self._rank_state)
+
+    def _client_state(self) -> dict[str, Any]:
+        """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""
+        taken = {"module"} if self._module_only else set(_TAKEN)
+        taken |= {"lr_scheduler"} if self._with_scheduler else set()
+        taken |= {"optimizer"} if self._list_optimizer else set()
+        found = {key: value for key, value in self._checkpoint.items() if key not in taken}
+        if self._with_optimizer and self._manifest.optimizer.kind == "plain":
+            found["optimizer"] = self._checkpoint["optimizer"]
+        return found
+
+
+def latest_tag(load_dir: str) -> str | None:
+    """The tag that ``latest`` names, the same on every rank; collective.
+
+    Args:
+        load_dir: folder of all checkpoints.
+
+    Returns:
+        The tag; ``None``, with a warning, if there is no such file.
+    """
+    box: list[str | None] = [None]
+    file = Path(load_dir) / "latest"
+    if dist.get_rank() == 0:
+        if file.is_file():
+            box = [file.read_text(encoding="utf-8").strip()]
+        else:
+            logger.warning(f"there is no {file} to name a checkpoint; pass a tag to load one")
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

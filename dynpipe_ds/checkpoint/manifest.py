@@ -1,0 +1,236 @@
+"""What a checkpoint says of itself: its partition, the layout of DeepSpeed's files, and their checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+MANIFEST_FILE = "dynamic_pipeline.json"
+EXTRAS_FOLDER = "dynamic_pipeline"
+FORMAT = "dynpipe_ds checkpoint"
+FORMAT_VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; raised on every rank with the same text."""
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What must agree for a stored tensor to fit.
+
+    Attributes:
+        dtype: torch's name of it, for example ``"float32"``.
+        shape: its sizes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        """Form of a tensor.
+
+        Args:
+            tensor: any tensor.
+        """
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One layer of the model.
+
+    Attributes:
+        name: class or function name.
+        file: file of its ``state_dict``, relative to the checkpoint; ``None`` for a function.
+        tensors: form of every tensor in it, by key.
+        trainable: ``requires_grad`` of its parameters, by name in the layer.
+    """
+
+    name: str
+    file: str | None
+    tensors: dict[str, TensorForm]
+    trainable: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a stage's optimizer, in the order of its parameter groups.
+
+    Attributes:
+        parameter: ``"<layer>/<name in the layer>"``; ``None`` for a group's placeholder.
+        group: index of its parameter group.
+        deepspeed_name: what DeepSpeed's ``param_slice_mappings`` call it.
+    """
+
+    parameter: str | None
+    group: int
+    deepspeed_name: str
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """The optimizer that wrote the state.
+
+    Attributes:
+        kind: ``"plain"`` (a state entry a parameter), ``"flat"`` (ZeRO-1, bf16) or ``"none"``.
+        name: class of the basic optimizer.
+        num_groups: parameter groups.
+    """
+
+    kind: str
+    name: str
+    num_groups: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and checksum of one file.
+
+    Attributes:
+        num_bytes: its size.
+        sha256: of the whole file, or, if ``of_index``, of the zip archive's table of contents.
+        of_index: the archive holds a CRC-32 of each of its records, which its writer computed anyway, and
+            the table of contents repeats them: its hash covers all.
+    """
+
+    num_bytes: int
+    sha256: str
+    of_index: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is needed to find a parameter's weights and optimizer state in DeepSpeed's files.
+
+    Attributes:
+        tag: the checkpoint's tag.
+        partition: ``S + 1`` boundaries.
+        num_replicas: data-parallel replicas of each stage.
+        layers: by index.
+        optimizer: its kind.
+        slots: of every stage's optimizer, by stage.
+        model_files: DeepSpeed's ``mp_rank_*`` file, by stage.
+        optimizer_files: DeepSpeed's ``*zero_pp_rank_*`` files, by stage and replica; of flat optimizers.
+        files: size and checksum, by path; empty for a checkpoint that plain DeepSpeed wrote.
+        versions: what wrote it.
+        aliases: parameters without a slot, and those that hold the same optimizer state (plain DeepSpeed keeps
+            tied layers of one stage once).
+    """
+
+    tag: str
+    partition: tuple[int, ...]
+    num_replicas: int
+    layers: tuple[LayerEntry, ...]
+    optimizer: OptimizerEntry
+    slots: tuple[tuple[Slot, ...], ...]
+    model_files: tuple[str, ...]
+    optimizer_files: tuple[tuple[str, ...], ...]
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages that wrote it."""
+        return len(self.partition) - 1
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was read from a manifest, not inferred from plain DeepSpeed's files."""
+        return bool(self.files)
+
+    def dumps(self) -> str:
+        """Return JSON text that :meth:`loads` reads back, with a checksum of its own."""
+        body = asdict(self)
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "sha256": _digest(body)}
+        return json.dumps({**head, **body}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Manifest:
+        """Read what :meth:`dumps` wrote.
+
+        Args:
+            text: the file's content.
+
+        Raises:
+            ValueError: if it is anything else, cut short or changed.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ValueError(f'it has no "format": "{FORMAT}"')
+        version = data.pop("version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"its version is {version!r} and this release reads {FORMAT_VERSION}")
+        if data.pop("sha256", None) != _digest(data):
+            raise ValueError("its checksum does not fit its content: it was changed or damaged")
+        return _from_json(data)
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _from_json(data: dict[str, Any]) -> Manifest:
+    layers = tuple(
+        LayerEntry(
+            raw["name"], raw["file"],
+            {key: TensorForm(t["dtype"], tuple(t["shape"])) for key, t in raw["tensors"].items()},
+            raw["trainable"],
+        )
+        for raw in data["layers"]
+    )
+    return Manifest(
+        tag=data["tag"],
+        partition=tuple(data["partition"]),
+        num_replicas=data["num_replicas"],
+        layers=layers,
+        optimizer=OptimizerEntry(**data["optimizer"]),
+        slots=tuple(tuple(Slot(**raw) for raw in stage) for stage in data["slots"]),
+        model_files=tuple(data["model_files"]),
+        optimizer_files=tuple(tuple(stage) for stage in data["optimizer_files"]),
+        files={path: FileEntry(**raw) for path, raw in data["files"].items()},
+        versions=data["versions"],
+        aliases=data["aliases"],
+    )
+
+
+def parameter_key(layer: int, name: str) -> str:
+    """Name of a parameter that does not depend on where its layer lives.
+
+    Args:
+        layer: global layer index.
+        name: name inside the layer.
+    """
+    return f"{layer}/{name}"
+
+
+def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
+    """Parameters of some layers by :func:`parameter_key`.
+
+    Args:
+        layers: modules by layer index.
+    """
+    return {
+        parameter_key(layer, name): parameter
+        for layer, module in layers.items()
+        for name, parameter in module.named_parameters()
+    }
+
+
+def tensor_forms(state: Mapping[str, Any]) -> dict[str, TensorForm]:
+    """Form of every tensor of a ``state_dict``; anything else (``_extra_state``) is left out.
+
+    Args:
+        state: a layer's ``state_dict``.
+    """
+    return {key: TensorForm.of(value) for key, value in state.items() if isinstance(value, Tensor)}

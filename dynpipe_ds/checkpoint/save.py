@@ -1,0 +1,284 @@
+"""Writing a checkpoint: DeepSpeed's own files, a few of ours, and one rename that makes them count.
+
+Steps, each ended by a vote of all ranks: agree on the tag; the first rank makes an empty folder; every rank
+writes its files; the first rank writes the manifest, names the folder and then ``latest``. A failure before
+the rename leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from torch import nn
+
+from dynpipe_ds.agreement import first_error
+from dynpipe_ds.checkpoint import folder
+from dynpipe_ds.checkpoint.extras import common_state, rank_state
+from dynpipe_ds.checkpoint.manifest import (
+    EXTRAS_FOLDER,
+    MANIFEST_FILE,
+    CheckpointError,
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    OptimizerEntry,
+    Slot,
+    named_parameters,
+    tensor_forms,
+)
+from dynpipe_ds.migration.optimizer_state import FlatOptimizer
+
+T = TypeVar("T")
+
+COMMON_FILE = f"{EXTRAS_FOLDER}/common.pt"
+
+
+def rank_file(stage: int, replica: int) -> str:
+    """Where a rank keeps what only it has.
+
+    Args:
+        stage: its stage.
+        replica: its data-parallel replica.
+    """
+    return f"{EXTRAS_FOLDER}/stage_{stage:03d}_replica_{replica:03d}.pt"
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Refuse what checkpoints of a dynamic pipeline don't cover, with the remedy.
+
+    Args:
+        engine: the dynamic pipeline engine.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    remedies = {
+        "tensor parallelism": engine.grid.get_slice_parallel_world_size() > 1,
+        '"checkpoint": {"use_node_local_storage": true}': engine.use_node_local_storage(),
+        "a checkpoint writer that finishes later": engine.checkpoint_engine.is_decoupled(),
+        "DeepSpeed's own MoE layers": engine.has_moe_layers,
+        "optimizer state on NVMe": engine.zero_nvme_offload_optimizer(),
+    }
+    found = [name for name, present in remedies.items() if present]
+    if found:
+        raise ValueError(
+            f"checkpoints of a dynamic pipeline don't cover {' and '.join(found)}; train without that, or without "
+            '"dynamic_pipeline"'
+        )
+
+
+class Saving:
+    """One checkpoint that is being written, on one rank.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        save_dir: folder of all checkpoints.
+        tag: name of this one; the same on every rank.
+        client_state: the user's own values, in DeepSpeed's files.
+        exclude_frozen_parameters: as in DeepSpeed.
+    """
+
+    def __init__(
+        self, engine: Any, save_dir: str, tag: str, client_state: dict[str, Any], *, exclude_frozen_parameters: bool
+    ) -> None:
+        self._engine = engine
+        self._save_dir = Path(save_dir)
+        self._tag = tag
+        self._client_state = client_state
+        self._exclude_frozen = exclude_frozen_parameters
+        self._target = self._save_dir / tag
+        self._folder = folder.partial_folder(self._target)
+        self._first = dist.get_rank() == 0
+        self._replica = engine.grid.get_data_parallel_id()
+
+    def run(self, *, save_latest: bool) -> None:
+        """Carry it out; collective over all ranks.
+
+        Args:
+            save_latest: whether ``latest`` shall name it.
+
+        Raises:
+            CheckpointError: on every rank, with the same text, if any rank could not do its part.
+        """
+        self._agree_on_tag()
+        try:
+            self._together(self._start)
+            parts = self._gather(self._together(lambda: (self._write_files(), *self._describe())))
+            self._together(lambda: self._finish(parts, save_latest=save_latest))
+        except CheckpointError:
+            if self._first:
+                folder.discard(self._target)
+            raise
+
+    def _together(self, action: Callable[[], T]) -> T:
+        error: Exception | None = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        message = first_error(error, self._engine.device)
+        if message is not None:
+            raise CheckpointError(
+                f"saving checkpoint {self._target} failed; earlier checkpoints are as they were ({message})"
+            ) from error
+        return result
+
+    def _agree_on_tag(self) -> None:
+        tags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, str(self._target))
+        if len(set(tags)) > 1:
+            raise CheckpointError(f"the ranks name different checkpoints: {sorted(set(tags))}; give all the same")
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._first:
+            folder.start(self._target)
+            (self._folder / EXTRAS_FOLDER).mkdir()
+
+    def _write_files(self) -> dict[str, FileEntry]:
+        engine, own = self._engine, self._engine.checkpoint_engine
+        engine.checkpoint_engine = writer = folder.RecordingWriter(own, self._folder)
+        try:
+            self._write_deepspeed_files(own)
+            self._write_our_files(writer)
+            return writer.finish()
+        finally:
+            engine.checkpoint_engine = own
+            writer.close()
+
+    def _write_deepspeed_files(self, own: Any) -> None:
+        """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches."""
+        engine, name = self._engine, str(self._folder.relative_to(self._save_dir))
+        save_dir = str(self._save_dir)
+        own.create(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
+        if engine.save_zero_checkpoint:  # the largest file first: it is synced while the others are written
+            engine._save_zero_checkpoint(save_dir, name)
+        engine._save_checkpoint(
+            save_dir, name, client_state=self._client_state, exclude_frozen_parameters=self._exclude_frozen
+        )
+        own.commit(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
+
+    def _write_our_files(self, writer: folder.RecordingWriter) -> None:
+        engine = self._engine
+        if self._first:
+            writer.save(common_state(engine), str(self._folder / COMMON_FILE))
+        writer.save(rank_state(engine), str(self._folder / rank_file(engine.stage_id, self._replica)))
+        if self._replica == 0:
+            for layer, module in self._left_out().items():
+                writer.save(dict(module.state_dict()), str(self._folder / self._our_layer_file(layer)))
+
+    def _left_out(self) -> dict[int, nn.Module]:
+        """Layers that DeepSpeed does not save: tied ones that run by a ``forward_fn``."""
+        module = self._engine.module
+        functions = zip(module.local_indices(), module.forward_funcs, strict=True)
+        layers = module.local_layers()
+        return {i: layers[i] for i, function in functions if i in layers and not hasattr(function, "state_dict")}
+
+    @staticmethod
+    def _our_layer_file(layer: int) -> str:
+        return f"{EXTRAS_FOLDER}/layer_{layer:02d}-model_states.pt"
+
+    def _finish(self, parts: list[Any], *, save_latest: bool) -> None:
+        if not self._first:
+            return
+        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
+        folder.sync(self._folder / EXTRAS_FOLDER)
+        folder.publish(self._target)
+        if save_latest:
+            folder.write_latest(self._save_dir, self._tag)
+
+    # -- the manifest -------------------------------------------------------------------------
+
+    def _gather(self, part: Any) -> list[Any]:
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(part, parts if self._first else None)
+        return parts
+
+    def _describe(self) -> tuple[Any, ...]:
+        """This rank's share of the manifest."""
+        engine = self._engine
+        path = self._relative(engine._get_ckpt_name(str(self._save_dir), self._tag))
+        flat = None
+        if isinstance(engine.stage_optimizer, FlatOptimizer):
+            flat = self._relative(engine._get_zero_ckpt_name(str(self._save_dir), self._tag))
+        described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
+        return engine.stage_id, self._replica, path, flat, *described
+
+    def _relative(self, path: str) -> str:
+        return str(Path(path).relative_to(self._target))
+
+    def _layer_entries(self) -> dict[int, LayerEntry]:
+        engine = self._engine
+        names, left_out = engine.module.layer_names(), self._left_out()
+        entries = {i: LayerEntry(names[i], None, {}, {}) for i in engine.module.local_indices()}
+        for i, module in engine.local_layers().items():
+            file = self._our_layer_file(i)
+            if i not in left_out:
+                local = i - engine.module._local_start
+                file = self._relative(engine.module.ckpt_layer_path(str(self._target), local))
+            trainable = {name: p.requires_grad for name, p in module.named_parameters()}
+            forms = tensor_forms(module.state_dict())
+            if self._exclude_frozen and i not in left_out:
+                forms = {key: form for key, form in forms.items() if trainable.get(key, True)}
+            entries[i] = LayerEntry(names[i], file, forms, trainable)
+        return entries
+
+    def _slots(self) -> tuple[Slot, ...]:
+        engine = self._engine
+        if engine.stage_optimizer is None:
+            return ()
+        keys = {parameter: key for key, parameter in named_parameters(engine.local_layers()).items()}
+        return tuple(
+            Slot(keys.get(parameter), group, engine.param_names[parameter])
+            for group, members in enumerate(_members(engine))
+            for parameter in members
+        )
+
+    def _manifest(self, parts: list[Any]) -> Manifest:
+        engine = self._engine
+        ordered = sorted(parts, key=lambda part: (part[1], part[2]))  # by stage and replica
+        stages: list[list[Any]] = [[part for part in ordered if part[1] == s] for s in range(engine.num_stages)]
+        entries = {i: entry for part in parts for i, entry in part[5].items()}
+        flat = isinstance(engine.stage_optimizer, FlatOptimizer)
+        return Manifest(
+            tag=self._tag,
+            partition=engine.partition,
+            num_replicas=len(stages[0]),
+            layers=tuple(entries[i] for i in range(len(entries))),
+            optimizer=optimizer_entry(engine),
+            slots=tuple(stage[0][6] for stage in stages),
+            model_files=tuple(stage[0][3] for stage in stages),
+            optimizer_files=tuple(tuple(part[4] for part in stage) for stage in stages) if flat else (),
+            files=dict(sorted((path, entry) for part in parts for path, entry in part[0].items())),
+            versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        )
+
+
+def _members(engine: Any) -> list[list[nn.Parameter]]:
+    """The parameters of every group, in the order in which the optimizer's state is saved."""
+    wrapper = engine.optimizer
+    if isinstance(engine.stage_optimizer, FlatOptimizer):
+        groups: Any = wrapper.bf16_groups if engine.using_bf16_optimizer else wrapper.bit16_groups
+    else:
+        groups = [group["params"] for group in engine.stage_optimizer.groups.optimizer.param_groups]
+    return [list(members) for members in groups]
+
+
+def optimizer_entry(engine: Any) -> OptimizerEntry:
+    """Kind of the engine's optimizer, as a manifest names it.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    if engine.stage_optimizer is None:
+        return OptimizerEntry("none", "", 0)
+    basic = engine.stage_optimizer.groups.optimizer
+    kind = "flat" if isinstance(engine.stage_optimizer, FlatOptimizer) else "plain"
+    return OptimizerEntry(kind, type(basic).__name__, len(basic.param_groups))
