@@ -54,6 +54,9 @@ That is 2.8 standard deviations of one batch at n = 4 and 1.1 at n = 64. It fall
 are tried.
 """
 
+FIRST_PAUSE = 8
+"""Batches without a new attempt after one that failed; doubles with each that follows."""
+
 REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
 
@@ -104,6 +107,8 @@ class Controller:
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed
         self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
         self._decided_batch: int | None = None
+        self._num_failures = 0
+        self._paused_until = 0
 
     def due(self, batch: int) -> bool:
         """Tell whether to make a plan now.
@@ -121,6 +126,8 @@ class Controller:
         last_batch = math.inf if config.last_batch is None else config.last_batch
         ready = len(self._newest) >= config.profile_batches
         if every == "never" or not ready or not config.first_batch <= batch <= last_batch:
+            return False
+        if batch < self._paused_until:
             return False
         if every == "auto":
             gains = self._gains(self._newest[-1].boundaries, None)
@@ -222,6 +229,17 @@ class Controller:
             batch: number of the batch just finished, counted from 0.
         """
         self._decided_batch = batch
+        self._num_failures = 0
+
+    def record_failure(self, batch: int) -> None:
+        """Pause after a rebalance that failed, longer each time: what is missing may stay so.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        self._decided_batch = batch
+        self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
+        self._num_failures += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What it knows, as plain values for a checkpoint."""

@@ -7,7 +7,9 @@ controller, carry out the plan. Everything else here is API and wiring.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
+from dynpipe_ds.heartbeat import RankLostError, broke_connection, naming_lost_ranks, start_heartbeat
 from dynpipe_ds.instructions import INSTRUCTION_MAP
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
@@ -52,6 +55,7 @@ class DynamicPipelineEngine(CheckpointingEngine):
     Attributes:
         profiling: whether batches are profiled; set it to ``False`` (on every rank) to do without
             profiles, and so without automatic re-partitions, for a while.
+        last_checkpoint: newest complete checkpoint that this run saved or loaded.
 
     Raises:
         ValueError: on every rank, if the section or the optimizer can't be used, with all problems.
@@ -61,6 +65,7 @@ class DynamicPipelineEngine(CheckpointingEngine):
         module: DynamicPipelineModule = kwargs["model"]
         self.dynamic_config: DynamicPipelineConfig = parse_config(kwargs["config_class"]._param_dict)
         self.stage_optimizer: StageOptimizer | None = None
+        self.last_checkpoint: str | None = None
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
             self._method = method_at_run_time(self.dynamic_config, module.partition_method)
@@ -97,6 +102,8 @@ class DynamicPipelineEngine(CheckpointingEngine):
         self._last_gather_s = 0.0
         self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self._num_batches = 0
+        self._warned: set[str] = set()
+        self._heartbeat = start_heartbeat()
         self._trainable = self._trainable_flags()
         self._norm = GradientNorm(
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
@@ -218,6 +225,10 @@ class DynamicPipelineEngine(CheckpointingEngine):
         """
         if not self.dynamic_config.enabled:
             return super().train_batch(data_iter)
+        with self._naming_lost_ranks(f"batch {self._num_batches} was trained"):
+            return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Any) -> Tensor:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
         if not self.profiling:
@@ -233,8 +244,8 @@ class DynamicPipelineEngine(CheckpointingEngine):
         finally:
             self.module.recorder = None
         self._num_batches += 1
-        self._take_profile(meter.num_bytes if meter is not None else None)
-        self._maybe_rebalance()
+        if self._take_profile(meter.num_bytes if meter is not None else None):
+            self._maybe_rebalance()
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,13 +255,19 @@ class DynamicPipelineEngine(CheckpointingEngine):
             *args: arguments of ``PipelineEngine.eval_batch``.
             **kwargs: its keyword arguments.
         """
-        if self.dynamic_config.enabled:
-            self.reset_activation_shape()
-        return super().eval_batch(*args, **kwargs)
+        if not self.dynamic_config.enabled:
+            return super().eval_batch(*args, **kwargs)
+        self.reset_activation_shape()
+        with self._naming_lost_ranks("a batch was evaluated"):
+            return super().eval_batch(*args, **kwargs)
+
+    def _naming_lost_ranks(self, while_what: str) -> AbstractContextManager[None]:
+        return naming_lost_ranks(self._heartbeat, while_what, self.last_checkpoint)
 
     # -- after a batch ------------------------------------------------------------------------
 
-    def _take_profile(self, activation_bytes: dict[int, int] | None) -> None:
+    def _take_profile(self, activation_bytes: dict[int, int] | None) -> bool:
+        """Agree on the profile of the batch; false if some rank measured nonsense."""
         started = time.perf_counter()
         if activation_bytes is not None:
             self._activation_bytes = activation_bytes
@@ -265,20 +282,44 @@ class DynamicPipelineEngine(CheckpointingEngine):
             i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()
         }
         gathering = time.perf_counter()
-        profile, gather_s = gather_profile(
-            times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
-            names=self.module.layer_names(), stage=self.stage_id, device=self.device,
-            last_gather_s=self._last_gather_s,
-        )
+        try:
+            profile, gather_s = gather_profile(
+                times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
+                names=self.module.layer_names(), stage=self.stage_id, device=self.device,
+                last_gather_s=self._last_gather_s,
+            )
+        except ValueError as error:  # the same on every rank: all read the same numbers
+            self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
+            return False
         self._last_gather_s = time.perf_counter() - gathering
         self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
         self._controller.observe(profile)
         self.overhead.profiling_s += gathering - started + gather_s
         write_profile(self.monitor, profile, self.global_samples)
+        return True
 
     def _maybe_rebalance(self) -> None:
+        """Ask the controller; a failure leaves the partition as it is and training going on."""
         if not self._controller.due(self._num_batches - 1):
             return
+        try:
+            self._rebalance_if_worth_it()
+        except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
+            if broke_connection(error) or isinstance(error, RankLostError):
+                raise
+            self._controller.record_failure(self._num_batches - 1)
+            self._warn_once(
+                f"re-partitioning after batch {self._num_batches} failed, training goes on with "
+                f"{list(self.partition)} ({error})", "rebalance",
+            )
+
+    def _warn_once(self, message: str, what: str) -> None:
+        """Warn on the first rank, once for each kind of trouble."""
+        if what not in self._warned and self.global_rank == 0:
+            warnings.warn(f"dynamic_pipeline: {message}; further ones will not be reported", stacklevel=2)
+        self._warned.add(what)
+
+    def _rebalance_if_worth_it(self) -> None:
         started = time.perf_counter()
         plan = self._plan()
         decision = self._controller.worth_it(plan, self._planning_profile())
@@ -338,7 +379,11 @@ class DynamicPipelineEngine(CheckpointingEngine):
         self._controller.record_rebalance(self._num_batches - 1)
         write_rebalance(self.monitor, event, self.global_samples)
         for callback in self._callbacks:
-            callback(event)
+            try:
+                callback(event)
+            except Exception as error:  # noqa: BLE001 - the layers have moved: the other ranks go on
+                message = f"the on_rebalance callback {callback!r} raised {type(error).__name__}: {error}"
+                warnings.warn(f"dynamic_pipeline: {message}; training goes on", stacklevel=2)
         return event
 
     def _agreed_cost(self, seconds: float) -> float:
@@ -349,7 +394,8 @@ class DynamicPipelineEngine(CheckpointingEngine):
     def _migrate(self, boundaries: Sequence[int]) -> None:
         self._notice_frozen_layers()  # also on stages that the move itself does not touch
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
-        Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
+        with self._naming_lost_ranks("layers were moved"):
+            Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
         self._settle()
 
     def _settle(self) -> None:

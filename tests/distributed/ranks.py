@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0,
+    may_die: Collection[int] = (),
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -44,18 +45,20 @@ def run_ranks(
         num_ranks: world size.
         *args: picklable arguments.
         timeout_s: after which the ranks that are still running are named and killed.
+        may_die: ranks whose end is part of the test.
 
     Returns:
-        What the ranks returned, by rank.
+        What the ranks returned, by rank; ``None`` for one that died and was allowed to.
 
     Raises:
         RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_Rank(r, num_ranks, port, function, args, Path(folder)) for r in range(num_ranks)]
-        _collect(ranks, timeout_s)
-        failures = [r.failure() for r in ranks]
+        stay = not may_die
+        ranks = [_Rank(r, num_ranks, port, stay, function, args, Path(folder)) for r in range(num_ranks)]
+        _collect(ranks, timeout_s, may_die)
+        failures = [r.failure() for r in ranks if r.rank not in may_die]
         if any(failures):
             raise RankFailure("\n".join(text for text in failures if text))
         return [r.result for r in ranks]
@@ -69,13 +72,15 @@ def _free_port() -> int:
 
 class _Rank:
     def __init__(
-        self, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any, folder: Path
+        self, rank: int, num_ranks: int, port: int, stay: bool, function: Callable[..., Any], args: Any,
+        folder: Path,
     ) -> None:
         self.rank, self.result, self.error, self.stuck = rank, None, "", False
         self.log = folder / f"rank{rank}.log"
         self.pipe, theirs = _context.Pipe(duplex=True)
         self.process = _context.Process(
-            target=_run, args=(theirs, str(self.log), rank, num_ranks, port, function, args), daemon=True
+            target=_run, daemon=True,
+            args=(theirs, str(self.log), rank, num_ranks, port, stay, function, args),
         )
         self.process.start()
         theirs.close()
@@ -112,17 +117,18 @@ class _Rank:
         return f"rank {self.rank}: {self.error}" if self.error else ""
 
 
-def _collect(ranks: list[_Rank], timeout_s: float) -> None:
+def _collect(ranks: list[_Rank], timeout_s: float, may_die: Collection[int]) -> None:
     pending = {r.pipe: r for r in ranks}
     deadline = time.monotonic() + timeout_s
     while pending and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(pending), timeout=left):
-            if not pending.pop(pipe).receive():  # type: ignore[call-overload]
+            rank = pending.pop(pipe)  # type: ignore[call-overload]
+            if not rank.receive() and rank.rank not in may_die:
                 # The others may wait for it for ever; a short grace shows errors of their own.
                 deadline = min(deadline, time.monotonic() + 5)
     for r in pending.values():
         # After another rank's failure, those left are its victims, not the cause.
-        r.stuck = not any(other.error for other in ranks)
+        r.stuck = not any(other.error for other in ranks if other.rank not in may_die)
         r.write_stack()
     for r in pending.values():
         r.process.kill()
@@ -132,7 +138,8 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> None:
 
 
 def _run(
-    pipe: Any, log: str, rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any
+    pipe: Any, log: str, rank: int, num_ranks: int, port: int, stay: bool, function: Callable[..., Any],
+    args: Any,
 ) -> None:
     stream = open(log, "w", buffering=1)
     os.dup2(stream.fileno(), 1)
@@ -149,7 +156,8 @@ def _run(
     finally:
         # A rank that left early would break the connections of those that are still at work.
         with contextlib.suppress(EOFError, OSError):
-            pipe.recv()
+            if stay:
+                pipe.recv()
         stream.flush()
         os._exit(0)
 
