@@ -1,27 +1,25 @@
 """``DynamicPipelineEngine``: DeepSpeed's pipeline engine that profiles, decides and moves layers.
 
 ``train_batch`` reads top to bottom: run the batch with the recorder on, gather one profile, ask the
-controller, carry out the plan. Everything else here is API and wiring.
+controller, carry out the plan (``balancing.py``). Everything else here is API and wiring.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import first_error, same_everywhere
+from dynpipe_ds.agreement import same_everywhere
+from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
-from dynpipe_ds.controller import Controller
-from dynpipe_ds.events import Overhead, RebalanceEvent
+from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
-from dynpipe_ds.heartbeat import RankLostError, broke_connection, naming_lost_ranks, start_heartbeat
+from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import INSTRUCTION_MAP
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
@@ -33,17 +31,16 @@ from dynpipe_ds.migration.parameter_groups import (
 )
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.module import DynamicPipelineModule
-from dynpipe_ds.partition import Plan, StageMemory, check_boundaries
+from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
-from dynpipe_ds.profiling import BatchRecorder, activation_meter, gather_profile, layer_sizes
-from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+from dynpipe_ds.profiling import activation_meter
 
 # Activation sizes change rarely and measuring them costs a Python call per saved tensor.
 _ACTIVATIONS_EVERY = 10
 
 
-class DynamicPipelineEngine(CheckpointingEngine):
+class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
 
     Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.
@@ -92,17 +89,8 @@ class DynamicPipelineEngine(CheckpointingEngine):
             pinned=self._pinned, allow_empty=True,
         )
         same_everywhere(self.partition, "the first partition", self.device)
-        self.overhead = Overhead()
         self.profiling = True
-        self._recorder = BatchRecorder()
-        self._controller = Controller(self.dynamic_config)
-        self._window: list[PipelineProfile] = []
-        self._activation_bytes: dict[int, int] = {}
-        self._measure_activations = True
-        self._last_gather_s = 0.0
-        self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
-        self._num_batches = 0
-        self._warned: set[str] = set()
+        self._start_balancing()
         self._heartbeat = start_heartbeat()
         self._trainable = self._trainable_flags()
         self._norm = GradientNorm(
@@ -115,11 +103,6 @@ class DynamicPipelineEngine(CheckpointingEngine):
             self._norm.install(self.optimizer)
 
     # -- public API ---------------------------------------------------------------------------
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """The present boundaries, ``S + 1`` ints: stage s holds layers ``[p[s], p[s + 1])``."""
-        return tuple(int(b) for b in self.module.parts)
 
     @property
     def profile(self) -> PipelineProfile | None:
@@ -261,135 +244,7 @@ class DynamicPipelineEngine(CheckpointingEngine):
         with self._naming_lost_ranks("a batch was evaluated"):
             return super().eval_batch(*args, **kwargs)
 
-    def _naming_lost_ranks(self, while_what: str) -> AbstractContextManager[None]:
-        return naming_lost_ranks(self._heartbeat, while_what, self.last_checkpoint)
-
-    # -- after a batch ------------------------------------------------------------------------
-
-    def _take_profile(self, activation_bytes: dict[int, int] | None) -> bool:
-        """Agree on the profile of the batch; false if some rank measured nonsense."""
-        started = time.perf_counter()
-        if activation_bytes is not None:
-            self._activation_bytes = activation_bytes
-        elif self._window:
-            self._activation_bytes = {
-                i: layer.activation_bytes for i, layer in enumerate(self._window[-1].layers)
-            }
-        times = self._recorder.stop()
-        state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0
-        gradient_dtype = self.get_data_types()[1]
-        sizes = {
-            i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()
-        }
-        gathering = time.perf_counter()
-        try:
-            profile, gather_s = gather_profile(
-                times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
-                names=self.module.layer_names(), stage=self.stage_id, device=self.device,
-                last_gather_s=self._last_gather_s,
-            )
-        except ValueError as error:  # the same on every rank: all read the same numbers
-            self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
-            return False
-        self._last_gather_s = time.perf_counter() - gathering
-        self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
-        self._controller.observe(profile)
-        self.overhead.profiling_s += gathering - started + gather_s
-        write_profile(self.monitor, profile, self.global_samples)
-        return True
-
-    def _maybe_rebalance(self) -> None:
-        """Ask the controller; a failure leaves the partition as it is and training going on."""
-        if not self._controller.due(self._num_batches - 1):
-            return
-        try:
-            self._rebalance_if_worth_it()
-        except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
-            if broke_connection(error) or isinstance(error, RankLostError):
-                raise
-            self._controller.record_failure(self._num_batches - 1)
-            self._warn_once(
-                f"re-partitioning after batch {self._num_batches} failed, training goes on with "
-                f"{list(self.partition)} ({error})", "rebalance",
-            )
-
-    def _warn_once(self, message: str, what: str) -> None:
-        """Warn on the first rank, once for each kind of trouble."""
-        if what not in self._warned and self.global_rank == 0:
-            warnings.warn(f"dynamic_pipeline: {message}; further ones will not be reported", stacklevel=2)
-        self._warned.add(what)
-
-    def _rebalance_if_worth_it(self) -> None:
-        started = time.perf_counter()
-        plan = self._plan()
-        decision = self._controller.worth_it(plan, self._planning_profile())
-        plan_s = time.perf_counter() - started
-        if decision.rebalance:
-            self._move_to(plan, plan_s)
-        else:
-            self.overhead.planning_s += plan_s
-
-    def _plan(self) -> Plan:
-        """The method's choice for the present profile, checked to be the same on every rank."""
-        error: Exception | None = None
-        plan: Plan | None = None
-        try:
-            plan = self._choose()
-        except Exception as caught:
-            error = caught
-        message = first_error(error, self.device)
-        if error is not None:
-            raise error
-        if message is not None:
-            raise ValueError(f"choosing boundaries with {self._method} failed elsewhere: {message}")
-        assert plan is not None
-        same_everywhere(plan.boundaries, f"the boundaries chosen by {self._method}", self.device)
-        return plan
-
-    def _choose(self) -> Plan:
-        config, profile = self.dynamic_config, self._planning_profile()
-        memory = None
-        if config.memory_cap_bytes is not None:
-            memory = StageMemory(
-                state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
-                num_micro_batches=self.micro_batches, cap_bytes=config.memory_cap_bytes,
-            )
-        return self._method.plan(
-            profile, self.num_stages, current=self.partition, pinned=self._pinned, memory=memory,
-            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
-        )
-
-    def _planning_profile(self) -> PipelineProfile:
-        """The smoothed profile with layer times as on a worker of speed 1."""
-        config = self.dynamic_config
-        return smooth(self._window, config.smoothing, speeds=config.stage_speeds)
-
-    def _move_to(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
-        self.overhead.planning_s += plan_s
-        before, started = self.partition, time.perf_counter()
-        if plan.boundaries == before:
-            return None
-        self._migrate(plan.boundaries)
-        event = RebalanceEvent(
-            batch=self._num_batches, before=before, after=self.partition, predicted_gain=plan.predicted_gain,
-            bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
-        )
-        self.overhead.migrating_s += event.migrate_s
-        self._controller.record_cost(self._agreed_cost(event.seconds), event.bytes_moved)
-        self._controller.record_rebalance(self._num_batches - 1)
-        write_rebalance(self.monitor, event, self.global_samples)
-        for callback in self._callbacks:
-            try:
-                callback(event)
-            except Exception as error:  # noqa: BLE001 - the layers have moved: the other ranks go on
-                message = f"the on_rebalance callback {callback!r} raised {type(error).__name__}: {error}"
-                warnings.warn(f"dynamic_pipeline: {message}; training goes on", stacklevel=2)
-        return event
-
-    def _agreed_cost(self, seconds: float) -> float:
-        cost = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(cost, op=torch.distributed.ReduceOp.MAX)
-        return float(cost.item())
+    # -- moving layers ------------------------------------------------------------------------
 
     def _migrate(self, boundaries: Sequence[int]) -> None:
         self._notice_frozen_layers()  # also on stages that the move itself does not touch

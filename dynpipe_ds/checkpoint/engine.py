@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -9,12 +11,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.heartbeat import Heartbeat, naming_lost_ranks
 
 
 class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
     """A pipeline engine whose checkpoints fit any partition; base of the dynamic engine."""
 
     dynamic_config: DynamicPipelineConfig
+    last_checkpoint: str | None
+    _heartbeat: Heartbeat | None
 
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
@@ -45,8 +50,14 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
         saving = Saving(self, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters)
-        saving.run(save_latest=save_latest)
+        with self._naming_lost_ranks(f"checkpoint {name} was saved"):
+            saving.run(save_latest=save_latest)
+        self.last_checkpoint = str(Path(save_dir) / name)
         return True
+
+    def _naming_lost_ranks(self, while_what: str) -> AbstractContextManager[None]:
+        """Name whoever ended, and the newest complete checkpoint, if communication breaks down inside."""
+        return naming_lost_ranks(self._heartbeat, while_what, self.last_checkpoint)
 
     def load_checkpoint(
         self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -82,7 +93,11 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         name = latest_tag(load_dir) if tag is None else str(tag)
         if name is None:
             return None, None
-        return Loading(
+        loading = Loading(
             self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
             scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
-        ).run()
+        )
+        with self._naming_lost_ranks(f"checkpoint {name} was loaded"):
+            result = loading.run()
+        self.last_checkpoint = str(Path(load_dir) / name)
+        return result
