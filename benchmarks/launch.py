@@ -30,13 +30,6 @@ def _lines(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _free_port() -> int:
-    """A port that no other run on this machine uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def launch(module: str, num_ranks: int, *args: str) -> None:
     """Start ``module`` on some ranks of this machine with DeepSpeed's launcher and wait for it.
 
@@ -46,10 +39,12 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
         *args: its arguments.
     """
     launcher = Path(sys.executable).with_name("deepspeed")
+    with socket.socket() as probe:  # the usual port may be taken by another job
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
-        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--log_level", "error",
-        "--master_port", str(_free_port()),
-        "--module", module, *args,
+        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(port),
+        "--log_level", "error", "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

@@ -37,6 +37,11 @@ class Combined(Scenario):
             layers = part.layers(model, layers)
         return layers
 
+    def repeats_after(self, num_batches: int | None) -> None:
+        """Let each part know."""
+        for part in self.parts:
+            part.repeats_after(num_batches)
+
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Let each part act."""
         for part in self.parts:

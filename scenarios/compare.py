@@ -194,7 +194,10 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
         num_replicas=engine.mpu.get_data_parallel_world_size(),
         replica=engine.mpu.get_data_parallel_rank(),
     )
-    data = TokenBatches(tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size)
+    data = TokenBatches(
+        tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size, shuffle=settings.data_shuffle
+    )
+    scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
     engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))

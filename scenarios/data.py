@@ -19,6 +19,7 @@ from torch import Tensor
 Tokens = NDArray[Any]
 
 RAW_DTYPES = ("uint8", "uint16", "int32")
+SHUFFLES = ("every_epoch", "once")
 # A larger file is not scanned whole at the start; the rest is checked as it is read.
 _SCAN_TOKENS = 1 << 26
 
@@ -36,7 +37,11 @@ def pydoc_tokens() -> Tokens:
 
 
 def load_tokens(
-    path: str | Path | None = None, *, dtype: str | None = None, vocab_size: int = 256
+    path: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    vocab_size: int = 256,
+    max_tokens: int | None = None,
 ) -> Tokens:
     """Read a stream of tokens without copying it into memory.
 
@@ -45,6 +50,7 @@ def load_tokens(
             ``dtype`` a raw memory map of tokens; else a text file, whose bytes are the tokens.
         dtype: type of a raw memory map: ``uint8``, ``uint16`` or ``int32``.
         vocab_size: number of token ids that the model knows.
+        max_tokens: length of the part that is used, from the start; ``None`` for all.
 
     Returns:
         A 1-D integer array (a memory map for files).
@@ -57,6 +63,10 @@ def load_tokens(
         tokens = pydoc_tokens()
     else:
         tokens = _open(Path(path).expanduser(), dtype)
+    if max_tokens is not None:
+        if max_tokens < 1:
+            raise ValueError(f"data.max_tokens={max_tokens} must be at least 1, or null for all")
+        tokens = tokens[:max_tokens]
     _check_ids(tokens[:_SCAN_TOKENS], vocab_size, str(path or "pydoc_data.topics"))
     return tokens
 
@@ -142,22 +152,28 @@ class TokenBatches:
     """Batches of next-token prediction in a fixed shuffled order.
 
     The stream is cut into windows of ``seq_len`` tokens; an epoch is one seeded permutation of
-    them. Replicas take different windows; no window is seen twice in an epoch.
+    them, another one each time or always the same. Replicas take different windows; no window is
+    seen twice in an epoch.
 
     Args:
         tokens: the stream.
         shape: how it is cut.
         seed: of the permutations.
         vocab_size: ids are checked against it as they are read.
+        shuffle: ``"every_epoch"``, or ``"once"`` for epochs that are all the same.
 
     Raises:
         ValueError: if the stream is too short for one batch of different windows.
     """
 
     def __init__(
-        self, tokens: Tokens, shape: BatchShape, *, seed: int = 0, vocab_size: int = 256
-    ) -> None:
+        self, tokens: Tokens, shape: BatchShape, *, seed: int = 0, vocab_size: int = 256,
+        shuffle: str = "every_epoch",
+    ) -> None:  # fmt: skip
+        if shuffle not in SHUFFLES:
+            raise ValueError(f"data.shuffle={shuffle!r} must be one of {', '.join(SHUFFLES)}")
         self.shape = shape
+        self._shuffle = shuffle
         self._tokens = tokens
         self._seed = seed
         self._vocab_size = vocab_size
@@ -174,6 +190,11 @@ class TokenBatches:
     def batches_per_epoch(self) -> int:
         """Whole batches in one pass over the data; the remainder of an epoch is left out."""
         return self._num_windows // self.shape.samples
+
+    @property
+    def repeats_after(self) -> int | None:
+        """Batches after which the same ones come again, in the same order; ``None`` if never."""
+        return self.batches_per_epoch if self._shuffle == "once" else None
 
     def micro_batches(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this replica's micro-batches of one batch.
@@ -205,6 +226,8 @@ class TokenBatches:
         return self._tokens[start : start + self.shape.seq_len + 1]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if self._shuffle == "once":
+            epoch = 0
         if self._order is None or self._order[0] != epoch:
             generator = np.random.default_rng((self._seed, epoch))
             self._order = epoch, generator.permutation(self._num_windows)

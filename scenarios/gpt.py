@@ -133,7 +133,7 @@ def rotary_table(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[..., seq, head_dim]``."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[: x.shape[-2]].to(x.dtype), sin[: x.shape[-2]].to(x.dtype)
+    cos, sin = (table[..., : x.shape[-2], :].to(x.dtype) for table in (cos, sin))
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
@@ -169,13 +169,22 @@ class Attention(nn.Module):
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, seq, hidden]`` to the same shape."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Map ``[batch, seq, hidden]`` to the same shape.
+
+        Args:
+            x: tokens in the order of their positions.
+            positions: position of every token in the text, ``[batch, seq]``, where some are left out;
+                0, 1, 2, … without it.
+        """
         batch, seq, hidden = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.rotary:
-            q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+            cos, sin = self.cos, self.sin
+            if positions is not None:
+                cos, sin = cos[positions][:, None], sin[positions][:, None]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, seq, hidden))
 
@@ -218,17 +227,22 @@ class Block(nn.Module):
         """Build what maps the normalised stream to the MLP's contribution."""
         return MLP(config)
 
-    def forward(self, activation: Activation) -> Activation:
-        """Map the stream ``[batch, seq, hidden]`` to the same shape; add up extra losses, if any."""
+    def forward(self, activation: Activation, **where: Tensor) -> Activation:
+        """Map the stream ``[batch, seq, hidden]`` to the same shape; add up extra losses, if any.
+
+        Args:
+            activation: the stream, or a pair.
+            **where: ``positions`` of the tokens, for :class:`Attention`, where some are left out.
+        """
         if isinstance(activation, Tensor):
-            return self.transform(activation)
+            return self.transform(activation, **where)
         stream, extra_loss = activation
-        stream = self.transform(stream)
+        stream = self.transform(stream, **where)
         return stream, extra_loss + take_extra_losses(self)
 
-    def transform(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor, **where: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]`` to the same shape."""
-        x = x + self.dropout(self.attention(self.norm1(x)))
+        x = x + self.dropout(self.attention(self.norm1(x), **where))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 

@@ -42,6 +42,10 @@ class Engine(Protocol):
         """Learning rates of the optimizer's parameter groups."""
         ...
 
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches a batch."""
+        ...
+
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give layers parameters of another shape, with their optimizer state; collective."""
         ...
@@ -74,6 +78,14 @@ class Scenario:
     def loss_fn(self) -> Callable[[Activation, Tensor], Tensor]:
         """Return the loss of (output of the last layer, labels)."""
         return loss_fn
+
+    def repeats_after(self, num_batches: int | None) -> None:
+        """Take note of how the data repeats; called once, before the first batch.
+
+        Args:
+            num_batches: after how many batches the same ones come again, sample by sample in the same
+                order; ``None`` if they never do.
+        """
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Act on the local layers before batch ``batch`` (counted from 0) is trained."""
@@ -120,11 +132,14 @@ def gather_by_layer(engine: Engine, values: Mapping[int, Sequence[float]], width
 _SCENARIOS: dict[str, str | type[Scenario]] = {
     "none": Scenario,
     "combined": "scenarios.combined:Combined",
+    "mod_moe": "scenarios.combined:Combined",
+    "pruning_freezing": "scenarios.combined:Combined",
     "pruning": "scenarios.pruning:Pruning",
     "freezing": "scenarios.freezing:ScheduledFreezing",
     "freezing_egeria": "scenarios.freezing:EgeriaFreezing",
     "freezing_autofreeze": "scenarios.freezing:AutoFreeze",
     "early_exit": "scenarios.early_exit:EarlyExit",
+    "early_exit_adpc": "scenarios.early_exit:EarlyExit",
     "moe": "scenarios.moe:MixtureOfExperts",
     "mod": "scenarios.mod:MixtureOfDepths",
     "sparse_attention": "scenarios.sparse_attention:SparseAttention",

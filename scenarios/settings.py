@@ -113,6 +113,8 @@ class Settings:
         scenario_settings: its keyword arguments.
         data_path: a user's file, or ``None`` for the text that CPython ships.
         data_dtype: type of a raw memory map of tokens.
+        data_max_tokens: how much of the data is used, from its start; ``None`` for all.
+        data_shuffle: ``"every_epoch"``, or ``"once"`` for epochs that are all the same.
         deepspeed: the DeepSpeed configuration, with its ``dynamic_pipeline`` section.
         partition_method: the static partition, where the dynamic one starts from.
         run: lengths and measurement.
@@ -130,6 +132,8 @@ class Settings:
     run: RunSettings
     seed: int
     output_dir: Path
+    data_max_tokens: int | None = None
+    data_shuffle: str = "every_epoch"
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> Settings:
@@ -151,6 +155,8 @@ class Settings:
             scenario_settings=scenario,
             data_path=data.get("path"),
             data_dtype=data.get("dtype"),
+            data_max_tokens=data.get("max_tokens"),
+            data_shuffle=data.get("shuffle", "every_epoch"),
             deepspeed=merge(base, config.get("ds") or {}),
             partition_method=config["partition_method"],
             run=run,

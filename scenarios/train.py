@@ -72,7 +72,8 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
         ValueError: if a setting does not fit the model or the data.
     """
     tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size
+        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
+        max_tokens=settings.data_max_tokens,
     )
     static = build_contender(settings, tokens, dynamic=False)
     dynamic = build_contender(settings, tokens, dynamic=True)

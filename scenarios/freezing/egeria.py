@@ -22,61 +22,50 @@ from scenarios.freezing.plasticity import (
     reference_of,
     take_reference,
 )
-from scenarios.freezing.prefix import FreezingScenario, freeze_prefix
+from scenarios.freezing.prefix import ConvergenceFreezing, too_small
 from scenarios.gpt import GPTConfig
 from scenarios.scenario import Engine
 
 
 @dataclass(kw_only=True)
-class EgeriaFreezing(FreezingScenario):
-    """Freeze the longest prefix of layers whose plasticity has settled.
+class EgeriaFreezing(ConvergenceFreezing):
+    """Freeze the longest prefix of layers whose plasticity has settled; more settings in the base class.
 
     Attributes:
-        first_batch: no evaluation before this batch.
-        evaluate_every: batches between two evaluations.
         refresh_every: evaluations after which the reference is taken anew.
+        reference_bits: 32 keeps the reference's weights as they are, 8 as int8 with a scale a row.
         window: evaluations for the moving average and for the slope.
         tolerance: a slope is flat below this share of the layer's steepest slope so far.
         patience: flat evaluations in a row before a layer may freeze.
-        first_module: leading layers that freeze together, judged by the last of them. By default
-            the embedding goes with the first block: a table's answer changes by little from the
-            start, but it never stops changing, so it would hold up all others.
-        max_frozen: most of the model that may freeze, a fraction of its layers.
         unfreeze_lr: unfreeze everything when the learning rate is raised to this multiple of the
             lowest one since the first layer froze.
+        unfreeze_lr_drop: unfreeze everything when the learning rate has fallen by this factor from the
+            highest one since the first layer froze.
     """
 
-    first_batch: int = 6
-    evaluate_every: int = 2
     refresh_every: int = 1
+    reference_bits: int = 32
     window: int = 4
     tolerance: float = 0.3
     patience: int = 2
-    first_module: int = 2
-    max_frozen: float = 0.75
     unfreeze_lr: float = 2.0
+    unfreeze_lr_drop: float = 10.0
     trends: list[Trend] = field(init=False, default_factory=list)
     _handles: list[RemovableHandle] = field(init=False, default_factory=list)
     _evaluations: int = field(init=False, default=0)
-    _lowest_lr: float = field(init=False, default=math.inf)
+    _lr_range: tuple[float, float] | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        """Refuse settings without a meaning, all problems at once."""
-        least = {"first_batch": 0, "evaluate_every": 1, "refresh_every": 1, "window": 2}
-        least |= {"patience": 1, "first_module": 1}
-        problems = [
-            f"{name}={getattr(self, name)} must be at least {bound}"
-            for name, bound in least.items()
-            if getattr(self, name) < bound
-        ]
+    def problems(self) -> list[str]:
+        """List what is wrong with the settings."""
+        problems = super().problems() + too_small(self, refresh_every=1, window=2, patience=1)
         if self.tolerance <= 0:
             problems.append(f"tolerance={self.tolerance} must be positive")
-        if not 0 < self.max_frozen < 1:
-            problems.append(f"max_frozen={self.max_frozen} must be between 0 and 1")
-        if self.unfreeze_lr <= 1:
-            problems.append(f"unfreeze_lr={self.unfreeze_lr} must be above 1")
-        if problems:
-            raise ValueError("scenario: " + "; ".join(problems))
+        if self.reference_bits not in (8, 32):
+            problems.append(f"reference_bits={self.reference_bits} must be 8 or 32")
+        for name in ("unfreeze_lr", "unfreeze_lr_drop"):
+            if getattr(self, name) <= 1:
+                problems.append(f"{name}={getattr(self, name)} must be above 1")
+        return problems
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Build the layers; each gets a trend."""
@@ -90,18 +79,20 @@ class EgeriaFreezing(FreezingScenario):
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Take the first references, and listen in on the layers where an evaluation is due."""
+        super().before_batch(engine, batch)
         if not self.due(batch):
             return
         for index, layer in engine.local_layers().items():
-            if self._num_frozen <= index < self._limit(engine):
+            if self._num_frozen <= index < self.limit(engine):
                 if reference_of(layer) is None:
                     # A reference as old as the layer itself would answer alike: compare next time.
-                    take_reference(layer)
+                    take_reference(layer, bits=self.reference_bits)
                 else:
                     self._handles.append(capture_next(layer))
 
     def after_batch(self, engine: Engine, batch: int) -> None:
         """Evaluate, agree with all ranks, and freeze or unfreeze."""
+        super().after_batch(engine, batch)
         if not self.due(batch):
             return
         for handle in self._handles:
@@ -114,11 +105,6 @@ class EgeriaFreezing(FreezingScenario):
         self._evaluations += 1
         self._decide(engine, lr)
         self._refresh(engine)
-
-    def _limit(self, engine: Engine) -> int:
-        """Return how many leading layers may freeze at most; the last layer never does."""
-        total = engine.partition[-1]
-        return min(int(self.max_frozen * total), total - 1)
 
     def _gather(self, engine: Engine) -> tuple[list[float], float]:
         """Collect every layer's plasticity (the mean of its replicas) and the learning rate.
@@ -142,25 +128,28 @@ class EgeriaFreezing(FreezingScenario):
 
     def _decide(self, engine: Engine, lr: float) -> None:
         """Change the frozen prefix, from values that are the same on every rank."""
-        if self._num_frozen:
-            self._lowest_lr = min(self._lowest_lr, lr)
-            if lr >= self.unfreeze_lr * self._lowest_lr:
-                self._unfreeze(engine)
-                return
-        limit = self._limit(engine)
-        grown = max(self._num_frozen + 1, self.first_module)
-        while grown <= limit and self.trends[grown - 1].calm >= self.patience:
-            self._num_frozen = grown
-            self._lowest_lr = min(self._lowest_lr, lr)
+        if self._num_frozen and self._lr_has_changed(lr):
+            self._unfreeze(engine)
+            return
+        grown, length = max(self._num_frozen + 1, self.first_module), self._num_frozen
+        while grown <= self.limit(engine) and self.trends[grown - 1].calm >= self.patience:
+            length = grown
             grown += 1
-        freeze_prefix(engine, self._num_frozen)
+        if length and not self._num_frozen:
+            self._lr_range = lr, lr
+        self.freeze(engine, length)
+
+    def _lr_has_changed(self, lr: float) -> bool:
+        """Say whether the learning rate has risen or fallen far since the first layer froze."""
+        low, high = self._lr_range or (lr, lr)
+        self._lr_range = low, high = min(low, lr), max(high, lr)
+        return lr >= self.unfreeze_lr * low or lr * self.unfreeze_lr_drop <= high
 
     def _unfreeze(self, engine: Engine) -> None:
         """Train everything again, and forget what was known of convergence."""
-        self._num_frozen = 0
-        self._lowest_lr = math.inf
+        self._lr_range = None
         self.trends = [Trend() for _ in self.trends]
-        freeze_prefix(engine, 0)
+        self.freeze(engine, 0)
 
     def _refresh(self, engine: Engine) -> None:
         """Renew the references that are old; frozen layers need none."""
@@ -168,4 +157,4 @@ class EgeriaFreezing(FreezingScenario):
             if index < self._num_frozen:
                 drop_reference(layer)
             elif self._evaluations % self.refresh_every == 0 and reference_of(layer) is not None:
-                take_reference(layer)
+                take_reference(layer, bits=self.reference_bits)

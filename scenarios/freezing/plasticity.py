@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from scenarios.gpt import Activation
+
 MAX_ROWS = 256
 _ATTRIBUTE = "egeria_reference"
 
@@ -95,6 +97,30 @@ class Trend:
         self.calm = self.calm + 1 if now <= tolerance * self.steepest else 0
 
 
+@dataclass(frozen=True)
+class Int8:
+    """A weight as int8 with one scale a row, symmetric around 0.
+
+    Attributes:
+        rows: values in ``[-127, 127]``, of the weight's shape.
+        scale: ``[rows, 1, …]``; what one step is worth.
+    """
+
+    rows: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8:
+        """Round a weight of two or more dimensions to the nearest steps."""
+        largest = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True)
+        scale = largest.clamp(min=torch.finfo(weight.dtype).tiny) / 127
+        return cls((weight / scale).round().to(torch.int8), scale)
+
+    def weight(self) -> Tensor:
+        """Return the rounded weight."""
+        return self.rows * self.scale
+
+
 @dataclass
 class Reference:
     """A layer's past: its weights at some batch, on the CPU, and what it last saw and answered.
@@ -107,25 +133,38 @@ class Reference:
         seen: input and output captured in the batch under evaluation.
     """
 
-    state: dict[str, Tensor]
+    state: dict[str, Tensor | Int8]
     seen: tuple[Any, Tensor] | None = None
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return parameters and buffers to compute with."""
+        return {name: t.weight() if isinstance(t, Int8) else t for name, t in self.state.items()}
 
-def take_reference(layer: nn.Module) -> None:
-    """Make the layer's present weights its reference."""
-    named = [*layer.named_parameters(), *layer.named_buffers()]
-    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+
+def take_reference(layer: nn.Module, *, bits: int = 32) -> None:
+    """Make the layer's present weights its reference.
+
+    Args:
+        layer: stays as it is.
+        bits: 8 rounds matrices to :class:`Int8`, a quarter of the bytes; 32 keeps every bit.
+    """
+    state: dict[str, Tensor | Int8] = {}
+    for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+        copy = tensor.detach().to("cpu", copy=True)
+        state[name] = Int8.of(copy) if bits == 8 and copy.dim() > 1 and copy.is_floating_point() else copy
     setattr(layer, _ATTRIBUTE, Reference(state))
 
 
 def reference_of(layer: nn.Module) -> Reference | None:
-    """Return the reference that a layer carries, if any."""
-    return getattr(layer, _ATTRIBUTE, None)
+    """Return the reference that a layer carries, if any, and if the layer still has tensors of these names."""
+    reference: Reference | None = getattr(layer, _ATTRIBUTE, None)
+    names = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    return reference if reference is not None and reference.state.keys() == names else None
 
 
 def drop_reference(layer: nn.Module) -> None:
     """Forget the layer's reference."""
-    if reference_of(layer) is not None:
+    if hasattr(layer, _ATTRIBUTE):
         delattr(layer, _ATTRIBUTE)
 
 
@@ -141,14 +180,19 @@ def capture_next(layer: nn.Module) -> RemovableHandle:
         The hook's handle, for the case that no forward comes.
     """
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Activation) -> None:
         handle.remove()
         reference = reference_of(module)
-        if reference is not None and isinstance(output, Tensor):
-            reference.seen = _to_cpu(inputs[0]), output.detach().to("cpu", copy=True)
+        if reference is not None:
+            reference.seen = _to_cpu(inputs[0]), _to_cpu(stream_of(output))
 
     handle = layer.register_forward_hook(hook)
     return handle
+
+
+def stream_of(activation: Activation) -> Tensor:
+    """Return the residual stream, which comes first where layers add to the loss."""
+    return activation if isinstance(activation, Tensor) else activation[0]
 
 
 def _to_cpu(value: Any) -> Any:
@@ -178,8 +222,8 @@ def plasticity(layer: nn.Module) -> float | None:
     modes = {module: module.training for module in layer.modules()}
     layer.eval()
     try:
-        past = torch.func.functional_call(layer, reference.state, (given,), strict=True)
+        past = torch.func.functional_call(layer, reference.weights(), (given,), strict=True)
     finally:
         for module, training in modes.items():
             module.training = training
-    return sp_loss(answer, past)
+    return sp_loss(answer, stream_of(past))

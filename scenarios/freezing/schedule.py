@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.pipe import LayerSpec
 
-from scenarios.freezing.prefix import FreezingScenario, freeze_prefix
+from scenarios.freezing.prefix import FreezingScenario
 from scenarios.gpt import GPTConfig
 from scenarios.scenario import Engine
 
@@ -79,6 +79,7 @@ class ScheduledFreezing(FreezingScenario):
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        super().__post_init__()
         self.schedule = FreezeSchedule(tuple(self.batches), tuple(self.frozen))
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
@@ -89,5 +90,5 @@ class ScheduledFreezing(FreezingScenario):
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Freeze what the schedule says for this batch."""
-        self._num_frozen = self.schedule.num_layers(batch, engine.partition[-1])
-        freeze_prefix(engine, self._num_frozen)
+        self.freeze(engine, self.schedule.num_layers(batch, engine.partition[-1]))
+        super().before_batch(engine, batch)

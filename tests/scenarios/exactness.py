@@ -32,6 +32,8 @@ class Job:
         num_batches: batches of each run.
         every: batches between two moves.
         text: train on the real text instead of on random tokens.
+        max_tokens: random tokens that the data has.
+        shuffle: of the data, every epoch or once.
     """
 
     scenario: str
@@ -42,6 +44,8 @@ class Job:
     num_batches: int = 8
     every: int = 2
     text: bool = False
+    max_tokens: int = 5000
+    shuffle: str = "every_epoch"
 
     def moves(self) -> dict[int, tuple[int, ...]]:
         """Boundaries before a batch: random ones, every few batches, no stage empty."""
@@ -75,8 +79,9 @@ def train(job: Job, *, moves: bool) -> Trained:
         model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
         data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
+        data_shuffle=job.shuffle,
     )  # fmt: skip
-    tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=5000).astype(np.uint8)
+    tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
     run = build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
     for batch in range(job.num_batches):
         if moves and batch in job.moves():

@@ -30,6 +30,10 @@ class FakeEngine:
         """Return the rate that the test chose."""
         return [self.lr]
 
+    def gradient_accumulation_steps(self) -> int:
+        """Return 1: the whole batch goes through at once."""
+        return 1
+
     def train_batch(self, batch: int) -> Tensor:
         """Take one SGD step on random tokens that depend on the batch index only."""
         generator = torch.Generator().manual_seed(batch)

@@ -145,3 +145,26 @@ def test_more_replicas_read_the_same_batches() -> None:
     alone = TokenBatches(tokens, one).windows(1)
     shared = np.concatenate([TokenBatches(tokens, shape).windows(1) for shape in two])
     assert sorted(alone) == sorted(shared)
+
+
+def test_epochs_that_are_all_the_same() -> None:
+    """Shuffled once, batches come again in the same order; shuffled anew, they never do."""
+    tokens = np.arange(200, dtype=np.uint8)
+    once = TokenBatches(tokens, SHAPE, shuffle="once")
+    anew = TokenBatches(tokens, SHAPE)
+    assert anew.repeats_after is None
+    period = once.repeats_after
+    assert period == once.batches_per_epoch == 4
+    for batch in range(period):
+        assert np.array_equal(once.windows(batch), once.windows(batch + period))
+        assert np.array_equal(once.windows(batch), anew.windows(batch))
+    assert any(not np.array_equal(anew.windows(b), anew.windows(b + period)) for b in range(period))
+    with pytest.raises(ValueError, match="data.shuffle='never' must be one of every_epoch, once"):
+        TokenBatches(tokens, SHAPE, shuffle="never")
+
+
+def test_only_the_start_of_the_data() -> None:
+    """So that epochs are short."""
+    assert np.array_equal(load_tokens(max_tokens=100), load_tokens()[:100])
+    with pytest.raises(ValueError, match="data.max_tokens=0 must be at least 1"):
+        load_tokens(max_tokens=0)

@@ -136,7 +136,7 @@ def egeria(**changes: object) -> EgeriaFreezing:
 
 def test_layers_freeze_front_to_back_once_they_are_calm() -> None:
     """A learning rate that dies away lets the model settle; the last layers never freeze."""
-    scenario = egeria(max_frozen=0.7)
+    scenario = egeria(max_frozen=0.7, unfreeze_lr_drop=1e9)
     engine = FakeEngine(scenario)
     counts = []
     for batch in range(40):
@@ -208,7 +208,9 @@ def test_references_are_refreshed() -> None:
 
 def test_settings_without_a_meaning() -> None:
     """All problems in one message."""
-    with pytest.raises(ValueError, match="window=1 must be at least 2; tolerance=0.* max_frozen=1"):
+    with pytest.raises(ValueError, match="max_frozen=1 .*; window=1 must be at least 2; tolerance=0"):
         EgeriaFreezing(window=1, tolerance=0, max_frozen=1)
     with pytest.raises(ValueError, match="unfreeze_lr=1"):
         EgeriaFreezing(unfreeze_lr=1)
+    with pytest.raises(ValueError, match="reference_bits=4 must be 8 or 32; unfreeze_lr_drop=1 must be above 1"):
+        EgeriaFreezing(reference_bits=4, unfreeze_lr_drop=1)

@@ -3,101 +3,133 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from scenarios.freezing import FreezingScenario
-from scenarios.gpt import GPTConfig
-from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
+from scenarios.freezing import AutoFreeze, EgeriaFreezing, ScheduledFreezing
+from scenarios.scenario import gather_by_layer
 from tests.distributed.ranks import run_ranks
+from tests.scenarios.exactness import MODEL, Job, Trained, assert_same_bits, train
 
-MODEL = GPTConfig(depth=4, hidden=16, heads=2, seq_len=12, vocab_size=64)
-SMALL_BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-NUM_BATCHES = 12
+NUM_BATCHES = 10
+
+
+class Hashed:
+    """Reports a hash of every layer's weights after every batch."""
+
+    def report(self, engine: Any) -> dict[str, Any]:
+        """Add to the report what replicas must agree on: their hashes, and the sum of them."""
+        own = {index: hash_weights(layer) for index, layer in engine.local_layers().items()}
+        replicas = engine.mpu.get_data_parallel_world_size()
+        means = (gather_by_layer(engine, {index: (value,) for index, value in own.items()}, 1) / replicas)[:, 0]
+        assert all(means[index] == value for index, value in own.items()), "replicas have different weights"
+        return {**super().report(engine), "weights": means.tolist(), "frozen": self.num_frozen}
+
+
+def hash_weights(layer: Any) -> int:
+    """Hash a layer's weights into 40 bits, which a float64 holds exactly."""
+    tensors = [p.detach().float().cpu().numpy().tobytes() for p in layer.parameters()]
+    return int.from_bytes(hashlib.sha256(b"".join(tensors)).digest()[:5], "big")
+
+
+class Scheduled(Hashed, ScheduledFreezing):
+    """By a schedule."""
+
+
+class Egeria(Hashed, EgeriaFreezing):
+    """By plasticity."""
+
+
+class Auto(Hashed, AutoFreeze):
+    """By gradient norms."""
+
 
 # Less than a stage, all of the first stage, more than that, and back to nothing.
-SCHEDULE = ("freezing", {"batches": [2, 4, 6, 8, 10], "frozen": [1, 3, 5, 2, 0]})
-EAGER = ("freezing_egeria", {
-    "first_batch": 1, "evaluate_every": 1, "window": 2, "tolerance": 0.9, "patience": 1,
-})  # fmt: skip
-MOVES = {
-    2: {1: (0, 1, 6), 3: (0, 5, 6), 5: (0, 3, 6), 7: (0, 4, 6), 8: (0, 2, 6), 9: (0, 5, 6)},
-    3: {1: (0, 1, 2, 6), 3: (0, 4, 5, 6), 5: (0, 2, 4, 6), 7: (0, 1, 5, 6), 9: (0, 3, 5, 6)},
-}
+SCHEDULE = {"batches": [1, 3, 5, 7, 9], "frozen": [1, 3, 5, 2, 0]}
+EAGER = {"first_batch": 1, "evaluate_every": 1, "window": 2, "tolerance": 0.9, "patience": 1}
+AUTO = {"first_batch": 1, "evaluate_every": 1, "percentile": 95.0}
 
 
-def train(
-    _rank: int, scenario: tuple[str, dict[str, Any]], optimizer: str, stages: int, moves: bool
-) -> tuple[list[float], list[int], list[dict[int, str]]]:
-    """Train, and give back losses, frozen layers and this rank's weights after every batch."""
-    from scenarios.compare import build_contender
-
-    settings = Settings(
-        model=MODEL, scenario=scenario[0], scenario_settings=scenario[1], data_path=None,
-        data_dtype=None, deepspeed=merge(load_deepspeed_json(optimizer), SMALL_BATCH),
-        partition_method="uniform", run=RunSettings(num_stages=stages), seed=5, output_dir=Path(),
-    )  # fmt: skip
-    tokens = np.random.default_rng(0).integers(MODEL.vocab_size, size=5000).astype(np.uint8)
-    run = build_contender(settings, tokens, dynamic=False)
-    assert isinstance(run.scenario, FreezingScenario)
-    frozen, weights = [], []
-    for batch in range(NUM_BATCHES):
-        if moves and batch in MOVES[stages]:
-            run.engine.repartition(MOVES[stages][batch])
-        list(run.train_window([batch], timed=True))
-        frozen.append(run.scenario.num_frozen)
-        weights.append(hashes(run.engine))
-    return run.losses, frozen, weights
-
-
-def hashes(engine: Any) -> dict[int, str]:
-    """Hash the weights of every local layer."""
-    found = {}
-    for index, layer in engine.local_layers().items():
-        tensors = [p.detach().float().numpy().tobytes() for p in layer.parameters()]
-        found[index] = hashlib.sha256(b"".join(tensors)).hexdigest()
-    return found
-
-
-def merged(results: list[Any]) -> list[list[tuple[int, str]]]:
-    """Put the layers of all ranks together; replicas must agree."""
-    batches = []
-    for batch in range(NUM_BATCHES):
-        every = {(i, h) for rank in results for i, h in rank[2][batch].items()}
-        assert sorted(i for i, _ in every) == list(range(6)), "replicas have different weights"
-        batches.append(sorted(every))
-    return batches
+def job(rule: type, settings: dict[str, Any], optimizer: str, stages: int) -> Job:
+    """Moves before every second batch."""
+    name = f"{__name__}:{rule.__name__}"
+    return Job(name, settings, stages=stages, optimizer=optimizer, num_batches=NUM_BATCHES)
 
 
 @pytest.mark.parametrize(
-    ("scenario", "optimizer", "stages", "ranks"),
+    ("job", "ranks"),
     [
-        pytest.param(SCHEDULE, "fp32_adamw", 3, 3, id="schedule-fp32-PP3"),
-        pytest.param(SCHEDULE, "zero1_adamw", 2, 4, id="schedule-zero1-PP2xDP2"),
-        pytest.param(SCHEDULE, "bf16_zero1", 2, 2, id="schedule-bf16-PP2"),
-        pytest.param(EAGER, "fp32_adamw", 2, 2, id="egeria-fp32-PP2"),
-        pytest.param(EAGER, "zero1_adamw", 2, 4, id="egeria-zero1-PP2xDP2"),
+        pytest.param(job(Scheduled, SCHEDULE, "bf16_zero1", 2), 2, id="schedule-bf16-PP2"),
+        pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 3), 3, id="schedule-fp32-PP3"),
+        pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 4), 4, id="schedule-fp32-PP4"),
+        pytest.param(job(Scheduled, SCHEDULE, "zero1_adamw", 2), 4, id="schedule-zero1-PP2xDP2"),
+        pytest.param(job(Egeria, EAGER, "fp32_adamw", 2), 2, id="egeria-fp32-PP2"),
+        pytest.param(job(Egeria, EAGER | {"reference_bits": 8}, "fp32_adamw", 4), 4, id="egeria-int8-fp32-PP4"),
+        pytest.param(job(Egeria, EAGER, "zero1_adamw", 2), 4, id="egeria-zero1-PP2xDP2"),
+        pytest.param(job(Auto, AUTO, "bf16_zero1", 2), 2, id="autofreeze-bf16-PP2"),
+        pytest.param(job(Auto, AUTO, "fp32_adamw", 3), 3, id="autofreeze-fp32-PP3"),
+        pytest.param(job(Auto, AUTO, "fp32_adamw", 4), 4, id="autofreeze-fp32-PP4"),
+        pytest.param(job(Auto, AUTO, "zero1_adamw", 2), 4, id="autofreeze-zero1-PP2xDP2"),
     ],
 )
-def test_same_bits_whatever_the_partition(
-    scenario: tuple[str, dict[str, Any]], optimizer: str, stages: int, ranks: int
-) -> None:
+def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:
     """Losses, decisions and weights; frozen layers keep their bits; all ranks decide alike."""
-    static = run_ranks(train, ranks, scenario, optimizer, stages, False)
-    moved = run_ranks(train, ranks, scenario, optimizer, stages, True)
-    for results in (static, moved):
-        assert all(rank[:2] == static[0][:2] for rank in results)
-    weights = merged(static)
-    assert merged(moved) == weights
-    losses, frozen, _ = static[0]
-    assert all(torch.isfinite(torch.tensor(losses)))
+    reports = assert_same_bits(job, ranks).reports
+    frozen = [report["frozen"] for report in reports]
     assert max(frozen) >= 3, "the first stage froze altogether"
     for batch in range(1, NUM_BATCHES):
         # A schedule freezes before the batch, a rule that measures after it.
-        held = frozen[batch - (scenario is EAGER)]
-        same = [old == new for old, new in zip(weights[batch - 1], weights[batch], strict=True)]
-        assert same == [index < held for index in range(6)]
+        held = frozen[batch - (not job.scenario.endswith("Scheduled"))]
+        pairs = zip(reports[batch - 1]["weights"], reports[batch]["weights"], strict=True)
+        assert [old == new for old, new in pairs] == [index < held for index in range(6)]
+
+
+# Two batches that come in turns. Cached from batch 3 on; grown at 5; begun anew at 9.
+CACHED = {"batches": [1, 5, 9], "frozen": [2, 4, 1], "cache": True}
+
+
+def train_with_cache(_rank: int, job: Job) -> tuple[Trained, Trained]:
+    """Train without a cache and moves, and with both."""
+    plain = replace(job, settings={**job.settings, "cache": False})
+    return train(plain, moves=False), train(job, moves=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stages", "ranks"),
+    [
+        pytest.param("bf16_zero1", 2, 2, id="bf16-PP2"),
+        pytest.param("fp32_adamw", 4, 4, id="fp32-PP4"),
+        pytest.param("zero1_adamw", 2, 4, id="zero1-PP2xDP2"),
+    ],
+)
+def test_a_cache_changes_no_bit(optimizer: str, stages: int, ranks: int) -> None:
+    """Losses, weights and optimizer state as without a cache and without moves; every rank skips alike."""
+    num_tokens = 2 * 6 * (ranks // stages) * 16 + 1
+    job = Job(
+        "freezing", CACHED, stages=stages, optimizer=optimizer, num_batches=12, max_tokens=num_tokens, shuffle="once"
+    )
+    results = run_ranks(train_with_cache, ranks, job)
+    layers = [{item for rank in results for item in rank[run].layers.items()} for run in (0, 1)]
+    assert layers[0] == layers[1]
+    for plain, cached in results:
+        assert cached.losses == plain.losses
+        skipped = [report["layers from cache"] for report in cached.reports]
+        assert skipped == [0, 0, 0, 2, 2, 2, 2, 4, 4, 0, 0, 1]
+
+
+def test_the_loss_falls_on_real_text() -> None:
+    """Also with most of the model frozen half-way."""
+    settings = AUTO | {"first_batch": 3}
+    text = Job(
+        "freezing_autofreeze", settings, model=replace(MODEL, vocab_size=256), num_batches=14, text=True
+    )
+    found = run_ranks(train_moving, 2, text)[0]
+    assert found.losses[-1] < found.losses[0] - 0.05
+    assert found.reports[-1]["frozen layers"] == "4 of 6"
+
+
+def train_moving(_rank: int, job: Job) -> Trained:
+    """Train with moves."""
+    return train(job, moves=True)

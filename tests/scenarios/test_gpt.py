@@ -105,3 +105,15 @@ def test_all_problems_in_one_message() -> None:
         GPTConfig(heads=3)
     with pytest.raises(ValueError, match="even for rotary"):
         GPTConfig(hidden=12, heads=4, positions="rotary")
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_tokens_that_are_left_out_leave_the_positions_of_the_others(positions: str) -> None:
+    """With their positions given, the first tokens of a text answer the same without the later ones."""
+    block = build(config(positions=positions))[1]
+    x, where = torch.randn(3, 5, 16), torch.arange(5).expand(3, 5)
+    torch.testing.assert_close(block(x), block(x, positions=where), atol=1e-6, rtol=0)
+    shifted = block(x, positions=where + 4)
+    torch.testing.assert_close(block(x), shifted, atol=1e-5, rtol=0)  # distances alone matter
+    stretched = block(x, positions=where * 2)
+    assert torch.allclose(block(x), stretched) == (positions == "learned")

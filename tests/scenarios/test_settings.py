@@ -73,7 +73,9 @@ def test_scenarios_say_how_to_run_them(scenario: str) -> None:
     [
         "scenario=none run.batches=20 partition_method=[0,4,14]",
         "scenario=freezing scenario.batches=[10,30] scenario.frozen=[3,0.5]",
+        "scenario=freezing scenario.cache=true data.shuffle=once data.max_tokens=24577",
         "scenario=freezing_egeria scenario.tolerance=0.1 scenario.evaluate_every=5",
+        "scenario=freezing_autofreeze scenario.evaluate_every=8 scenario.percentile=25",
         "data=text data.path=tokens.bin data.dtype=uint16 model.vocab_size=50257",
         "ds.gradient_accumulation_steps=4 +ds.optimizer.params.lr=3e-4",
     ],

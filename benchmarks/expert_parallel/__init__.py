@@ -1,0 +1,1 @@
+"""What an uneven load of the experts costs when data-parallel ranks share them."""

@@ -1,0 +1,1 @@
+"""What the dynamic engine costs on a model that does not change."""

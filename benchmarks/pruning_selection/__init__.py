@@ -1,0 +1,1 @@
+"""Finding the k largest weights over ranks."""
