@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import nn
 
-from benchmarks.layers.case import Case, forward_backward_s
+from benchmarks.layers.case import Case, count_operations, forward_backward_s
 from scenarios.gpt import Block, GPTConfig
 from scenarios.sparse_attention.attention import Hashing, HashSparseBlock
 
@@ -38,35 +34,6 @@ def case(name: str, hashing: Hashing, buckets: int) -> Case:
     amount = f"{name}, {buckets} buckets, {hashing}, density {pairs / dense_pairs:.2f}"
 
     def operations() -> float:
-        return count_flops(sparse, x) / count_flops(dense, x)
+        return count_operations(sparse, x) / count_operations(dense, x)
 
     return Case(amount, sparse, dense, x, x, operations)
-
-
-def attention_flops(*shapes: Any, factor: int) -> int:
-    """FLOPs of SDPA's CPU kernel, which the counter does not know; it computes full rectangles, as others count."""
-    (batch, heads, queries, width), (_, _, keys, _) = shapes[:2]
-    return factor * batch * heads * queries * keys * width
-
-
-def count_flops(layer: nn.Module, x: Any) -> int:
-    """Count the FLOPs of a forward and backward, those of attention among them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
-        forward_backward_s(layer, x)
-    return int(counter.get_total_flops())
-
-
-def _forward_flops(q: Any, k: Any, *_: Any, **__: Any) -> int:
-    return attention_flops(q, k, factor=4)
-
-
-def _backward_flops(_: Any, q: Any, k: Any, *__: Any, **___: Any) -> int:
-    return attention_flops(q, k, factor=10)
-
-
-CPU_ATTENTION: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
-}

@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from benchmarks.layers.sparse_attention import count_flops
+from benchmarks.layers.case import count_operations
 from scenarios.gpt import Attention, Block, GPTConfig, rotate
 from scenarios.scenario import build_layers
 from scenarios.settings import config_folder
@@ -222,14 +222,14 @@ def test_counted_work_falls_with_the_buckets() -> None:
     dense, sparse = Block(config), HashSparseBlock(config)
     assert isinstance(sparse.attention, HashSparseAttention)
     x = torch.randn(1, 512, 64)
-    all_flops = count_flops(dense, x)
+    all_flops = count_operations(dense, x)
     attention_flops = 14 * 2 * 512 * 512 * 32
     linear_flops = 6 * 512 * 12 * 64 * 64
     assert all_flops == linear_flops + attention_flops
     for buckets in (2, 4, 8, 16):
         sparse.attention.draw(buckets, seed=0)
         sparse.attention.take_pairs()
-        flops = count_flops(sparse, x)
+        flops = count_operations(sparse, x)
         pairs, dense_pairs = sparse.attention.take_pairs()
         assert dense_pairs == 2 * 512 * 513 // 2
         assert 1 / buckets <= pairs / dense_pairs < 1.5 / buckets
