@@ -22,7 +22,7 @@ from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod
 from dynpipe_ds.profile import PipelineProfile, smooth
-from dynpipe_ds.profiling import BatchRecorder, gather_profile, layer_sizes
+from dynpipe_ds.profiling import BatchRecorder, LayerSizes, gather_profile, layer_sizes
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 
 
@@ -45,7 +45,8 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self._controller = Controller(self.dynamic_config)
         self._window: list[PipelineProfile] = []
         self._activation_bytes: dict[int, int] = {}
-        self._measure_activations = True
+        self._sizes: dict[int, LayerSizes] = {}
+        self._measure_sizes = True
         self._last_gather_s = 0.0
         self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self._num_batches = 0
@@ -56,20 +57,16 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         started = time.perf_counter()
         if activation_bytes is not None:
             self._activation_bytes = activation_bytes
+            self._sizes = self._layer_sizes()
         elif self._window:
             self._activation_bytes = {
                 i: layer.activation_bytes for i, layer in enumerate(self._window[-1].layers)
             }
         times = self._recorder.stop()
-        state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0
-        gradient_dtype = self.get_data_types()[1]
-        sizes = {
-            i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()
-        }
         gathering = time.perf_counter()
         try:
             profile, gather_s = gather_profile(
-                times, sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
+                times, self._sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
                 names=self.module.layer_names(), stage=self.stage_id, device=self.device,
                 last_gather_s=self._last_gather_s,
             )
@@ -82,6 +79,11 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self.overhead.profiling_s += gathering - started + gather_s
         write_profile(self.monitor, profile, self.global_samples)
         return True
+
+    def _layer_sizes(self) -> dict[int, LayerSizes]:
+        state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0
+        gradient_dtype = self.get_data_types()[1]
+        return {i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()}
 
     def _maybe_rebalance(self) -> None:
         """Ask the controller; a failure leaves the partition as it is and training going on."""

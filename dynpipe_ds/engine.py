@@ -36,8 +36,8 @@ from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import activation_meter
 
-# Activation sizes change rarely and measuring them costs a Python call per saved tensor.
-_ACTIVATIONS_EVERY = 10
+# Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
+_SIZES_EVERY = 10
 
 
 class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
@@ -218,8 +218,8 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
             self._num_batches += 1
             return super().train_batch(data_iter)
         meter = None
-        if self._measure_activations or self._num_batches % _ACTIVATIONS_EVERY == 0:
-            meter, self._measure_activations = activation_meter(self.module), False
+        if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
+            meter, self._measure_sizes = activation_meter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
@@ -259,7 +259,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self._trainable = self._trainable_flags()
-        self._measure_activations = True
+        self._measure_sizes = True
         self._norm.install(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------

@@ -477,3 +477,27 @@ def test_recorded_freezing_is_answered_and_nothing_else() -> None:
     assert len(run.moved_at) == 1
     assert frozen_at + EVIDENCE - 1 <= run.moved_at[0] <= frozen_at + 6
     assert run.boundaries == (0, 5, 8)
+
+
+def test_after_a_failure_it_pauses_longer_each_time_until_a_move_succeeds() -> None:
+    decider = controller(rebalance_every=1, profile_batches=1)
+
+    def next_due(after: int) -> int:
+        for batch in range(after, after + 1000):
+            decider.observe(profile(UNEQUAL, (0, 4, 8), batch=batch))
+            if decider.due(batch):
+                return batch
+        raise AssertionError("never due again")
+
+    decider.record_failure(next_due(0))
+    pauses, last = [], 0
+    for _ in range(3):
+        now = next_due(last + 1)
+        pauses.append(now - last)
+        decider.record_failure(now)
+        last = now
+    assert pauses == [8, 16, 32]
+    decider.record_rebalance(next_due(last + 1))
+    failed = next_due(last + 200)
+    decider.record_failure(failed)
+    assert next_due(failed + 1) == failed + 8

@@ -47,7 +47,7 @@ def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
     engine._num_batches = state["num_batches"]
     engine._window = [PipelineProfile.loads(text) for text in state["window"]] if same_stages else []
     engine._controller.load_state_dict(state["controller"], same_stages=same_stages)
-    engine._measure_activations = True
+    engine._measure_sizes = True
 
 
 def rank_state(engine: Any) -> Plain:
