@@ -1,5 +1,6 @@
 # make run     train the main job with a static and a dynamic partition and compare them
-# make test    run the whole test suite
+# make test    run the test suite
+# make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
 # Each makes the environment in .venv first if it is missing.
 
@@ -12,7 +13,7 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run test lint bench clean
+.PHONY: env run test test-all lint bench clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -35,6 +36,9 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ _deepspeed.check_version()
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent  # noqa: E402
+from dynpipe_ds.heartbeat import RankLostError  # noqa: E402
 from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "Overhead",
     "ParameterReplacement",
     "PipelineProfile",
+    "RankLostError",
     "RebalanceEvent",
     "keep_in_checkpoints",
     "register_partitioner",

@@ -52,7 +52,7 @@ class Heartbeat:
         interval_s: seconds between two signs.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, interval_s: float) -> None:
         self._store, self._rank, self._num_ranks, self._interval_s = store, rank, num_ranks, interval_s
         self._known: list[int] = []
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ def start_heartbeat() -> Heartbeat | None:
         made = None
         if own is not None:
             prefixed = PrefixStore(f"dynpipe_ds/heartbeat/{_generation}", own)
-            made = Heartbeat(prefixed, dist.get_rank(), dist.get_world_size())
+            made = Heartbeat(prefixed, dist.get_rank(), dist.get_world_size(), interval_s=INTERVAL_S)
         dist.barrier()  # from here on every rank has its connection
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]

@@ -83,7 +83,7 @@ def plain_to_ours(rank: int, folder: str, config: dict[str, Any]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("direction", [ours_to_plain, plain_to_ours])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_losses_go_on(optimizer: str, direction: Any, ranks: int, tmp_path: Any) -> None:

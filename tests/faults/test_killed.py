@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
+from _pytest.mark import ParameterSet
 
+from dynpipe_ds import heartbeat
 from dynpipe_ds.heartbeat import RankLostError
 from tests.distributed.models import Run, make_engine, train
 from tests.distributed.ranks import run_ranks
@@ -21,6 +25,7 @@ def train_until_killed(rank: int, victim: int, point: Point) -> tuple[str, float
         "dynamic_pipeline": {"enabled": True, "rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"},
     })
     with ExitStack() as stack:
+        stack.enter_context(patch.object(heartbeat, "INTERVAL_S", 0.2))
         engine = make_engine(run)
         if rank == victim:
             stack.enter_context(point.arm(kill))
@@ -31,7 +36,15 @@ def train_until_killed(rank: int, victim: int, point: Point) -> tuple[str, float
     return None
 
 
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+TYPICAL = POINTS[::4]  # of every phase one or two
+
+
+def points() -> Iterator[ParameterSet]:
+    for point in POINTS:
+        yield pytest.param(point, id=point.name, marks=() if point in TYPICAL else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("point", points())
 def test_survivors_name_the_lost_rank(point: Point) -> None:
     victim = POINTS.index(point) % RANKS
     results = run_ranks(train_until_killed, RANKS, victim, point, timeout_s=60, may_die={victim})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +32,7 @@ def nonsense(times: float) -> AbstractContextManager[Any]:
     def stop(self: Any) -> Any:
         measured = original(self)
         if next(calls) % 3 == 1:
-            measured.forward_s = {layer: times for layer in measured.forward_s}
+            return replace(measured, forward_s={layer: times for layer in measured.forward_s})
         return measured
 
     return patch.object(BatchRecorder, "stop", stop)
