@@ -1,6 +1,6 @@
 """Time of ``save_checkpoint``, ours and DeepSpeed's own, of the same engine in turns; and of loading ours.
 
-python -m benchmarks.checkpoint.main [--depth 8 --hidden 512 --repeats 7 --folder /tmp/checkpoints]
+python -m benchmarks.checkpoint.main [--depth 8 --hidden 512 --repeats 7 --folder checkpoints]
 
 DeepSpeed's file writing is called on the same engine (``PipelineEngine.save_checkpoint``), so both write the
 same weights and optimizer state to the same disk. Ours adds checksums, pushes everything to the disk (fsync)
