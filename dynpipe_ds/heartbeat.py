@@ -8,12 +8,14 @@ stopped, and the first to find out leaves the answer for all others.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +26,8 @@ INTERVAL_S = 0.5
 
 PATIENCE = 6
 """A rank that gives no sign for this many intervals is lost."""
+
+_STORE_TIMEOUT_S = 10
 
 _BROKEN = re.compile(
     r"gloo|[Cc]onnection (was )?(closed|reset|refused)|[Bb]roken pipe|[Tt]imed out|remote process|NCCL", re.ASCII
@@ -60,6 +64,8 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="dynpipe_ds heartbeat", daemon=True)
         self._sign(0)
         self._thread.start()
+        # A thread that the interpreter ends while it is inside the store takes the process down with it.
+        atexit.register(self.stop)
 
     def _sign(self, number: int) -> None:
         with self._lock:
@@ -76,7 +82,8 @@ class Heartbeat:
     def stop(self) -> None:
         """Give no more signs."""
         self._stop.set()
-        self._thread.join(timeout=2 * self._interval_s)
+        self._thread.join(timeout=_STORE_TIMEOUT_S)
+        atexit.unregister(self.stop)
 
     def _signs(self) -> list[bytes]:
         with self._lock:
@@ -151,7 +158,10 @@ def _own_connection(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     try:
-        return store.clone() if os.environ.get("WORLD_SIZE") != "1" else None
+        own = store.clone() if os.environ.get("WORLD_SIZE") != "1" else None
+        if own is not None:
+            own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        return own
     except (AttributeError, RuntimeError):
         return None
 
