@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 def first_error(error: BaseException | None, device: torch.device) -> str | None:
@@ -26,6 +28,31 @@ def first_error(error: BaseException | None, device: torch.device) -> str | None
     messages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
+
+
+def together(action: Callable[[], T], device: torch.device, failure: Callable[[str], Exception]) -> T:
+    """Do something on every rank; if it fails on one, fail on all; collective over all ranks.
+
+    Args:
+        action: this rank's part.
+        device: where the communication back-end works.
+        failure: makes the error that every rank raises of the text that names ranks and errors.
+
+    Returns:
+        What the action returned.
+
+    Raises:
+        Exception: what ``failure`` made, on every rank, if any rank's action raised.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    message = first_error(error, device)
+    if message is not None:
+        raise failure(message) from error
+    return result
 
 
 def same_everywhere(values: Sequence[int], what: str, device: torch.device) -> None:

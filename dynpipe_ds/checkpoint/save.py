@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import nn
 
-from dynpipe_ds.agreement import first_error
+from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.extras import common_state, rank_state
 from dynpipe_ds.checkpoint.manifest import (
@@ -117,17 +117,9 @@ class Saving:
             raise
 
     def _together(self, action: Callable[[], T]) -> T:
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-        message = first_error(error, self._engine.device)
-        if message is not None:
-            raise CheckpointError(
-                f"saving checkpoint {self._target} failed; earlier checkpoints are as they were ({message})"
-            ) from error
-        return result
+        return together(action, self._engine.device, lambda message: CheckpointError(
+            f"saving checkpoint {self._target} failed; earlier checkpoints are as they were ({message})"
+        ))
 
     def _agree_on_tag(self) -> None:
         tags: list[Any] = [None] * dist.get_world_size()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import first_error
+from dynpipe_ds.agreement import together
 from dynpipe_ds.migration.optimizer_state import State
 from dynpipe_ds.migration.packing import Package, empty_tensors, pack, unpack, warn_lost
 from dynpipe_ds.migration.plan import Move, plan_moves
@@ -75,18 +75,10 @@ class Migration:
 
     def _together(self, action: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, fail on all."""
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-        message = first_error(error, self._engine.device)
-        if message is not None:
-            raise MigrationError(
-                f"changing the partition from {self._before} to {self._target} failed and was "
-                f"undone on every rank ({message})"
-            ) from error
-        return result
+        return together(action, self._engine.device, lambda message: MigrationError(
+            f"changing the partition from {self._before} to {self._target} failed and was "
+            f"undone on every rank ({message})"
+        ))
 
     # -- phases -------------------------------------------------------------------------------
 
