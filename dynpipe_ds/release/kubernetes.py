@@ -138,36 +138,44 @@ class KubernetesBackend(ReleaseBackend):
         return going[0]
 
     def _size(self) -> int:
+        spec = self._read()["spec"]
         if self._mode == "statefulset":
-            scale = self._request(self._api.read_namespaced_stateful_set_scale)
-            return int(scale.spec.replicas or 0)
-        spec = self._request(self._api.read_namespaced_job).spec
-        if spec.completion_mode != "Indexed" or spec.completions is None or spec.completions != spec.parallelism:
+            return int(spec.get("replicas", 0))
+        mode, completions, parallelism = (spec.get(k) for k in ("completionMode", "completions", "parallelism"))
+        if mode != "Indexed" or completions is None or completions != parallelism:
             raise ReleaseError(
-                f"{self}: completionMode = {spec.completion_mode}, completions = {spec.completions}, parallelism = "
-                f"{spec.parallelism}: only an Indexed Job with as many completions as parallel pods can be shrunk"
+                f"{self}: completionMode = {mode}, completions = {completions}, parallelism = {parallelism}: only an "
+                f"Indexed Job with as many completions as parallel pods can be shrunk"
             )
-        return int(spec.completions)
+        return int(completions)
 
     def _num_pods(self) -> int:
-        if self._mode == "statefulset":
-            return int(self._request(self._api.read_namespaced_stateful_set_scale).status.replicas)
-        return int(self._request(self._api.read_namespaced_job).status.active or 0)
+        status = self._read().get("status", {})
+        return int(status.get("replicas" if self._mode == "statefulset" else "active", 0))
+
+    def _read(self) -> dict[str, Any]:
+        api = self._api
+        return self._request(
+            api.read_namespaced_stateful_set_scale if self._mode == "statefulset" else api.read_namespaced_job
+        )
 
     def _patch(self, size: int, *, dry_run: bool = False) -> None:
-        options = {"_content_type": _MERGE_PATCH, **({"dry_run": "All"} if dry_run else {})}
+        options: dict[str, Any] = {"_content_type": _MERGE_PATCH, **({"dry_run": "All"} if dry_run else {})}
         if self._mode == "statefulset":
             patch, spec = self._api.patch_namespaced_stateful_set_scale, {"replicas": size}
         else:
             patch, spec = self._api.patch_namespaced_job, {"completions": size, "parallelism": size}
         self._request(patch, {"spec": spec}, **options)
 
-    def _request(self, call: Callable[..., Any], *body: Any, **options: Any) -> Any:
+    def _request(self, call: Callable[..., Any], *body: Any, **options: Any) -> dict[str, Any]:
         from kubernetes.client.exceptions import ApiException
         from urllib3.exceptions import HTTPError
 
         try:
-            return call(self._name, self._namespace, *body, _request_timeout=self._timeout_s, **options)
+            # Undecoded: the client's types refuse objects of an API server that is newer than they are.
+            options |= {"_preload_content": False, "_request_timeout": self._timeout_s}
+            answer: dict[str, Any] = json.loads(call(self._name, self._namespace, *body, **options).data)
+            return answer
         except ApiException as error:
             raise ReleaseError(
                 f"{self}: the API server answered {error.status} {error.reason}: {_message(error.body)}; "
