@@ -160,7 +160,7 @@ class KubernetesBackend(ReleaseBackend):
         )
 
     def _patch(self, size: int, *, dry_run: bool = False) -> None:
-        options: dict[str, Any] = {"_content_type": _MERGE_PATCH, **({"dry_run": "All"} if dry_run else {})}
+        options = {"dry_run": "All"} if dry_run else {}
         if self._mode == "statefulset":
             patch, spec = self._api.patch_namespaced_stateful_set_scale, {"replicas": size}
         else:
@@ -208,7 +208,7 @@ class KubernetesBackend(ReleaseBackend):
                 f"kubeconfig ({error}); give the pod a service account with automountServiceAccountToken"
             ) from error
         api = client.AppsV1Api if self._mode == "statefulset" else client.BatchV1Api
-        self._api = api(client.ApiClient(settings))
+        self._api = api(client.ApiClient(settings, header_name="Content-Type", header_value=_MERGE_PATCH))
 
 
 def _message(body: Any) -> str:
