@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
 
 _RETRY_S = 0.5
-# Slurm refuses a change while it still writes down the last one (ESLURM_JOB_SETTING_DB_INX and the like).
+# Slurm refuses a change until the last one is in its accounting (ESLURM_JOB_SETTING_DB_INX); without one, for good.
 _FOR_A_MOMENT = re.compile(r"try again|not available right now|temporarily", re.IGNORECASE)
 
 
@@ -23,11 +23,13 @@ class Job:
     """What ``scontrol show job`` says.
 
     Args:
+        name: what the user called it.
         state: such as ``RUNNING``.
         nodes: its nodes, in Slurm's order.
         batch_host: node on which the batch script runs; ``None`` without one.
     """
 
+    name: str
     state: str
     nodes: tuple[str, ...]
     batch_host: str | None
@@ -87,7 +89,10 @@ class SlurmBackend(ReleaseBackend):
         return Constraints(nodes_stay=stay, whole_nodes=True)
 
     def prepare(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Make sure that the job runs and may give these nodes back.
+        """Make sure that the job runs, may be changed, and may give these nodes back.
+
+        Giving the job the name that it has is the change that is tried: it needs the same permission as a resize, and
+        is refused in the same way while the last resize has not been written down.
 
         Args:
             ranks: global ranks that are to leave.
@@ -100,6 +105,9 @@ class SlurmBackend(ReleaseBackend):
         if job.state != "RUNNING":
             raise ReleaseError(f"Slurm job {self._job_id} is {job.state}: only a running job can be resized")
         self._staying(job, nodes)
+        tried = self._run("update", f"JobId={self._job_id}", f"JobName={job.name}")
+        if tried.returncode:
+            raise ReleaseError(f"Slurm would not resize job {self._job_id} now: {_one_line(tried)}{_hint(tried)}")
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
         """Resize the job to the other nodes.
@@ -120,8 +128,8 @@ class SlurmBackend(ReleaseBackend):
                 return
             if not _FOR_A_MOMENT.search(done.stderr) or time.monotonic() >= deadline:
                 raise ReleaseError(
-                    f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(done)}; "
-                    f"the nodes {','.join(nodes)} stay idle in the job until it ends"
+                    f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(done)}"
+                    f"{_hint(done)}; the nodes {','.join(nodes)} stay idle in the job until it ends"
                 )
             time.sleep(_RETRY_S)
 
@@ -152,13 +160,14 @@ class SlurmBackend(ReleaseBackend):
 
     def _job(self) -> Job:
         shown = self._run("show", "job", self._job_id)
+        name = re.search(r"^JobId=\S+ (?:\S+=\S+ )*?JobName=(.*)$", shown.stdout, re.MULTILINE)
         state, nodes, host = (
             re.search(rf"^\s+{key}=(\S+)", shown.stdout, re.MULTILINE) for key in ("JobState", "NodeList", "BatchHost")
         )
-        if shown.returncode != 0 or state is None or nodes is None:
+        if shown.returncode != 0 or name is None or state is None or nodes is None:
             raise ReleaseError(f"Slurm does not show job {self._job_id}: {_one_line(shown)}")
         names = self._run("show", "hostnames", nodes[1])
-        return Job(state[1], tuple(names.stdout.split()), host[1] if host else None)
+        return Job(name[1], state[1], tuple(names.stdout.split()), host[1] if host else None)
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = (self._scontrol, *arguments)
@@ -175,3 +184,9 @@ class SlurmBackend(ReleaseBackend):
 def _one_line(done: subprocess.CompletedProcess[str]) -> str:
     text = " ".join((done.stderr or done.stdout).split())
     return text or f"exit code {done.returncode}"
+
+
+def _hint(done: subprocess.CompletedProcess[str]) -> str:
+    if not _FOR_A_MOMENT.search(done.stderr):
+        return ""
+    return " (without slurmdbd, Slurm lets a running job be resized only once)"

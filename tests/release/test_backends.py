@@ -186,6 +186,7 @@ case "$*" in
   "show job 7") cat "$(dirname "$0")/job";;
   "show hostnames n[1-4]") printf 'n1\\nn2\\nn3\\nn4\\n';;
   "show hostnames n[1-2]") printf 'n1\\nn2\\n';;
+  "update JobId=7 JobName=x NodeList=n9") . "$(dirname "$0")/rename";;
   "update JobId=7 NodeList=n1,n2") . "$(dirname "$0")/update";;
   *) echo "unexpected: $*" >&2; exit 9;;
 esac
@@ -206,6 +207,7 @@ def scontrol(tmp_path: Path) -> Path:
     path = tmp_path / "scontrol"
     path.write_text(SCONTROL)
     path.chmod(0o755)
+    (tmp_path / "rename").write_text("exit 0\n")
     (tmp_path / "job").write_text(SHOWN.format(state="RUNNING", nodes="n[1-4]"))
     return path
 
@@ -245,10 +247,24 @@ def test_slurm_that_refuses(scontrol: Path) -> None:
 
 def test_slurm_that_says_yes_and_does_nothing(scontrol: Path) -> None:
     (scontrol.parent / "update").write_text("exit 0\n")
-    backend = SlurmBackend(job_id="7", scontrol=str(scontrol), timeout_s=0.3)
+    backend = SlurmBackend(job_id="7", scontrol=str(scontrol), timeout_s=2.0)
     backend.release([2, 3], ["n3", "n4"])
-    with pytest.raises(ReleaseError, match="job 7 has the nodes n1,n2,n3,n4 0.3 s after its resize to n1,n2"):
+    with pytest.raises(ReleaseError, match="job 7 has the nodes n1,n2,n3,n4 2 s after its resize to n1,n2"):
         backend.verify()
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("Access/permission denied", "would not resize job 7 now: Access/permission denied$"),
+        ("the DB index is being set, try again in a bit", r"now: the DB .* \(without slurmdbd, .* be resized only once\)"),
+    ],
+)
+def test_slurm_that_would_refuse(scontrol: Path, said: str, text: str) -> None:
+    """Noticed before anything has changed."""
+    (scontrol.parent / "rename").write_text(f'echo "{said}" >&2; exit 1\n')
+    with pytest.raises(ReleaseError, match=text):
+        SlurmBackend(job_id="7", scontrol=str(scontrol)).prepare([2, 3], ["n3", "n4"])
 
 
 def test_slurm_job_that_does_not_run(scontrol: Path) -> None:
