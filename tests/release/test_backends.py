@@ -257,7 +257,7 @@ def test_slurm_that_says_yes_and_does_nothing(scontrol: Path) -> None:
     ("said", "text"),
     [
         ("Access/permission denied", "would not resize job 7 now: Access/permission denied$"),
-        ("the DB index is being set, try again in a bit", r"now: the DB .* \(without slurmdbd, .* be resized only once\)"),
+        ("DB index is being set, try again in a bit", r"now: DB index .* \(without slurmdbd, .* resized only once\)"),
     ],
 )
 def test_slurm_that_would_refuse(scontrol: Path, said: str, text: str) -> None:
