@@ -232,6 +232,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         self._num_batches += 1
         if self._take_profile(meter.num_bytes if meter is not None else None):
             self._maybe_rebalance()
+            self._maybe_repack()
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:

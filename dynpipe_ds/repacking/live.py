@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -22,6 +20,7 @@ from deepspeed.utils import groups
 
 from dynpipe_ds.agreement import together
 from dynpipe_ds.heartbeat import start_heartbeat
+from dynpipe_ds.migration.migrate import MigrationError
 from dynpipe_ds.repacking.world import Groups, World, holders_of_groups
 
 
@@ -81,7 +80,10 @@ class Shrink:
         engine = self._engine
         before = engine.partition
         self._together(checks)
-        engine._migrate(widened(self._boundaries, self._staying, engine.num_stages))
+        try:
+            engine._migrate(widened(self._boundaries, self._staying, engine.num_stages))
+        except MigrationError as error:
+            raise RepackError(f"re-packing failed, training goes on with all ranks ({error})") from error
         try:
             self._together(self._try)
         except RepackError:
@@ -100,11 +102,13 @@ class Shrink:
             engine.start_reading()
         self.world.check()
 
-    def leave(self, last_words: Callable[[], None]) -> NoReturn:
-        """End this process, which has no layers any more, with exit code 0.
+    def leave(self, last_words: Callable[[], None], end: Callable[[], NoReturn]) -> NoReturn:
+        """End this process, which has no layers any more, when the others can do without it.
 
         Args:
             last_words: done when all others have let go.
+            end: ends the process. Not ``sys.exit()``: the user's script would go on to collectives of its own,
+                and atexit handlers of the back-ends wait for ranks that are no longer in their world.
         """
         engine = self._engine
         if engine._heartbeat is not None:
@@ -113,11 +117,8 @@ class Shrink:
         self.world.leave()
         last_words()
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit(): the user's script would go on to its own collectives, and atexit handlers of the
-        # back-ends wait for ranks that are no longer in their world.
-        os._exit(0)
+        self.world.say_goodbye()
+        end()
 
     def go_on(self) -> None:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""

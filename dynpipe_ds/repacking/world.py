@@ -36,6 +36,7 @@ class World:
     def __init__(self, leaving: Iterable[int]) -> None:
         self.leaving = frozenset(leaving)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._generation = _generation
         self.survivors = [rank for rank in range(self.size) if rank not in self.leaving]
         self._store = _root(dist.distributed_c10d._get_default_store())
 
@@ -45,7 +46,7 @@ class World:
         Raises:
             RuntimeError: if this rank can't reach the store where the survivors are to meet.
         """
-        key = f"dynpipe_ds/world/{_generation}/reach/{self.rank}"
+        key = self._key("reach", self.rank)
         self._store.set(key, "yes")
         self._store.get(key)
 
@@ -54,16 +55,30 @@ class World:
         _destroy()
         self._wait_for_survivors()
 
+    def say_goodbye(self) -> None:
+        """Tell the survivors that this rank ends now."""
+        self._store.set(self._key("gone", self.rank), "yes")
+
+    def wait_for_leaving(self) -> None:
+        """Wait until the ranks that leave are at their end.
+
+        Raises:
+            RuntimeError: if they aren't after a minute.
+        """
+        self._store.wait([self._key("gone", rank) for rank in self.leaving], timedelta(seconds=_LET_GO_S))
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"dynpipe_ds/world/{self._generation}/{what}/{rank}"
+
     def _wait_for_survivors(self) -> None:
-        keys = [f"dynpipe_ds/world/{_generation}/let_go/{rank}" for rank in self.survivors]
-        self._store.wait(keys, timedelta(seconds=_LET_GO_S))
+        self._store.wait([self._key("let_go", rank) for rank in self.survivors], timedelta(seconds=_LET_GO_S))
 
     def regroup(self) -> None:
         """Give up all groups and join the survivors' new world; collective over the survivors."""
         global _generation
         backend, device = dist.get_backend(), _bound_device()
         _destroy()
-        self._store.set(f"dynpipe_ds/world/{_generation}/let_go/{self.rank}", "yes")
+        self._store.set(self._key("let_go", self.rank), "yes")
         self._wait_for_survivors()  # bounded, while meeting in the new world would take the back-end's patience
         _generation += 1
         rank, size = self.survivors.index(self.rank), len(self.survivors)
@@ -88,15 +103,6 @@ def _root(store: Any) -> Any:
 def _bound_device() -> torch.device | None:
     device: torch.device | None = dist.group.WORLD.bound_device_id  # type: ignore[union-attr]
     return device
-
-
-def store_holder() -> int | None:
-    """The rank that holds the store where the processes meet, so that it must not leave.
-
-    Returns:
-        Its rank; ``None`` if the launcher holds it.
-    """
-    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
 
 class Groups:
