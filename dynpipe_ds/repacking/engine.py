@@ -93,9 +93,9 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         try:
             chosen = self._choose_workers(self._decide)
             plan_s = self._agreed_cost(time.perf_counter() - started)
-            affordable = math.ceil(plan_s / (_SHARE_FOR_PLANNING * self._last_batch_s()))
-            self._next_repack_batch = batch + max(self.dynamic_config.profile_batches, affordable)
-            if self._is_wanted(chosen):
+            wanted = self._is_wanted(chosen)
+            self._next_repack_batch = batch + self._batches_until_next_decision(plan_s)
+            if wanted:
                 assert isinstance(chosen, Repacking)
                 self._shrink(chosen, plan_s)
             else:
@@ -104,8 +104,11 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
             self._next_repack_batch = 2 * batch + 8
             self._warn_once(f"re-packing after batch {self._num_batches} failed ({error})", "repack")
 
-    def _last_batch_s(self) -> float:
-        return max((stage.batch_s for stage in self._window[-1].stages), default=0.0) or 1e-9
+    def _batches_until_next_decision(self, plan_s: float) -> int:
+        """Soon, if only the confirmation is missing; else as deciding can be afforded."""
+        batch_s = max((stage.batch_s for stage in self._window[-1].stages), default=0.0) or plan_s
+        affordable = 0 if self._wished_stages is not None else math.ceil(plan_s / (_SHARE_FOR_PLANNING * batch_s))
+        return max(self.dynamic_config.profile_batches, affordable)
 
     def _decide(self, request: Request) -> Repacking | Refusal:
         config = self.dynamic_config.repack

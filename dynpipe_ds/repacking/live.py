@@ -110,11 +110,10 @@ class Shrink:
             end: ends the process. Not ``sys.exit()``: the user's script would go on to collectives of its own,
                 and atexit handlers of the back-ends wait for ranks that are no longer in their world.
         """
-        engine = self._engine
-        if engine._heartbeat is not None:
-            engine._heartbeat.stop()
         dist.barrier()
         self.world.leave()
+        if self._engine._heartbeat is not None:
+            self._engine._heartbeat.stop()
         last_words()
         logging.shutdown()
         self.world.say_goodbye()
@@ -123,8 +122,6 @@ class Shrink:
     def go_on(self) -> None:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""
         engine, module = self._engine, self._engine.module
-        if engine._heartbeat is not None:
-            engine._heartbeat.stop()
         dist.barrier()
         old = Groups(module)
         self.world.regroup()

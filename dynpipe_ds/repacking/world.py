@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
-_LET_GO_S = 60
+_LET_GO_S = 30
 """Longest time to wait for all survivors to have closed their connections."""
 
 _generation = 0
@@ -63,7 +63,7 @@ class World:
         """Wait until the ranks that leave are at their end.
 
         Raises:
-            RuntimeError: if they aren't after a minute.
+            RuntimeError: if they aren't in time.
         """
         self._store.wait([self._key("gone", rank) for rank in self.leaving], timedelta(seconds=_LET_GO_S))
 
