@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
 
 _RETRY_S = 0.5
+_ENDING_S = 1.0  # from a worker's last sign of life to the end of its process, which Slurm must not have to force
 # Slurm refuses a change until the last one is in its accounting (ESLURM_JOB_SETTING_DB_INX); without one, for good.
 _FOR_A_MOMENT = re.compile(r"try again|not available right now|temporarily", re.IGNORECASE)
 
@@ -120,6 +121,7 @@ class SlurmBackend(ReleaseBackend):
             ReleaseError: Slurm refused.
         """
         self._expected = self._staying(self._job(), nodes)
+        time.sleep(_ENDING_S)
         update = ("update", f"JobId={self._job_id}", f"NodeList={','.join(self._expected)}")
         deadline = time.monotonic() + self._timeout_s
         while True:

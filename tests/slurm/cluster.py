@@ -139,6 +139,15 @@ class SlurmCluster:
                 return value
         raise KeyError(key)
 
+    def names(self, nodes: str) -> list[str]:
+        """The nodes of a list such as ``n[1-2]``."""
+        return self.run("scontrol", "show", "hostnames", nodes).split()
+
+    @staticmethod
+    def free_port() -> int:
+        """A port that nobody listens on now."""
+        return _free_ports(1)[0]
+
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
         """Wait until something is so.
 
