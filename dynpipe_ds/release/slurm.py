@@ -57,10 +57,10 @@ class SlurmBackend(ReleaseBackend):
         self._expected: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Look for ``scontrol`` and for the job; the first task also asks for it.
+        """Look for ``scontrol`` and for the job; the first task also asks Slurm about them.
 
         Raises:
-            ReleaseError: something is missing, or Slurm's controller does not answer.
+            ReleaseError: something is missing, Slurm's controller does not answer, or it never resizes jobs.
         """
         if shutil.which(self._scontrol) is None:
             raise ReleaseError(
@@ -72,8 +72,15 @@ class SlurmBackend(ReleaseBackend):
                 f"SLURM_JOB_ID = {self._job_id or None!r}, SLURMD_NODENAME = {os.environ.get('SLURMD_NODENAME')!r}: "
                 f"this process was not started by srun inside a Slurm job; start it so, or use the back-end 'exit'"
             )
-        if os.environ.get("SLURM_PROCID") == "0":  # thousands of tasks at once would be too many
-            self._job()
+        if os.environ.get("SLURM_PROCID") != "0":
+            return  # thousands of tasks at once would be too many for Slurm's controller
+        self._job()
+        settings = self._run("show", "config").stdout
+        if re.search(r"^SchedulerParameters\s*=.*\bdisable_job_shrink\b", settings, re.MULTILINE):
+            raise ReleaseError(
+                "SchedulerParameters has disable_job_shrink: this Slurm does not resize running jobs; ask its "
+                "administrators, or use the back-end 'exit'"
+            )
 
     def node_name(self) -> str:
         """Slurm's name of the node, which need not be its host name."""

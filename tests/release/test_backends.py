@@ -184,6 +184,7 @@ SCONTROL = """\
 #!/bin/sh
 case "$*" in
   "show job 7") cat "$(dirname "$0")/job";;
+  "show config") cat "$(dirname "$0")/config";;
   "show hostnames n[1-4]") printf 'n1\\nn2\\nn3\\nn4\\n';;
   "show hostnames n[1-2]") printf 'n1\\nn2\\n';;
   "update JobId=7 JobName=x NodeList=n9") . "$(dirname "$0")/rename";;
@@ -212,6 +213,25 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rename").write_text("exit 0\n")
     (tmp_path / "job").write_text(SHOWN.format(state="RUNNING", nodes="n[1-4]"))
     return path
+
+
+def test_what_the_first_task_asks_at_start(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the job is known, and whether running jobs may shrink at all; the other tasks ask nothing."""
+    config = scontrol.parent / "config"
+    config.write_text("SchedulerType = sched/backfill\nSchedulerParameters     = bf_interval=2\n")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    backend = SlurmBackend(scontrol=str(scontrol))
+    backend.check()
+    assert backend.node_name() == "n1"
+    config.write_text("SchedulerParameters     = bf_interval=2,disable_job_shrink,defer\n")
+    with pytest.raises(ReleaseError, match="SchedulerParameters has disable_job_shrink: this Slurm does not resize"):
+        backend.check()
+    with pytest.raises(ReleaseError, match="Slurm does not show job 8"):
+        SlurmBackend(scontrol=str(scontrol), job_id="8").check()
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    backend.check()
 
 
 def test_slurm_that_is_busy_for_a_moment(scontrol: Path) -> None:
