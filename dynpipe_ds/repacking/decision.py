@@ -7,6 +7,7 @@ every rank that asks with the same values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -82,9 +83,10 @@ def decide(request: Request, config: RepackConfig) -> Repacking | Refusal:
 def fewest_stages(request: Request, *, tolerance: float, min_stages: int = 1) -> Repacking | Refusal:
     """The smallest number of stages that keeps memory and, within a tolerance, throughput.
 
-    For each number n, from the smallest on, the best partition is the one with the smallest bottleneck among those
-    that keep the cap (:func:`dynpipe_ds.partition.optimal`), with memory in flight counted for n stages; the batch is
-    predicted by the simulator with the same micro-batches. Fewer stages need not be slower: fill and drain shrink.
+    For each number n, from the smallest on that could, the best partition is the one with the smallest bottleneck
+    among those that keep the cap (:func:`dynpipe_ds.partition.optimal`), with memory in flight counted for n stages;
+    the batch is predicted by the simulator with the same micro-batches. Fewer stages need not be slower: fill and
+    drain shrink.
 
     Args:
         request: what to decide from.
@@ -96,7 +98,7 @@ def fewest_stages(request: Request, *, tolerance: float, min_stages: int = 1) ->
     """
     best: Repacking | None = None
     reason = ""
-    for num_stages in range(max(1, min_stages), request.num_stages):
+    for num_stages in range(max(_fewest_that_could(request, tolerance), min_stages), request.num_stages):
         found = to_stages(request, num_stages)
         if isinstance(found, Refusal):
             reason = reason or found.reason
@@ -132,7 +134,7 @@ def to_stages(request: Request, num_stages: int) -> Repacking | Refusal:
     try:
         boundaries = _best_partition(request, survivors)
     except InfeasiblePartitionError as error:
-        return Refusal(f"num_stages = {num_stages}: {error}{_fewest_hint(request, num_stages)}")
+        return Refusal(f"num_stages = {num_stages}: {error}{_next_hint(request, num_stages)}")
     if not request.workers_differ:
         survivors = _nearest_workers(request, boundaries)
     return _repacking(request, boundaries, survivors)
@@ -187,6 +189,18 @@ def first_fit(request: Request, *, target_stages: int | None = None, min_stages:
     return _repacking(request, boundaries, _nearest_workers(request, boundaries))
 
 
+def _fewest_that_could(request: Request, tolerance: float) -> int:
+    """The smallest number of stages that would keep the throughput in perfect balance, without fill and drain."""
+    profile = request.profile
+    busy_s = profile.num_micro_batches * math.fsum(profile.costs("time"))
+    longest_s = request.batch_s(request.current, range(request.num_stages)) / (1.0 - tolerance)
+    speeds = sorted(request.stage_speeds or [1.0] * request.num_stages, reverse=True)
+    for num_stages, speed in enumerate(accumulate(speeds[:-1]), start=1):
+        if busy_s / speed <= longest_s * (1 + 1e-9):  # sums round
+            return num_stages
+    return max(1, request.num_stages - 1)
+
+
 def _merge(held: Sequence[int], cap: int, num_stages: int) -> list[int]:
     """First stage of every bin; bins are filled in order, until as few as asked for are left."""
     bins, used = [0], held[0]
@@ -234,7 +248,7 @@ def _counts_text(request: Request) -> str:
     return f"; numbers of stages that can be reached: {_join(counts)}"
 
 
-def _fewest_hint(request: Request, above: int) -> str:
+def _next_hint(request: Request, above: int) -> str:
     """The next number of stages that memory allows."""
     for num_stages in possible_counts(request.workers, request.constraints):
         if num_stages > above:
@@ -243,8 +257,8 @@ def _fewest_hint(request: Request, above: int) -> str:
                 _best_partition(request, survivors)
             except InfeasiblePartitionError:
                 continue
-            return f"; the fewest stages that memory allows are {num_stages}"
-    return f"; memory allows no fewer than the present {request.num_stages} stages"
+            return f"; the next number of stages for which memory suffices is {num_stages}"
+    return f"; memory suffices for no number from there to the present {request.num_stages} stages"
 
 
 def _best_partition(request: Request, survivors: Sequence[int]) -> tuple[int, ...]:
