@@ -91,7 +91,7 @@ def _train_batch(contender: Contender, batch: int) -> None:
 def _tell(event: RepackEvent, rank: int, run: Run) -> None:
     run.events.append(event)
     if event.released:
-        tqdm.write(f"rank {rank} (process {os.getpid()}) has no layers any more and leaves with exit code 0")
+        tqdm.write(f"process {os.getpid()}, at first rank {rank}, has no layers any more and leaves with exit code 0")
     elif rank == 0:
         tqdm.write(str(event))
 
