@@ -143,8 +143,9 @@ def save_workers(
     )
     right.set(xlabel="batch", ylabel="tokens/s and worker", title="Throughput of a worker")
     right.set_ylim(0, 1.25 * max([*own, 1e-9]))
-    for axes in (left, right):
-        axes.legend(frameon=False, loc="lower left")
+    left.set_yticks(range(workers[0] + 1))
+    left.legend(frameon=False, loc="lower left")
+    right.legend(frameon=False, loc="upper left")
     if title:
         figure.suptitle(title)
     target = Path(path)
