@@ -81,6 +81,11 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
             raise RepackError(f"re-packing to {num_stages} stages is not possible: {chosen.reason}")
         return self._shrink(chosen, time.perf_counter() - started)
 
+    def destroy(self) -> None:
+        """As DeepSpeed's; the process groups are then this engine's no more."""
+        _engines.discard(self)
+        super().destroy()
+
     # -- deciding -----------------------------------------------------------------------------
 
     def _maybe_repack(self) -> None:
@@ -156,10 +161,9 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         began = time.perf_counter()
-        self._refuse_other_engines()
         before, shrink = self.partition, Shrink(self, chosen.surviving_stages, chosen.boundaries)
         with self._naming_lost_ranks("layers were moved to fewer ranks"):
-            shrink.prepare(lambda: self._giving_back.prepare(chosen))
+            shrink.prepare(lambda: self._check_before_shrinking(chosen))
             event = RepackEvent(
                 batch=self._num_batches, before=before, after=chosen.boundaries, released_ranks=chosen.released_ranks,
                 released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
@@ -176,13 +180,14 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         self._tell(event)
         return event
 
-    def _refuse_other_engines(self) -> None:
+    def _check_before_shrinking(self, chosen: Repacking) -> None:
         others = [engine for engine in _engines if engine is not self]
         if others:
-            raise RepackError(
+            raise ValueError(
                 f"{len(others)} other engine(s) of this process use the process groups that re-packing replaces; "
-                "delete them (del engine; gc.collect()) before"
+                "call their destroy() before"
             )
+        self._giving_back.prepare(chosen)
 
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""

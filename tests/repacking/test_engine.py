@@ -112,7 +112,7 @@ def repack_badly(_rank: int, run: Run) -> list[str]:
     attempt(0)
     other = make_engine(run)
     attempt(1)
-    del other
+    other.destroy()
     return said
 
 
