@@ -118,13 +118,15 @@ class SlurmCluster:
         """Submit a batch script; its output goes to ``<folder>/<job id>.out``.
 
         Args:
-            script: the text of a shell script.
+            script: the text of a shell script; ``#SBATCH`` lines count.
             *options: of ``sbatch``.
 
         Returns:
             The job's id.
         """
-        return self.run("sbatch", "--parsable", "-o", "%j.out", *options, "--wrap", script).strip()
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, suffix=".sh", delete=False) as file:
+            file.write(script if script.startswith("#!") else f"#!/bin/bash\n{script}")
+        return self.run("sbatch", "--parsable", "-o", f"{self.folder}/%j.out", *options, file.name).strip()
 
     def output(self, job: str) -> str:
         """What a job has written so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,25 +14,31 @@ from tests.slurm.train import RUN
 
 REPOSITORY = Path(__file__).parents[2]
 
-TRAINING = """
-cd {repository}
-export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} DS_ACCELERATOR=cpu DEEPSPEED_LOG_LEVEL=error OMP_NUM_THREADS=1
-srun --no-kill -W 0 {python} -m tests.slurm.train {folder}
-echo srun ends with $?
-date +%s.%N >{folder}/end
-"""
+ENVIRONMENT = "MASTER_ADDR=127.0.0.1 DS_ACCELERATOR=cpu DEEPSPEED_LOG_LEVEL=error OMP_NUM_THREADS=1"
 WAITING = "date +%s.%N >{folder}/start; echo on $SLURM_JOB_NODELIST; touch {folder}/second"
+
+
+def training_script(folder: Path, port: int) -> str:
+    """The batch script of the documentation, with another program and, on one machine, another address."""
+    text = (REPOSITORY / "docs" / "repacking.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    for pattern, replacement in (
+        (r"MASTER_ADDR=\$\(.*\) MASTER_PORT=29500", f"{ENVIRONMENT} MASTER_PORT={port}"),
+        (r"python train.py --deepspeed_config ds_config.json", f"{sys.executable} -m tests.slurm.train {folder}"),
+    ):
+        script, count = re.subn(pattern, replacement, script)
+        assert count == 1, pattern
+    return f"{script}echo srun ends with $?\ndate +%s.%N >{folder}/end\n"
 
 
 def test_nodes_go_back_while_training(cluster: SlurmCluster) -> None:
     folder = cluster.folder / "training"
     folder.mkdir()
-    script = TRAINING.format(repository=REPOSITORY, python=sys.executable, folder=folder, port=cluster.free_port())
-    first = cluster.submit(script, "-N4", "-n4", "--ntasks-per-node=1", "--gres=gpu:1")
+    first = cluster.submit(training_script(folder, cluster.free_port()), "--chdir", str(REPOSITORY))
     cluster.wait_for(lambda: cluster.show(first, "JobState") == "RUNNING")
     second = cluster.submit(WAITING.format(folder=folder), "-N2", "--gres=gpu:1")
     assert cluster.show(second, "JobState") == "PENDING"
-    cluster.wait_for_end(first, second, timeout_s=150)
+    cluster.wait_for_end(first, second, timeout_s=250)
     said = cluster.output(first)
     assert "srun ends with 0" in said and cluster.show(first, "JobState") == "COMPLETED", said
 

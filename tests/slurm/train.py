@@ -1,4 +1,4 @@
-"""A small training run as a Slurm job step: ``srun --no-kill -W 0 python -m tests.slurm.train FOLDER``.
+"""A small training run as a step of a Slurm job: ``python -m tests.slurm.train FOLDER``, by ``srun``.
 
 It re-packs to two stages on the way. Before its last batch it waits until the job that was queued for the nodes has
 started, so that the order of things can be seen. Rank 0 writes ``FOLDER/losses.json``.
@@ -25,7 +25,6 @@ REPACK_BEFORE, SURVIVORS = 3, 2
 
 def main(folder: Path) -> None:
     """Train and re-pack."""
-    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=os.environ["SLURM_NTASKS"], LOCAL_RANK="0")
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     section = {"enabled": True, "rebalance_every": "never", "repack": {"release": {"backend": "slurm"}}}
