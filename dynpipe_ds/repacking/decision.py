@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dynpipe_ds.partition import InfeasiblePartitionError, optimal
-from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import choose_survivors, possible_counts
 
@@ -61,23 +60,6 @@ class Refusal:
     """
 
     reason: str
-
-
-def decide(request: Request, config: RepackConfig) -> Repacking | Refusal:
-    """Decide as the configuration says.
-
-    Args:
-        request: what to decide from.
-        config: ``config.repack``.
-
-    Returns:
-        The shrink, or why there is none.
-    """
-    if config.method == "first_fit":
-        return first_fit(request, target_stages=config.target_stages, min_stages=config.min_stages)
-    if config.target_stages is not None:
-        return to_stages(request, config.target_stages)
-    return fewest_stages(request, tolerance=config.tolerance, min_stages=config.min_stages)
 
 
 def fewest_stages(request: Request, *, tolerance: float, min_stages: int = 1) -> Repacking | Refusal:

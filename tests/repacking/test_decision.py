@@ -10,8 +10,7 @@ import pytest
 
 from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.release import Constraints
-from dynpipe_ds.repacking.config import RepackConfig
-from dynpipe_ds.repacking.decision import Refusal, Repacking, decide, fewest_stages, first_fit, to_stages
+from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import Workers, choose_survivors, possible_counts
 
@@ -405,14 +404,6 @@ def test_one_stage_is_the_fewest() -> None:
 def test_pinned_cuts_limit_the_stages_less_when_there_are_fewer() -> None:
     case = request([1.0] * 4, (0, 1, 3, 4), pinned=[2])
     assert granted(to_stages(case, 2)).boundaries in {(0, 1, 4), (0, 3, 4)}
-
-
-def test_decide_follows_the_configuration() -> None:
-    case = request([0.0] * 7 + [1.0], (0, 2, 4, 6, 8), memory_cap_bytes=10**6)
-    assert granted(decide(case, RepackConfig())).num_stages == 1
-    assert granted(decide(case, RepackConfig(min_stages=2))).num_stages == 2
-    assert granted(decide(case, RepackConfig(target_stages=3))).num_stages == 3
-    assert granted(decide(case, RepackConfig(method="first_fit", target_stages=3))).boundaries == (0, 4, 6, 8)
 
 
 def test_wrong_values() -> None:
