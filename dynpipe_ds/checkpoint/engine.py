@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
     last_checkpoint: str | None
     _heartbeat: Heartbeat | None
     _disk: DiskSync | None = None
+    _in_hand: Path | None = None
 
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
@@ -56,7 +58,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         refuse_unsupported(self)
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         target = Path(save_dir) / name
-        with self._naming_lost_ranks(f"checkpoint {name} was saved", target):
+        with self._handling(target, "saved"):
             self._notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
             earlier, self._disk = self._disk, None
             self._disk = Saving(
@@ -76,18 +78,23 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         with self._naming_lost_ranks("a checkpoint was pushed to the disk"):
             together(lambda: disk.wait() if disk is not None else None, self.device, CheckpointError)
 
-    def _naming_lost_ranks(self, while_what: str, target: Path | None = None) -> AbstractContextManager[None]:
-        """Name whoever ended, and the newest complete checkpoint, if communication breaks down inside.
+    def _naming_lost_ranks(self, while_what: str) -> AbstractContextManager[None]:
+        """Name whoever ended, and the newest complete checkpoint, if communication breaks down inside."""
+        return naming_lost_ranks(self._heartbeat, while_what, self._newest_checkpoint)
 
-        Args:
-            while_what: what goes on inside.
-            target: the checkpoint that is being saved or loaded; it may be complete by then.
-        """
-        def newest() -> str | None:
-            complete = target is not None and (target / MANIFEST_FILE).is_file()
-            return str(target) if complete else self.last_checkpoint
+    def _newest_checkpoint(self) -> str | None:
+        complete = self._in_hand is not None and (self._in_hand / MANIFEST_FILE).is_file()
+        return str(self._in_hand) if complete else self.last_checkpoint
 
-        return naming_lost_ranks(self._heartbeat, while_what, newest)
+    @contextmanager
+    def _handling(self, target: Path, what: str) -> Iterator[None]:
+        """While a checkpoint is saved or loaded, it is the newest one as soon as it is complete."""
+        self._in_hand = target
+        try:
+            with self._naming_lost_ranks(f"checkpoint {target.name} was {what}"):
+                yield
+        finally:
+            self._in_hand = None
 
     def load_checkpoint(
         self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -128,7 +135,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
             self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
             scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
         )
-        with self._naming_lost_ranks(f"checkpoint {name} was loaded", Path(load_dir) / name):
+        with self._handling(Path(load_dir) / name, "loaded"):
             result = loading.run()
         self.last_checkpoint = str(Path(load_dir) / name)
         return result
