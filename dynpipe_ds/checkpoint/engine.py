@@ -23,7 +23,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
 
     dynamic_config: DynamicPipelineConfig
     last_checkpoint: str | None
-    _heartbeat: Heartbeat | None
+    _heartbeat: Heartbeat | None = None
     _disk: DiskSync | None = None
     _in_hand: Path | None = None
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
 from dynpipe_ds.checkpoint import folder
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE
 from dynpipe_ds.checkpoint.save import Saving
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -106,12 +107,23 @@ def load_damaged(rank: int, place: str) -> None:
             engine.load_checkpoint(place, "bad")
         same_text(str(caught.value))
         assert "nothing was changed" in str(caught.value)
+        assert file == MANIFEST_FILE or f"{place} also holds ['good']: pass one as tag" in str(caught.value)
         assert (digest(engine), engine.partition, engine.global_steps) == before, file
         if rank == 0:
             shutil.rmtree(f"{place}/bad")
     with pytest.raises(CheckpointError, match=r"there is no folder .*absent; its parent holds \['good'\]"):
         engine.load_checkpoint(place, "absent")
     assert engine.load_checkpoint(f"{place}/nowhere") == (None, None)
+    dist.barrier()
+    if rank == 0:
+        Path(place, "latest").write_text("")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"latest is empty; .* holds \['good'\]: pass one as tag"):
+        engine.load_checkpoint(place)
+    dist.barrier()
+    if rank == 0:
+        Path(place, "latest").write_text("good")
+    dist.barrier()
     engine.train_batch(batches)
     engine.load_checkpoint(place)
     assert engine.partition == (0, 2, 5, 8) and engine.global_steps == 2

@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
+from dynpipe_ds.heartbeat import RankLostError
+from tests.distributed.models import data, make_engine
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
-from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, Point
+from tests.faults.points import ENGINE, LOADING, POINTS, SAVING, TRAINING, Point, kill
 
 BOUND_S = 20.0  # several times what it takes with signs of life every 0.2 s, for machines that are busy
 
@@ -151,6 +157,35 @@ def test_killed_and_restarted(
     victim = victim_of(point, job.num_ranks)
     record_property("victim", victim)
     kill_and_restart(point, victim, job, restart, place, uninterrupted(job), record_property)
+
+
+BY_HAND: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.balancing:first_error"),
+    "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.engine:same_everywhere"),
+    "its cost": (lambda engine: engine.repartition((0, 3, 5, 8)), ENGINE + "_agreed_cost"),
+    "replace_parameters": (lambda engine: engine.replace_parameters(()), "dynpipe_ds.engine:replace_parameters"),
+    "wait_for_disk": (lambda engine: engine.wait_for_disk(), "dynpipe_ds.checkpoint.engine:together"),
+}
+
+
+def call_by_hand(rank: int, call: str, place: str) -> str:
+    engine = make_engine(JOB.run)
+    engine.train_batch(data(0, JOB.run.micro_batches))
+    action, target = BY_HAND[call]
+    with Point(call, target).arm(partial(kill, f"{place}/killed")) if rank == 1 else nullcontext():
+        try:
+            action(engine)
+        except RankLostError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", BY_HAND)
+def test_a_rank_lost_in_a_call_of_the_users(call: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(call_by_hand, 3, call, str(tmp_path), may_die={1})
+    assert outcomes[1] is None
+    assert all("rank 1 ended while" in text for text in (outcomes[0], outcomes[2])), outcomes
 
 
 def test_every_phase_is_covered() -> None:
