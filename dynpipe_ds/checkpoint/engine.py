@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds.agreement import together
-from dynpipe_ds.checkpoint.folder import DiskSync
+from dynpipe_ds.checkpoint.folder import DiskSync, read_latest
 from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
@@ -127,15 +127,17 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         refuse_unsupported(self)
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
-        with self._naming_lost_ranks("the name of the newest checkpoint was read"):
+        # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.
+        expected = tag
+        with suppress(OSError, ValueError):
+            expected = tag if tag is not None else read_latest(load_dir)
+        with self._handling(Path(load_dir) / str(expected or "latest"), "loaded"):
             name = latest_tag(load_dir) if tag is None else str(tag)
-        if name is None:
-            return None, None
-        loading = Loading(
-            self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
-            scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
-        )
-        with self._handling(Path(load_dir) / name, "loaded"):
-            result = loading.run()
+            if name is None:
+                return None, None
+            result = Loading(
+                self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
+                scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
+            ).run()
         self.last_checkpoint = str(Path(load_dir) / name)
         return result

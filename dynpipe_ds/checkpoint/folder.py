@@ -119,6 +119,25 @@ def write_latest(save_dir: Path, tag: str) -> None:
     os.replace(partial, save_dir / "latest")
 
 
+def read_latest(save_dir: str | Path) -> str | None:
+    """What ``latest`` names; ``None`` if there is no such file.
+
+    Args:
+        save_dir: folder of all checkpoints.
+    """
+    file = Path(save_dir) / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def named_checkpoints(save_dir: Path) -> list[str]:
+    """Names of the checkpoints that were completed in a folder, sorted.
+
+    Args:
+        save_dir: folder of all checkpoints.
+    """
+    return sorted(f.name for f in save_dir.glob("*") if f.is_dir() and f.name[0] != ".")
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two folders in one step (Linux; not on every file system); false if it can't be done."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)

@@ -120,7 +120,7 @@ class Loading:
 
     def _read_manifest(self) -> Manifest | None:
         if not folder.find(self._root):
-            there = named_checkpoints(self._root.parent)
+            there = folder.named_checkpoints(self._root.parent)
             raise CheckpointError(f"there is no folder {self._root}; its parent holds {there}")
         file = self._root / MANIFEST_FILE
         if not file.is_file():
@@ -134,7 +134,7 @@ class Loading:
         try:
             self._together(self._verify_share)
         except CheckpointError as error:
-            others = self._from_first(lambda: named_checkpoints(self._root.parent))
+            others = self._from_first(lambda: folder.named_checkpoints(self._root.parent))
             others = [name for name in others if name != self._root.name]
             if not others:
                 raise
@@ -291,15 +291,6 @@ class Loading:
         return found
 
 
-def named_checkpoints(load_dir: Path) -> list[str]:
-    """Names of the checkpoints that were completed in a folder, sorted.
-
-    Args:
-        load_dir: folder of all checkpoints.
-    """
-    return sorted(f.name for f in load_dir.glob("*") if f.is_dir() and f.name[0] != ".")
-
-
 def latest_tag(load_dir: str) -> str | None:
     """The tag that ``latest`` names, the same on every rank; collective.
 
@@ -310,17 +301,20 @@ def latest_tag(load_dir: str) -> str | None:
         The tag; ``None``, with a warning, if there is no such file.
 
     Raises:
-        CheckpointError: on every rank, if the file is empty, as the end of the machine may leave it.
+        CheckpointError: on every rank, if the file can't be read or is empty, as the end of the machine may leave it.
     """
-    box: list[Any] = [None, []]
-    file = Path(load_dir) / "latest"
+    box: list[Any] = [None, ""]
     if dist.get_rank() == 0:
-        if file.is_file():
-            box = [file.read_text(encoding="utf-8").strip(), named_checkpoints(Path(load_dir))]
-        else:
-            logger.warning(f"there is no {file} to name a checkpoint; pass a tag to load one")
+        try:
+            box[0] = folder.read_latest(load_dir)
+            if box[0] == "":
+                box[1] = f"it is empty; pass one of {folder.named_checkpoints(Path(load_dir))} as tag"
+        except (OSError, ValueError) as error:
+            box[1] = str(error)
+        if box == [None, ""]:
+            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one")
     dist.broadcast_object_list(box, src=0)
-    tag, others = box
-    if tag == "":
-        raise CheckpointError(f"{file} is empty; {load_dir} holds {others}: pass one as tag")
-    return str(tag) if tag is not None else None
+    tag, problem = box
+    if problem:
+        raise CheckpointError(f"{load_dir}/latest can't be used: {problem}")
+    return None if tag is None else str(tag)

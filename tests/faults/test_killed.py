@@ -101,7 +101,7 @@ def kill_and_restart(
     survivors = [outcome for outcome in outcomes if outcome is not None]
     there = intact_checkpoints(place)
     latest = (place / "latest").read_text() if (place / "latest").exists() else None
-    assert latest in there if there or latest else not before
+    assert latest in there if before or latest else len(there) <= 1, "it may have its name and not be the latest yet"
     killed_at = float(Path(f"{place}.killed").read_text())
     for outcome in survivors:
         assert f"rank {victim} ended while" in outcome.lost, outcome
