@@ -312,7 +312,8 @@ def latest_tag(load_dir: str) -> str | None:
         except (OSError, ValueError) as error:
             box[1] = str(error)
         if box == [None, ""]:
-            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one")
+            there = folder.named_checkpoints(Path(load_dir))
+            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag, one of {there}, to load it")
     dist.broadcast_object_list(box, src=0)
     tag, problem = box
     if problem:
