@@ -313,7 +313,7 @@ def latest_tag(load_dir: str) -> str | None:
             box[1] = str(error)
         if box == [None, ""]:
             there = folder.named_checkpoints(Path(load_dir))
-            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag, one of {there}, to load it")
+            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
     dist.broadcast_object_list(box, src=0)
     tag, problem = box
     if problem:
