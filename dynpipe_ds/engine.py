@@ -155,8 +155,9 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         if not self._window:
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
         started = time.perf_counter()
-        plan = self._plan()
-        return self._move_to(plan, time.perf_counter() - started)
+        with self._naming_lost_ranks("a partition was chosen"):
+            plan = self._plan()
+            return self._move_to(plan, time.perf_counter() - started)
 
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
@@ -172,7 +173,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
-        same_everywhere(boundaries, "the boundaries to move to", self.device)
+        with self._naming_lost_ranks("boundaries were compared"):
+            same_everywhere(boundaries, "the boundaries to move to", self.device)
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
@@ -182,7 +184,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
-        return self._move_to(plan, 0.0)
+        with self._naming_lost_ranks("layers were moved"):
+            return self._move_to(plan, 0.0)
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape, with their optimizer state; collective.
@@ -195,8 +198,9 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         """
         self._need_dynamic("replace_parameters")
         started = time.perf_counter()
-        self._notice_frozen_layers()
-        replace_parameters(self, replacements)
+        with self._naming_lost_ranks("parameters were replaced"):
+            self._notice_frozen_layers()
+            replace_parameters(self, replacements)
         self._settle()
         self.overhead.migrating_s += time.perf_counter() - started
 

@@ -74,7 +74,7 @@ class Loading:
         """
         self._manifest = manifest = self._find_manifest()
         self._same_stages = manifest.num_stages == self._engine.num_stages
-        self._together(self._verify_share)
+        self._verify()
         self._together(self._check)
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
@@ -120,7 +120,7 @@ class Loading:
 
     def _read_manifest(self) -> Manifest | None:
         if not folder.find(self._root):
-            there = sorted(f.name for f in self._root.parent.glob("*") if f.is_dir() and f.name[0] != ".")
+            there = folder.named_checkpoints(self._root.parent)
             raise CheckpointError(f"there is no folder {self._root}; its parent holds {there}")
         file = self._root / MANIFEST_FILE
         if not file.is_file():
@@ -129,6 +129,16 @@ class Loading:
             return Manifest.loads(file.read_text(encoding="utf-8"))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} can't be used: {error}") from error
+
+    def _verify(self) -> None:
+        try:
+            self._together(self._verify_share)
+        except CheckpointError as error:
+            others = self._from_first(lambda: folder.named_checkpoints(self._root.parent))
+            others = [name for name in others if name != self._root.name]
+            if not others:
+                raise
+            raise CheckpointError(f"{error}; {self._root.parent} also holds {others}: pass one as tag") from error
 
     def _verify_share(self) -> None:
         """Check some of the files; all ranks together check each once."""
@@ -289,13 +299,23 @@ def latest_tag(load_dir: str) -> str | None:
 
     Returns:
         The tag; ``None``, with a warning, if there is no such file.
+
+    Raises:
+        CheckpointError: on every rank, if the file can't be read or is empty, as the end of the machine may leave it.
     """
-    box: list[str | None] = [None]
-    file = Path(load_dir) / "latest"
+    box: list[Any] = [None, ""]
     if dist.get_rank() == 0:
-        if file.is_file():
-            box = [file.read_text(encoding="utf-8").strip()]
-        else:
-            logger.warning(f"there is no {file} to name a checkpoint; pass a tag to load one")
+        try:
+            box[0] = folder.read_latest(load_dir)
+            if box[0] == "":
+                box[1] = f"it is empty; pass one of {folder.named_checkpoints(Path(load_dir))} as tag"
+        except (OSError, ValueError) as error:
+            box[1] = str(error)
+        if box == [None, ""]:
+            there = folder.named_checkpoints(Path(load_dir))
+            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    tag, problem = box
+    if problem:
+        raise CheckpointError(f"{load_dir}/latest can't be used: {problem}")
+    return None if tag is None else str(tag)
