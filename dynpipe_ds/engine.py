@@ -20,7 +20,7 @@ from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_
 from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
-from dynpipe_ds.instructions import INSTRUCTION_MAP
+from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
 from dynpipe_ds.migration.parameter_groups import (
@@ -70,7 +70,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
                 self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages,
                 partitioner=self._method.partitioner,
             )
-            self._INSTRUCTION_MAP = INSTRUCTION_MAP
+            self._INSTRUCTION_MAP = instruction_map(type(self))
             add_copies(module.make_dynamic(), kwargs)
         super().__init__(*args, **kwargs)
         if self.dynamic_config.enabled:
