@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ from dynpipe_ds.profiling import activation_meter
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
 _SIZES_EVERY = 10
 
+T = TypeVar("T")
+
 
 class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
@@ -63,6 +66,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         self.dynamic_config: DynamicPipelineConfig = parse_config(kwargs["config_class"]._param_dict)
         self.stage_optimizer: StageOptimizer | None = None
         self.last_checkpoint: str | None = None
+        self._in_batch = False
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
             self._method = method_at_run_time(self.dynamic_config, module.partition_method)
@@ -206,24 +210,46 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         Returns:
             The mean loss of the batch.
         """
-        if not self.dynamic_config.enabled:
-            return super().train_batch(data_iter)
-        with self._naming_lost_ranks(f"batch {self._num_batches} was trained"):
-            return self._train_batch(data_iter)
+        loss: Tensor = self._whole_batch(partial(super().train_batch, data_iter))
+        return loss
 
-    def _train_batch(self, data_iter: Any) -> Tensor:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's own ``train_batch`` be one whole batch, whether it calls this class's or not."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("train_batch")
+        if own is None:
+            return
+
+        @wraps(own)
+        def train_batch(self: DynamicPipelineEngine, *args: Any, **kwargs: Any) -> Any:
+            return self._whole_batch(partial(own, self, *args, **kwargs))
+
+        cls.train_batch = train_batch  # type: ignore[method-assign]
+
+    def _whole_batch(self, run: Callable[[], T]) -> T:
+        """Run a batch, and what belongs around it unless that is being done already."""
+        if not self.dynamic_config.enabled or self._in_batch:
+            return run()
+        self._in_batch = True
+        try:
+            with self._naming_lost_ranks(f"batch {self._num_batches} was trained"):
+                return self._train_batch(run)
+        finally:
+            self._in_batch = False
+
+    def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
         if not self.profiling:
             self._num_batches += 1
-            return super().train_batch(data_iter)
+            return run()
         meter = None
         if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
             meter, self._measure_sizes = activation_meter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
-            loss = super().train_batch(data_iter)
+            loss = run()
         finally:
             self.module.recorder = None
         self._num_batches += 1
