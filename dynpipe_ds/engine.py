@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import same_everywhere
+from dynpipe_ds.agreement import same_everywhere, together
 from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
@@ -22,7 +22,7 @@ from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
-from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.migration.migrate import Migration, MigrationError
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -66,7 +66,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         self.dynamic_config: DynamicPipelineConfig = parse_config(kwargs["config_class"]._param_dict)
         self.stage_optimizer: StageOptimizer | None = None
         self.last_checkpoint: str | None = None
-        self._in_batch = False
+        self._in_batch = self._is_started = False
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
             self._method = method_at_run_time(self.dynamic_config, module.partition_method)
@@ -75,7 +75,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
                 partitioner=self._method.partitioner,
             )
             self._INSTRUCTION_MAP = instruction_map(type(self))
-            add_copies(module.make_dynamic(), kwargs)
+            self._tied_copies = module.make_dynamic()
         super().__init__(*args, **kwargs)
         if self.dynamic_config.enabled:
             self._start_dynamic()
@@ -101,10 +101,15 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
             grid=self.grid, device=self.device,
         )
+        self._is_started = True
+        self._adopt_optimizer()
+
+    def _adopt_optimizer(self) -> None:
+        """Learn to move the optimizer's state; it may be made by ``initialize`` or later."""
         if self.optimizer is not None:
             assert self._groups is not None
             self.stage_optimizer = stage_optimizer(self, self._groups)
-            self._norm.install(self.optimizer)
+            self._settle()
 
     # -- public API ---------------------------------------------------------------------------
 
@@ -273,6 +278,11 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
     # -- moving layers ------------------------------------------------------------------------
 
     def _migrate(self, boundaries: Sequence[int]) -> None:
+        if self.stage_optimizer is None and tuple(boundaries) != self.partition:
+            raise MigrationError(
+                "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
+                "engine._configure_optimizer"
+            )
         self._notice_frozen_layers()  # also on stages that the move itself does not touch
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
         with self._naming_lost_ranks("layers were moved"):
@@ -309,13 +319,16 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         if not self.dynamic_config.enabled:
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
-        basic = self._basic_optimizer(client_optimizer, list(model_parameters))
+        parameters = add_copies(self._tied_copies, client_optimizer, list(model_parameters))
+        basic = together(lambda: self._basic_optimizer(client_optimizer, parameters), self.device, ValueError)
         agree_on_groups(basic)
         check_scheduler(self.client_lr_scheduler, len(basic.param_groups))
         self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
         self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
         self.name_parameters()
-        super()._configure_optimizer(basic, model_parameters)
+        super()._configure_optimizer(basic, parameters)
+        if self._is_started:
+            self._adopt_optimizer()
 
     def _basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
         if isinstance(client_optimizer, torch.optim.Optimizer):
