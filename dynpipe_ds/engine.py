@@ -86,7 +86,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
                 "dynamic_pipeline sends whole activations; with tensor parallelism set "
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
-        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts}
+        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts, *self._coupled_cuts()}
         self._pinned = tuple(sorted(pins))
         check_boundaries(
             self.partition, num_layers=self.module._num_layers, num_stages=self.num_stages,
@@ -103,6 +103,20 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         )
         self._is_started = True
         self._adopt_optimizer()
+
+    def _coupled_cuts(self) -> set[int]:
+        """Cuts that would keep a value from reaching its reader; refused if the first partition has one."""
+        coupled = set()
+        for coupling in self.module.couplings():
+            separating = sorted(set(coupling.cuts()) & set(self.partition[1:-1]))
+            if separating:
+                raise ValueError(
+                    f"the partition {self.partition} cuts at {separating[0]}, but {coupling.what}, and the value would "
+                    f"not reach another stage; choose a first partition without a cut at {[*coupling.cuts()]}, or "
+                    "pass the value on in what the layers return"
+                )
+            coupled |= set(coupling.cuts())
+        return coupled
 
     def _adopt_optimizer(self) -> None:
         """Learn to move the optimizer's state; it may be made by ``initialize`` or later."""
