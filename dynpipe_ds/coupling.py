@@ -61,7 +61,7 @@ class _Variables:
 
     def loaded(self, step: dis.Instruction, outermost: bool) -> Any:
         """The object that an instruction loads by name, ``None`` if that can't be known."""
-        if not step.opname.startswith("LOAD_") or step.opname in (*_ATTRIBUTE, "LOAD_CONST"):
+        if "LOAD_" not in step.opname or step.opname in (*_ATTRIBUTE, "LOAD_CONST"):
             return None
         name = step.argval[-1] if isinstance(step.argval, tuple) else step.argval
         if "GLOBAL" in step.opname:
