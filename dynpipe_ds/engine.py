@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import same_everywhere, together
-from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
@@ -36,6 +36,7 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import activation_meter
+from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
 _SIZES_EVERY = 10
@@ -43,7 +44,7 @@ _SIZES_EVERY = 10
 T = TypeVar("T")
 
 
-class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
+class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
 
     Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.
@@ -67,6 +68,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         self.stage_optimizer: StageOptimizer | None = None
         self.last_checkpoint: str | None = None
         self._in_batch = self._is_started = False
+        self.data_position = DataPosition()
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
             self._method = method_at_run_time(self.dynamic_config, module.partition_method)
@@ -95,6 +97,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         same_everywhere(self.partition, "the first partition", self.device)
         self.profiling = True
         self._start_balancing()
+        self._start_repacking()
         self._heartbeat = start_heartbeat()
         self._trainable = self._trainable_flags()
         self._norm = GradientNorm(
@@ -274,6 +277,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         self._num_batches += 1
         if self._take_profile(meter.num_bytes if meter is not None else None):
             self._maybe_rebalance()
+            self._maybe_repack()
         return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:

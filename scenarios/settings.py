@@ -167,9 +167,9 @@ class Settings:
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the dynamic run, or for the static one.
 
-        Both use the same engine and measure alike; they differ in one key.
+        Both use the same engine and measure alike; only the dynamic one moves layers or gives ranks back.
         """
         section: dict[str, Any] = {"enabled": True}
         if not dynamic:
-            section["rebalance_every"] = "never"
+            section |= {"rebalance_every": "never", "repack": {"enabled": False}}
         return merge(self.deepspeed, {SECTION: section})

@@ -34,6 +34,7 @@ class Job:
         text: train on the real text instead of on random tokens.
         max_tokens: random tokens that the data has.
         shuffle: of the data, every epoch or once.
+        shrinks: batch -> number of stages to re-pack to before it.
     """
 
     scenario: str
@@ -46,6 +47,7 @@ class Job:
     text: bool = False
     max_tokens: int = 5000
     shuffle: str = "every_epoch"
+    shrinks: Mapping[int, int] = field(default_factory=dict)
 
     def moves(self) -> dict[int, tuple[int, ...]]:
         """Boundaries before a batch: random ones, every few batches, no stage empty."""
@@ -86,6 +88,8 @@ def train(job: Job, *, moves: bool) -> Trained:
     for batch in range(job.num_batches):
         if moves and batch in job.moves():
             run.engine.repartition(job.moves()[batch])
+        if batch in job.shrinks:
+            run.engine.repack(job.shrinks[batch])
         list(run.train_window([batch], timed=True))
     return Trained(run.losses, run.reports, digest(run.engine))
 

@@ -57,6 +57,19 @@ def test_every_configuration_composes(scenario: str, model: str, deepspeed: str)
     assert found.output_dir == Path("outputs") / scenario
 
 
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_composes(experiment: str) -> None:
+    """With what its comments say, too."""
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
+    examples = re.findall(rf"… (\+experiment={experiment} .*)", text)
+    assert examples and f"+experiment={experiment}\n" in text
+    for overrides in (f"+experiment={experiment}", *examples):
+        found = settings(*overrides.split())
+        assert parse_config(found.deepspeed_config(dynamic=True)).enabled
+        assert not parse_config(found.deepspeed_config(dynamic=False)).repack.enabled
+        assert found.output_dir == Path("outputs") / experiment
+
+
 @pytest.mark.parametrize("scenario", names("scenario"))
 def test_scenarios_say_how_to_run_them(scenario: str) -> None:
     """The first comment is the command; an example of an override follows."""
