@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
 
 _KEPT = 16
 """So many iterators that take no weak reference (``iter([...])``) are remembered."""
@@ -138,19 +137,10 @@ class ReadingEngine(PipelineEngine):  # type: ignore[misc]
         else:
             self.data_iterator = iterator
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
-        """As DeepSpeed's.
-
-        Args:
-            data_iter: iterator over micro-batches.
-
-        Returns:
-            The mean loss of the batch.
-        """
-        loss: Tensor = super().train_batch(data_iter)
+    def note_batch_read(self) -> None:
+        """Keep count of a training batch that other stages have read."""
         if not self.reads_data:
             self.data_position.fall_behind(self.data_iterator, self.micro_batches)
-        return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's.

@@ -267,22 +267,25 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
         if not self.profiling:
+            result = run()
             self._num_batches += 1
-            return run()
+            self.note_batch_read()
+            return result
         meter = None
         if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
             meter, self._measure_sizes = activation_meter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
-            loss = run()
+            result = run()
         finally:
             self.module.recorder = None
         self._num_batches += 1
+        self.note_batch_read()
         if self._take_profile(meter.num_bytes if meter is not None else None):
             self._maybe_rebalance()
             self._maybe_repack()
-        return loss
+        return result
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's ``eval_batch``, on the present partition.
