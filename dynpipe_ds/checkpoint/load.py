@@ -186,7 +186,7 @@ class Loading:
             self._rank_state = self._reader.read(rank_file(self._home, self._replica))
             self._attributes: dict[int, Any] = {}
             for old in old_stages:
-                self._attributes |= self._reader.read(rank_file(old, 0))["attributes"]
+                self._attributes |= self._reader.read(rank_file(old, self._replica))["attributes"]
 
     # -- the point of no return ---------------------------------------------------------------
 
