@@ -34,6 +34,7 @@ class Job:
         text: train on the real text instead of on random tokens.
         max_tokens: random tokens that the data has.
         shuffle: of the data, every epoch or once.
+        batch: keys of DeepSpeed's configuration that differ from ``SMALL_BATCH``.
     """
 
     scenario: str
@@ -46,6 +47,7 @@ class Job:
     text: bool = False
     max_tokens: int = 5000
     shuffle: str = "every_epoch"
+    batch: Mapping[str, int] = field(default_factory=dict)
 
     def moves(self) -> dict[int, tuple[int, ...]]:
         """Boundaries before a batch: random ones, every few batches, no stage empty."""
@@ -70,19 +72,24 @@ def train_both(_rank: int, job: Job) -> tuple[Trained, Trained]:
     return train(job, moves=False), train(job, moves=True)
 
 
-def train(job: Job, *, moves: bool) -> Trained:
-    """Train on this rank of a started process group."""
+def build(job: Job) -> Any:
+    """Build the run, a ``Contender``, on this rank of a started process group."""
     from scenarios.compare import build_contender
     from scenarios.data import load_tokens
 
     settings = Settings(
         model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
-        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH),
+        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
         data_shuffle=job.shuffle,
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
-    run = build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
+    return build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
+
+
+def train(job: Job, *, moves: bool) -> Trained:
+    """Train on this rank of a started process group."""
+    run = build(job)
     for batch in range(job.num_batches):
         if moves and batch in job.moves():
             run.engine.repartition(job.moves()[batch])
