@@ -54,6 +54,9 @@ class JobCheckpoints:
     Args:
         settings: the job.
         contenders: its runs.
+
+    Attributes:
+        newest: the folder, once there is something in it to go on from.
     """
 
     def __init__(self, settings: Settings, contenders: Sequence[Contender]) -> None:
@@ -61,40 +64,38 @@ class JobCheckpoints:
         self._contenders = contenders
         self._folder = Path(settings.output_dir) / FOLDER
         self._saved_after = 0
+        self.newest: str | None = None
         self._asked_to_end = False
         self._first = dist.get_rank() == 0
         self._device: torch.device = contenders[0].engine.device
 
     # -- going on -----------------------------------------------------------------------------
 
-    def resume(self) -> int:
+    def resume(self) -> list[int] | None:
         """Load the checkpoint in the output folder, if an interrupted run has left one.
 
         Returns:
-            Batches that every run has trained at least; 0 for a fresh start.
+            Batches that each run has trained; ``None`` for a fresh start.
 
         Raises:
             ValueError: on every rank, if it is of a run with other settings or can't be loaded; with the remedy.
         """
         if not self._settings.run.resume:
             self.discard()
-            return 0
+            return None
         stored = self._find()
         if stored is None:
-            return 0
+            return None
         self._check(stored)
         try:
             for contender in self._contenders:
                 contender.load(self._folder, stored["tag"])
         except CheckpointError as error:
             raise ValueError(f"{error}; start anew with run.resume=false, or with another output_dir") from error
-        self._saved_after = min(len(contender.losses) for contender in self._contenders)
-        return self._saved_after
-
-    @property
-    def newest(self) -> str | None:
-        """The checkpoints' folder, if there is one to go on from; not collective."""
-        return str(self._folder) if self._saved_after else None
+        trained = [len(contender.losses) for contender in self._contenders]
+        self._saved_after = min(trained)
+        self.newest = str(self._folder)
+        return trained
 
     def discard(self) -> None:
         """Remove all checkpoints of the job.
@@ -192,6 +193,7 @@ class JobCheckpoints:
         except CheckpointError as error:
             return str(error)
         self._saved_after = min(now["trained"].values())
+        self.newest = str(self._folder)
         return None
 
     def _publish(self, tag: str, now: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ class RunSettings:
         threads: CPU threads a rank; ``None`` for ``OMP_NUM_THREADS``, else an equal share of the
             cores.
         save_every: batches of each run between two checkpoints of both, which are written when both have had
-            their turn; 0 for none.
+            their turn; 0 for none but when the run is asked to end.
         resume: continue an interrupted run that is found in the output folder; ``False`` discards it.
     """
 

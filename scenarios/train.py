@@ -188,19 +188,19 @@ def run(settings: Settings) -> None:
     contenders = build(settings)
     checkpoints = JobCheckpoints(settings, contenders)
     checkpoints.listen()
-    trained = checkpoints.resume()
-    if trained and dist.get_rank() == 0:
-        print(f"continuing an interrupted run after batch {trained} of {settings.run.batches}", flush=True)
     try:
+        trained = checkpoints.resume()
+        if trained is not None and dist.get_rank() == 0:
+            after = " and ".join(dict.fromkeys(map(str, trained)))
+            print(f"continuing an interrupted run after batch {after} of {settings.run.batches}", flush=True)
         train(settings, contenders, checkpoints)
+        runs = [contender.summary() for contender in contenders]
+        if dist.get_rank() == 0:
+            save(settings, contenders, runs)
+        checkpoints.discard()
     except RuntimeError:
         with naming_lost_ranks(start_heartbeat(), "the job was trained", checkpoints.newest):
             raise
-    runs = [contender.summary() for contender in contenders]
-    if dist.get_rank() == 0:
-        save(settings, contenders, runs)
-    checkpoints.discard()
-    dist.barrier()
     dist.destroy_process_group()
 
 

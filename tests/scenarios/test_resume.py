@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import signal
+import subprocess
+import time
 import warnings
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
@@ -14,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pytest
 
 from dynpipe_ds import RankLostError, heartbeat
@@ -21,6 +25,7 @@ from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point
+from tests.scenarios.test_train import ROOT, launch_command
 
 BATCHES = 60
 
@@ -139,7 +144,7 @@ def test_asked_to_end(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     for ended, _ in run_ranks(run_entry, 2, settings, stop):
         assert ended.startswith("InterruptedRunError: asked to end after 2 and 5 batches; saved in"), ended
     results, printed = finish(settings, 2)
-    assert "continuing an interrupted run after batch 2 of 14" in printed
+    assert "continuing an interrupted run after batch 2 and 5 of 14" in printed
     assert_same_losses(results, uninterrupted)
     assert [run["resumed_at"] for run in results["runs"]] == [[2], [5]]
 
@@ -198,3 +203,53 @@ def test_a_save_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     (settings.output_dir / "checkpoints").write_text("in the way", encoding="utf-8")
     ended, told = run_ranks(run_entry, 1, settings)[0]
     assert ended == "done" and "saving checkpoint" in told
+
+
+# -- real processes ---------------------------------------------------------------------------
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Start the entry under the launcher, on two ranks."""
+    return subprocess.Popen(
+        launch_command(
+            "scenario=pruning", "scenario.crossover=0.5", "run.batches=60", "run.save_every=6", "run.window=3",
+            "ds.dynamic_pipeline.rebalance_every=5", "ds.dynamic_pipeline.min_gain=0", f"output_dir={folder}",
+        ),
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def kill_a_rank(launcher: subprocess.Popen[str], draw: random.Random, saved: Path) -> str:
+    """Wait until something new is saved and a moment longer, then kill one rank; return what was printed."""
+    before, deadline_s = saved.read_text() if saved.exists() else "", time.monotonic() + 100
+    while (saved.read_text() if saved.exists() else "") == before and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    time.sleep(draw.uniform(0, 0.5))
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    ranks = [child for child in children if child.cmdline()[1:4] == ["-u", "-m", "scenarios.train"]]
+    assert len(ranks) == 2
+    draw.choice(ranks).kill()
+    printed, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode != 0
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_killed_twice_under_the_launcher(tmp_path: Path) -> None:
+    """The whole way, as a user goes it: start, lose a rank, start again, lose one again, start again."""
+    results = {}
+    for name in ("whole", "killed"):
+        draw, folder, printed = random.Random(11), tmp_path / name, ""
+        for _ in range(2 if name == "killed" else 0):
+            printed = kill_a_rank(start(folder), draw, folder / "checkpoints" / "job.json")
+        launcher = start(folder)
+        last, _ = launcher.communicate(timeout=200)
+        assert launcher.returncode == 0, last
+        assert ("continuing an interrupted run" in printed and "continuing" in last) == (name == "killed"), printed
+        assert not (folder / "checkpoints").exists()
+        results[name] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    for whole, killed in zip(results["whole"]["runs"], results["killed"]["runs"], strict=True):
+        assert len(killed["losses"]) == 60 and killed["losses"] == whole["losses"]
+        assert len(killed["resumed_at"]) == 2 and whole["resumed_at"] == []

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.models import digest
 from tests.distributed.ranks import run_ranks
-from tests.scenarios.exactness import Job, Trained, build
-
-SAVED_AFTER, NUM_BATCHES = 5, 10
+from tests.scenarios.exactness import Job, assert_continued, go_on, train_and_save
 
 PRUNING = {"start_batch": 1, "end_batch": 9, "every": 2, "crossover": 0.5}
 FREEZING = {"batches": [2, 4, 7], "frozen": [1, 3, 2]}
@@ -56,62 +52,6 @@ CHANGING = {
 }  # fmt: skip
 
 
-def train_and_save(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
-    """Train each job to its end, with moves, saving on the way."""
-    return {name: _train(build(job), job, range(NUM_BATCHES), Path(folder) / name) for name, job in jobs.items()}
-
-
-def go_on(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
-    """Build each job anew, load, and train the rest with other moves."""
-    results = {}
-    for name, job in jobs.items():
-        run = build(job)
-        run.load(Path(folder) / name, "middle")
-        assert len(run.losses) == SAVED_AFTER and run.resumed_at == [SAVED_AFTER]
-        results[name] = _train(run, job, range(SAVED_AFTER, NUM_BATCHES))
-    return results
-
-
-def _train(run: Any, job: Job, batches: range, folder: Path | None = None) -> Trained:
-    draw, layers = random.Random(batches.start), job.model.depth + 2
-    for batch in batches:
-        if batch % 3 == 1:
-            run.engine.repartition((0, *sorted(draw.sample(range(1, layers), job.stages - 1)), layers))
-        if batch == SAVED_AFTER and folder is not None:
-            run.save(folder, "middle")
-        list(run.train_window([batch], timed=True))
-    return Trained(run.losses, run.reports, digest(run.engine))
-
-
-def assert_same_bits(name: str, reference: list[Any], resumed: list[Any], *, must_change: bool = True) -> None:
-    """Losses of the first rank, what the scenario reports, weights, buffers and optimizer state by layer.
-
-    Args:
-        name: of the job.
-        reference: what every rank of the uninterrupted runs returned.
-        resumed: same for the continued ones.
-        must_change: also that something happens before the run is stopped, and afterwards.
-    """
-    whole, parts = reference[0][name], resumed[0][name]
-    assert parts.losses == whole.losses
-    layers = [{item for rank in ranks for item in rank[name].layers.items()} for ranks in (reference, resumed)]
-    assert layers[0] == layers[1]
-    if name == "freezing-cache":
-        skipped = [[report["layers from cache"] for report in run.reports] for run in (whole, parts)]
-        assert skipped[0][SAVED_AFTER] == 1 and skipped[1][SAVED_AFTER] == 0, "the cache is filled anew"
-        assert skipped[0][-1] == skipped[1][-1] == 2
-    assert _without_cache(parts.reports) == _without_cache(whole.reports)
-    if not must_change:
-        return
-    changing = [report[CHANGING[name]] for report in whole.reports]
-    assert changing[0] != changing[SAVED_AFTER - 1], "nothing had happened when the run was stopped"
-    assert any(value != changing[SAVED_AFTER - 1] for value in changing[SAVED_AFTER:]), "nothing was left to happen"
-
-
-def _without_cache(reports: list[Any]) -> list[Any]:
-    return [{**report, "layers from cache": None} for report in reports]
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
     """All scenarios on two stages, trained to the end and saved in the middle."""
@@ -128,7 +68,7 @@ def continued(request: pytest.FixtureRequest, stopped: tuple[list[Any], str]) ->
 
 @pytest.mark.parametrize("name", JOBS)
 def test_scenario_goes_on(continued: tuple[list[Any], list[Any]], name: str) -> None:
-    assert_same_bits(name, *continued)
+    assert_continued(name, *continued, changing=CHANGING[name])
 
 
 # -- the matrix -------------------------------------------------------------------------------
@@ -170,7 +110,7 @@ def test_the_matrix(optimizer: str, before: Grid, after: Grid, tmp_path: Path) -
     failed = {}
     for name in JOBS:
         try:
-            assert_same_bits(name, reference, resumed, must_change=False)
+            assert_continued(name, reference, resumed)
         except AssertionError as error:
             failed[name] = str(error)
     assert not failed
