@@ -126,7 +126,8 @@ SAVED_AFTER, CONTINUED_BATCHES = 5, 10
 
 def train_and_save(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
     """Train each job to its end, with moves, saving on the way."""
-    return {name: _train_batches(build(job), job, range(CONTINUED_BATCHES), Path(folder) / name) for name, job in jobs.items()}
+    every = range(CONTINUED_BATCHES)
+    return {name: _train_batches(build(job), job, every, Path(folder) / name) for name, job in jobs.items()}
 
 
 def go_on(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
