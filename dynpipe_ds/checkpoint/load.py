@@ -20,7 +20,13 @@ from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
 from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
-from dynpipe_ds.checkpoint.optimizer_files import Reader, group_settings, parameter_states, stage_state_dict
+from dynpipe_ds.checkpoint.optimizer_files import (
+    Reader,
+    group_settings,
+    parameter_states,
+    stage_state_dict,
+    template_state,
+)
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.migration.migrate import MigrationError
 from dynpipe_ds.migration.optimizer_state import FlatOptimizer
@@ -191,12 +197,14 @@ class Loading:
         if self._with_optimizer:
             self._states = parameter_states(manifest, self._reader, range(first, stop))
             self._settings = group_settings(manifest, self._reader, self._home)
+            flat = manifest.optimizer.kind == "flat"
+            self._template = template_state(manifest, self._reader, self._home) if flat else {}
         if manifest.is_ours and not self._module_only:
             self._common = self._reader.read(COMMON_FILE)
             self._rank_state = self._reader.read(rank_file(self._home, self._replica))
             self._attributes: dict[int, Any] = {}
             for old in old_stages:
-                self._attributes |= self._reader.read(rank_file(old, 0))["attributes"]
+                self._attributes |= self._reader.read(rank_file(old, self._replica))["attributes"]
 
     # -- the point of no return ---------------------------------------------------------------
 
@@ -253,7 +261,7 @@ class Loading:
             return
         parameters = named_parameters(engine.local_layers())
         states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
-        restore_state(engine.stage_optimizer, states, self._settings)
+        restore_state(engine.stage_optimizer, states, self._settings, self._template)
         if flat:
             stored = stage_state_dict(self._manifest, self._reader, self._home)
             engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)

@@ -158,6 +158,8 @@ def test_lengths_without_a_meaning() -> None:
         RunSettings(batches=0, window=0)
     with pytest.raises(ValueError, match="warmup_batches=5 must be less than run.batches=5"):
         RunSettings(batches=5, warmup_batches=5)
+    with pytest.raises(ValueError, match="run.save_every=-1 must be at least 0"):
+        RunSettings(save_every=-1)
 
 
 def test_unknown_keys_are_named() -> None:
