@@ -33,7 +33,7 @@ from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_tokens
 from scenarios.resume import InterruptedRunError, JobCheckpoints
-from scenarios.settings import Settings, config_folder
+from scenarios.settings import SECTION, Settings, config_folder, merge
 
 
 def choose_threads(threads: int | None) -> int:
@@ -183,6 +183,11 @@ def run(settings: Settings) -> None:
         ValueError: if a setting does not fit, or the output folder holds an interrupted run with other ones.
         InterruptedRunError: if it was asked to end.
     """
+    if merge({SECTION: {"repack": {}}}, settings.deepspeed)[SECTION]["repack"].get("enabled"):
+        raise ValueError(
+            "ds.dynamic_pipeline.repack.enabled=true: two runs train here at the same time and would lose each "
+            "other's ranks; use --module scenarios.repack"
+        )
     choose_threads(settings.run.threads)
     start_distributed()
     contenders = build(settings)
@@ -199,7 +204,7 @@ def run(settings: Settings) -> None:
             save(settings, contenders, runs)
         checkpoints.discard()
     except RuntimeError:
-        with naming_lost_ranks(start_heartbeat(), "the job was trained", checkpoints.newest):
+        with naming_lost_ranks(start_heartbeat(), "the job was trained", lambda: checkpoints.newest):
             raise
     dist.destroy_process_group()
 
