@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scenarios.scenario import build_scenario
 from tests.distributed.ranks import run_ranks
+from tests.matrix import mostly
 from tests.scenarios.exactness import Job, assert_continued, assert_same_bits, go_on, train_and_save
 from tests.scenarios.fakes import FakeEngine, run
 
@@ -32,7 +33,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("stages", "ranks", "optimizer"), [(2, 2, "fp32_adamw"), (3, 3, "fp32_adamw"), (2, 4, "zero1_adamw")]
+    ("stages", "ranks", "optimizer"), 
+    mostly([(2, 2, "fp32_adamw"), (3, 3, "fp32_adamw"), (2, 4, "zero1_adamw")], [(3, 3, "fp32_adamw")]),
 )
 def test_same_bits_whatever_the_partition(stages: int, ranks: int, optimizer: str) -> None:
     """Losses, skips, weights; blocks are skipped more and more, the last ones most."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scenarios.gpt import GPTConfig
+from tests.matrix import mostly
 from tests.scenarios.exactness import Job, Trained, assert_same_bits
 
 EAGER = {"first_exit": 1, "exit_interval": 1, "first_batch": 2, "calibrate_every": 2, "target_share": 0.5,
@@ -29,13 +30,16 @@ def assert_tokens_left(trained: Trained, first_batch: int = 2) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "optimizer", "stages", "ranks"),
-    [
-        pytest.param(CALM, "fp32_adamw", 2, 2, id="calm-fp32-PP2"),
-        pytest.param(SURE, "fp32_adamw", 3, 3, id="consistency-fp32-PP3"),
-        pytest.param(ADPC, "fp32_adamw", 4, 4, id="adpc-fp32-PP4"),
-        pytest.param(EAGER | {"confidence": "state"}, "zero1_adamw", 2, 4, id="state-zero1-PP2xDP2"),
-        pytest.param(CALM, "bf16_zero1", 2, 2, id="calm-bf16-zero1-PP2"),
-    ],
+    mostly(
+        [
+            pytest.param(CALM, "fp32_adamw", 2, 2, id="calm-fp32-PP2"),
+            pytest.param(SURE, "fp32_adamw", 3, 3, id="consistency-fp32-PP3"),
+            pytest.param(ADPC, "fp32_adamw", 4, 4, id="adpc-fp32-PP4"),
+            pytest.param(EAGER | {"confidence": "state"}, "zero1_adamw", 2, 4, id="state-zero1-PP2xDP2"),
+            pytest.param(CALM, "bf16_zero1", 2, 2, id="calm-bf16-zero1-PP2"),
+        ],
+        ["consistency-fp32-PP3", "state-zero1-PP2xDP2", "calm-bf16-zero1-PP2"],
+    ),
 )
 def test_same_bits_whatever_the_partition(settings: dict[str, Any], optimizer: str, stages: int, ranks: int) -> None:
     """Losses, thresholds, who left, weights, buffers and optimizer state."""

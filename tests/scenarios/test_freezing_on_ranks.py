@@ -11,6 +11,7 @@ import pytest
 from scenarios.freezing import AutoFreeze, EgeriaFreezing, ScheduledFreezing
 from scenarios.scenario import gather_by_layer
 from tests.distributed.ranks import run_ranks
+from tests.matrix import mostly
 from tests.scenarios.exactness import MODEL, Job, Trained, assert_same_bits, train
 
 NUM_BATCHES = 10
@@ -60,19 +61,22 @@ def job(rule: type, settings: dict[str, Any], optimizer: str, stages: int) -> Jo
 
 @pytest.mark.parametrize(
     ("job", "ranks"),
-    [
-        pytest.param(job(Scheduled, SCHEDULE, "bf16_zero1", 2), 2, id="schedule-bf16-PP2"),
-        pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 3), 3, id="schedule-fp32-PP3"),
-        pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 4), 4, id="schedule-fp32-PP4"),
-        pytest.param(job(Scheduled, SCHEDULE, "zero1_adamw", 2), 4, id="schedule-zero1-PP2xDP2"),
-        pytest.param(job(Egeria, EAGER, "fp32_adamw", 2), 2, id="egeria-fp32-PP2"),
-        pytest.param(job(Egeria, EAGER | {"reference_bits": 8}, "fp32_adamw", 4), 4, id="egeria-int8-fp32-PP4"),
-        pytest.param(job(Egeria, EAGER, "zero1_adamw", 2), 4, id="egeria-zero1-PP2xDP2"),
-        pytest.param(job(Auto, AUTO, "bf16_zero1", 2), 2, id="autofreeze-bf16-PP2"),
-        pytest.param(job(Auto, AUTO, "fp32_adamw", 3), 3, id="autofreeze-fp32-PP3"),
-        pytest.param(job(Auto, AUTO, "fp32_adamw", 4), 4, id="autofreeze-fp32-PP4"),
-        pytest.param(job(Auto, AUTO, "zero1_adamw", 2), 4, id="autofreeze-zero1-PP2xDP2"),
-    ],
+    mostly(
+        [
+            pytest.param(job(Scheduled, SCHEDULE, "bf16_zero1", 2), 2, id="schedule-bf16-PP2"),
+            pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 3), 3, id="schedule-fp32-PP3"),
+            pytest.param(job(Scheduled, SCHEDULE, "fp32_adamw", 4), 4, id="schedule-fp32-PP4"),
+            pytest.param(job(Scheduled, SCHEDULE, "zero1_adamw", 2), 4, id="schedule-zero1-PP2xDP2"),
+            pytest.param(job(Egeria, EAGER, "fp32_adamw", 2), 2, id="egeria-fp32-PP2"),
+            pytest.param(job(Egeria, EAGER | {"reference_bits": 8}, "fp32_adamw", 4), 4, id="egeria-int8-fp32-PP4"),
+            pytest.param(job(Egeria, EAGER, "zero1_adamw", 2), 4, id="egeria-zero1-PP2xDP2"),
+            pytest.param(job(Auto, AUTO, "bf16_zero1", 2), 2, id="autofreeze-bf16-PP2"),
+            pytest.param(job(Auto, AUTO, "fp32_adamw", 3), 3, id="autofreeze-fp32-PP3"),
+            pytest.param(job(Auto, AUTO, "fp32_adamw", 4), 4, id="autofreeze-fp32-PP4"),
+            pytest.param(job(Auto, AUTO, "zero1_adamw", 2), 4, id="autofreeze-zero1-PP2xDP2"),
+        ],
+        ["schedule-bf16-PP2", "schedule-zero1-PP2xDP2", "egeria-int8-fp32-PP4", "autofreeze-fp32-PP3"],
+    ),
 )
 def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:
     """Losses, decisions and weights; frozen layers keep their bits; all ranks decide alike."""
@@ -98,11 +102,14 @@ def train_with_cache(_rank: int, job: Job) -> tuple[Trained, Trained]:
 
 @pytest.mark.parametrize(
     ("optimizer", "stages", "ranks"),
-    [
-        pytest.param("bf16_zero1", 2, 2, id="bf16-PP2"),
-        pytest.param("fp32_adamw", 4, 4, id="fp32-PP4"),
-        pytest.param("zero1_adamw", 2, 4, id="zero1-PP2xDP2"),
-    ],
+    mostly(
+        [
+            pytest.param("bf16_zero1", 2, 2, id="bf16-PP2"),
+            pytest.param("fp32_adamw", 4, 4, id="fp32-PP4"),
+            pytest.param("zero1_adamw", 2, 4, id="zero1-PP2xDP2"),
+        ],
+        ["zero1-PP2xDP2"],
+    ),
 )
 def test_a_cache_changes_no_bit(optimizer: str, stages: int, ranks: int) -> None:
     """Losses, weights and optimizer state as without a cache and without moves; every rank skips alike."""

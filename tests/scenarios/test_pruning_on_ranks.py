@@ -14,6 +14,7 @@ from scenarios.pruning import prunable_weights
 from scenarios.pruning.gathering import keep_largest_by_gathering
 from scenarios.pruning.selection import Scores, keep_largest
 from tests.distributed.ranks import run_ranks
+from tests.matrix import mostly
 from tests.scenarios.exactness import Job, assert_same_bits
 
 SCHEDULE = {"start_batch": 1, "end_batch": 5, "every": 1, "crossover": 0.6}
@@ -23,14 +24,17 @@ BOTH = {"parts": {"pruning": SCHEDULE, "freezing": {"batches": [2, 4, 6], "froze
 
 @pytest.mark.parametrize(
     ("job", "ranks"),
-    [
-        pytest.param(Job("pruning", SCHEDULE, stages=2), 2, id="PP2"),
-        pytest.param(Job("pruning", SCHEDULE, stages=3, optimizer="zero1_adamw"), 3, id="PP3-ZeRO1"),
-        pytest.param(Job("pruning", SCHEDULE, stages=4), 4, id="PP4"),
-        pytest.param(Job("pruning", SCHEDULE, stages=2, optimizer="bf16_zero1"), 2, id="PP2-bf16"),
-        pytest.param(Job("pruning", BLOCKS, stages=2), 4, id="PP2xDP2-blocks"),
-        pytest.param(Job("pruning_freezing", BOTH, stages=2, optimizer="zero1_adamw"), 4, id="PP2xDP2-ZeRO1-freezing"),
-    ],
+    mostly(
+        [
+            pytest.param(Job("pruning", SCHEDULE, stages=2), 2, id="PP2"),
+            pytest.param(Job("pruning", SCHEDULE, stages=3, optimizer="zero1_adamw"), 3, id="PP3-ZeRO1"),
+            pytest.param(Job("pruning", SCHEDULE, stages=4), 4, id="PP4"),
+            pytest.param(Job("pruning", SCHEDULE, stages=2, optimizer="bf16_zero1"), 2, id="PP2-bf16"),
+            pytest.param(Job("pruning", BLOCKS, stages=2), 4, id="PP2xDP2-blocks"),
+            pytest.param(Job("pruning_freezing", BOTH, stages=2, optimizer="zero1_adamw"), 4, id="PP2xDP2-freezing"),
+        ],
+        ["PP3-ZeRO1", "PP2-bf16", "PP2xDP2-blocks"],
+    ),
 )
 def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:
     reports = assert_same_bits(job, ranks).reports

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scenarios.gpt import GPTConfig
+from tests.matrix import mostly
 from tests.scenarios.exactness import Job, assert_same_bits
 
 SETTINGS: dict[str, Any] = {"batches": (1, 3, 6), "buckets": (4, 8, 4), "blocks": (0.5, 1.0, 1.0)}
@@ -15,13 +16,16 @@ SEPARATE = {**SETTINGS, "hashing": "separate", "redraw_every": 2}
 
 @pytest.mark.parametrize(
     ("job", "ranks"),
-    [
-        pytest.param(Job("sparse_attention", SETTINGS), 2, id="shared-PP2"),
-        pytest.param(Job("sparse_attention", SEPARATE, stages=3), 3, id="separate-PP3"),
-        pytest.param(Job("sparse_attention", {**SETTINGS, "redraw_every": 1}, stages=4), 4, id="shared-PP4"),
-        pytest.param(Job("sparse_attention", SETTINGS, optimizer="zero1_adamw"), 4, id="shared-zero1-PP2xDP2"),
-        pytest.param(Job("sparse_attention", SEPARATE, optimizer="bf16_zero1"), 2, id="separate-bf16-PP2"),
-    ],
+    mostly(
+        [
+            pytest.param(Job("sparse_attention", SETTINGS), 2, id="shared-PP2"),
+            pytest.param(Job("sparse_attention", SEPARATE, stages=3), 3, id="separate-PP3"),
+            pytest.param(Job("sparse_attention", {**SETTINGS, "redraw_every": 1}, stages=4), 4, id="shared-PP4"),
+            pytest.param(Job("sparse_attention", SETTINGS, optimizer="zero1_adamw"), 4, id="shared-zero1-PP2xDP2"),
+            pytest.param(Job("sparse_attention", SEPARATE, optimizer="bf16_zero1"), 2, id="separate-bf16-PP2"),
+        ],
+        ["separate-PP3", "shared-zero1-PP2xDP2"],
+    ),
 )
 def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:
     """Losses, weights and counted pairs; buckets follow the schedule, and layers differ."""
