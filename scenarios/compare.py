@@ -24,6 +24,7 @@ from deepspeed.utils import logger
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds.reporting.table import RunSummary
 from scenarios.data import BatchShape, TokenBatches, Tokens
+from scenarios.recording import Recording, new_recording, record_profile, record_rebalance
 from scenarios.scenario import Report, Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 
@@ -49,6 +50,7 @@ class Contender:
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: batches after which the partition changed.
         reports: what the scenario reported after every batch.
+        recording: what the report page shows of the layers.
     """
 
     label: str
@@ -64,6 +66,7 @@ class Contender:
     stages_s: list[list[float]] = field(default_factory=list)
     rebalanced_at: list[int] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
+    recording: Recording = field(default_factory=new_recording)
     _untimed: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
@@ -97,6 +100,7 @@ class Contender:
         profile = self.engine.last_batch_profile
         if profile is not None:
             self.stages_s.append([stage.busy_s for stage in profile.stages])
+            record_profile(self.recording, batch, profile)
             if timed:
                 self.bubbles.append(profile.bubble_ratio)
 
@@ -201,6 +205,7 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
     engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))
+    engine.on_rebalance(lambda event: record_rebalance(contender.recording, event))
     return contender
 
 

@@ -124,6 +124,7 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
         "stages_s": contender.stages_s,
         "rebalanced_at": contender.rebalanced_at,
         "reports": contender.reports,
+        "recording": contender.recording,
     }
 
 
