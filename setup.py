@@ -31,5 +31,6 @@ setup(
         "tqdm",
         "ninja",  # DeepSpeed compiles its CPU operations with it
     ],
+    entry_points={"console_scripts": ["dynpipe = dynpipe_ds.cli.main:main"]},
     extras_require={"dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11"]},
 )
