@@ -46,7 +46,7 @@ class TrainingMemory:
 
         Args:
             config: the whole configuration, as read from its JSON.
-            num_replicas: data-parallel replicas, over which ZeRO-1 and bf16 spread optimizer state.
+            num_replicas: data-parallel replicas, over which ZeRO-1 spreads optimizer state.
 
         Raises:
             ValueError: for an optimizer whose state is not known.
@@ -57,9 +57,12 @@ class TrainingMemory:
                 dtype = reduced
         names = {None: dtype, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
         gradient_dtype = names[config.get("data_types", {}).get("grad_accum_dtype")]
-        flat = dtype != torch.float32 or config.get("zero_optimization", {}).get("stage", 0) > 0
-        state_bytes = _state_bytes(config.get("optimizer"))
-        optimizer_bytes = (state_bytes + 4.0) / num_replicas if flat else state_bytes
+        optimizer_bytes = _state_bytes(config.get("optimizer"))
+        sharded = config.get("zero_optimization", {}).get("stage", 0) > 0
+        if sharded or dtype != torch.float32:
+            optimizer_bytes += torch.float32.itemsize  # master weights
+        if sharded:
+            optimizer_bytes /= num_replicas
         return cls(dtype=dtype, gradient_dtype=gradient_dtype, optimizer_bytes=optimizer_bytes)
 
 
@@ -166,18 +169,21 @@ def measure_layers(
     device = torch.device(get_accelerator().current_device_name())
     x, labels = _to(inputs, device, memory.dtype), _to(labels, device, None)
     recorder, measured, counted = BatchRecorder(), [], False
+
+    def measure(index: int, spec: Any) -> LayerProfile:  # when it returns, the layer is gone
+        nonlocal x, counted
+        with_loss = loss_fn is not None and index == len(layers) - 1
+        layer = _build(index, spec, partial(_call_loss, loss_fn, labels) if with_loss else None, device, memory.dtype)
+        passes = [layer.run(recorder, x, None, checkpointed=checkpointed)[0] for _ in range(warmup + repeats)]
+        activation_bytes, counted, x = _metered(layer, recorder, x, counted, checkpointed=checkpointed)
+        return _layer_profile(_name(spec), layer, passes[warmup:], activation_bytes, memory)
+
     for index, spec in enumerate(layers):
-        loss = None
-        if loss_fn is not None and index == len(layers) - 1:
-            loss = partial(_call_loss, loss_fn, labels)
         try:
-            layer = _build(index, spec, loss, device, memory.dtype)
-            passes = [layer.run(recorder, x, None, checkpointed=checkpointed)[0] for _ in range(warmup + repeats)]
-            activation_bytes, counted, x = _metered(layer, recorder, x, counted, checkpointed=checkpointed)
+            measured.append(measure(index, spec))
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             raise LayerError(f"layer {index} ({_name(spec)}) can't be built and run: {cause}") from error
-        measured.append(_layer_profile(_name(spec), layer, passes[warmup:], activation_bytes, memory))
     return PipelineProfile(0, (), num_micro_batches, tuple(measured), ())
 
 
@@ -235,8 +241,9 @@ def _build(
     return _Layer(index, spec, None, loss)
 
 
-def _call_loss(loss_fn: LossFunction, labels: Any, y: Any) -> Tensor:
-    return loss_fn(y, labels)
+def _call_loss(loss_fn: Any, labels: Any, y: Any) -> Tensor:
+    loss: Tensor = loss_fn(y, labels)
+    return loss
 
 
 def _name(spec: Any) -> str:

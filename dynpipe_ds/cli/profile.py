@@ -67,7 +67,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--replicas", type=whole(1), default=1, metavar="N",
-        help="data-parallel replicas, which share optimizer state under ZeRO-1 and bf16 (default 1)",
+        help="data-parallel replicas, which share optimizer state under ZeRO-1 (default 1)",
     )
     parser.add_argument(
         "--optimizer-bytes", type=float, metavar="BYTES",

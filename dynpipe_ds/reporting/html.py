@@ -140,8 +140,9 @@ def _stages(results: JobResults) -> str:
         return ""
     return "<h2>Stage times before and after</h2>" + _picture(
         stages_figure(known), "Bars of the computing time of every stage",
-        f"Measured; medians of up to {WINDOW} batches. The slowest stage (dotted line) sets the pace of all. Static and "
-        "dynamic at the end did the same work in turns; before the first re-partition layers may have cost otherwise.",
+        f"Measured; medians of up to {WINDOW} batches. The slowest stage (dotted line) sets the pace of all. "
+        "Static and dynamic at the end did the same work in turns"
+        + ("; before the first re-partition layers may have cost otherwise." if last else "."),
     )
 
 
