@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 
 def is_command_line() -> bool:
     """Whether this process was started as ``dynpipe`` or ``python -m dynpipe_ds``."""
-    return Path(sys.argv[0]).stem == "dynpipe" or sys.orig_argv[1:3] == ["-m", "dynpipe_ds"]
+    program = Path(sys.argv[0]).stem if sys.argv else ""
+    return program == "dynpipe" or ("-m", "dynpipe_ds") in pairwise(sys.orig_argv)
 
 
 def import_deepspeed_quietly() -> None:

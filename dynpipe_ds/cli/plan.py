@@ -138,7 +138,9 @@ def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> 
     """The section of --config with the options laid over it, checked by the section's own rules."""
     section: dict[str, Any] = {}
     if arguments.config is not None:
-        section = dict(load_json(arguments.config, "a DeepSpeed JSON").get(SECTION, {}))
+        file = load_json(arguments.config, "a DeepSpeed JSON")
+        parse_config(file)  # what is wrong there is said of the file alone
+        section = dict(file.get(SECTION, {}))
     given = {
         "partitioner": arguments.partitioner,
         "cost": arguments.cost,

@@ -126,14 +126,17 @@ class RunResults:
     rebalances: tuple[Rebalance, ...]
 
     def stages_of(self, batches: range) -> list[float] | None:
-        """Busy seconds of every stage, medians over some batches; ``None`` if they were not profiled.
+        """Busy seconds of every stage, medians over some batches; ``None`` if that is not known.
 
         Args:
             batches: consecutive batches, on one partition.
         """
         if len(self.stages_s) != len(self.batches_s) or not batches:
             return None  # some batches were not profiled, so rows can't be told apart
-        return [median(times) for times in zip(*self.stages_s[batches.start : batches.stop], strict=True)]
+        rows = self.stages_s[batches.start : batches.stop]
+        if len(set(map(len, rows))) != 1:
+            return None  # continued with another number of stages in between
+        return [median(times) for times in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ def example_profile(
 ) -> PipelineProfile:
     """Layers that take some milliseconds forward and twice that backward; layer i has 100 (i + 1) parameters."""
     layers = [
-        LayerProfile(f"Layer{i}", f / 1e3, 2 * f / 1e3, 100 * (i + 1), 400 * (i + 1), 400 * (i + 1), 800 * (i + 1), 1000)
-        for i, f in enumerate(forward_s)
+        LayerProfile(f"Layer{i - 1}", f / 1e3, 2 * f / 1e3, 100 * i, 400 * i, 400 * i, 800 * i, 1000)
+        for i, f in enumerate(forward_s, start=1)
     ]
     return PipelineProfile(0, boundaries, 4, tuple(layers), ())
 

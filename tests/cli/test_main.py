@@ -81,6 +81,7 @@ def test_help_names_every_command(dynpipe: Command) -> None:
         ("plan profile.json --stages 2 --partitioner uniform --stage-speeds 1,2", 2, "can't honour it"),
         ("plan profile.json --stages 2 --import no_such_module", 2, "No module named 'no_such_module'"),
         ("plan profile.json --stages 2 --config broken.json", 2, "broken.json: not valid JSON"),
+        ("plan profile.json --stages 2 --config list.json", 2, "dynamic_pipeline = []: must be an object"),
         ("simulate profile.json", 2, "give one by --partition"),
         ("simulate profile.json --partition 0,9", 2, "partition 0,9"),
         ("simulate profile.json --partition a,b", 2, "partition 'a,b': must be boundaries such as"),
@@ -101,6 +102,7 @@ def test_help_names_every_command(dynpipe: Command) -> None:
 def test_a_mistake_is_one_line(workplace: Path, dynpipe: Command, line: str, code: int, told: str) -> None:
     """On stderr, named after the command, with the documented exit code; nothing on stdout, no traceback."""
     (workplace / "broken.json").write_text("{", encoding="utf-8")
+    (workplace / "list.json").write_text('{"dynamic_pipeline": []}', encoding="utf-8")
     done = dynpipe(*line.split())
     assert (done.code, done.out) == (code, "")
     assert told in done.err and done.err.startswith("dynpipe")
