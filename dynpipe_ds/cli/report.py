@@ -80,6 +80,8 @@ def _line(rebalance: Rebalance) -> str:
         UNKNOWN if gain is None else percent(gain)
         for gain in (rebalance.predicted_gain, rebalance.realised_gain, rebalance.same_work_gain)
     ]
+    if rebalance.realised_noise is not None:
+        gains[1] += f" ± {percent(rebalance.realised_noise)}"
     return (
         f"re-partition after batch {rebalance.batch}: {' -> '.join(cuts)}, gain {gains[0]} predicted, {gains[1]} "
         f"realised, {gains[2]} by layer times"

@@ -20,7 +20,7 @@ from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 60rem; margin: 2rem auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 68rem; margin: 2rem auto;
   padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; }
 h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
@@ -29,7 +29,7 @@ p.note { background: #fff6e0; border-left: 4px solid #e69f00; padding: .5rem .8r
 figure { margin: 0; } img { max-width: 100%; height: auto; }
 figcaption, .small { color: #555; font-size: .9rem; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 td.indented { padding-left: 1.8rem; }
@@ -188,12 +188,13 @@ def _rebalances(rebalances: Sequence[Rebalance]) -> str:
         return "<h2>Re-partitions</h2><p>The partition never changed.</p>"
     head = [
         "after batch", "boundaries before", "after", "predicted gain", "realised gain", "by layer times",
-        "batch before (s)", "after (s)", "MiB moved", "took (s)", "paid back in",
+        "batch had it stayed (s)", "batch since (s)", "MiB moved", "took (s)", "paid back in",
     ]  # fmt: skip
     rows = [
         [
-            str(r.batch), _cuts(r.before), _cuts(r.after), _share(r.predicted_gain), _share(r.realised_gain),
-            _share(r.same_work_gain), _number(r.batch_before_s), _number(r.batch_after_s),
+            str(r.batch), _cuts(r.before), _cuts(r.after), _share(r.predicted_gain),
+            _share(r.realised_gain, r.realised_noise), _share(r.same_work_gain),
+            _number(r.batch_stayed_s), _number(r.batch_moved_s),
             UNKNOWN if r.bytes_moved is None else f"{r.bytes_moved / 2**20:.1f}", _number(r.cost_s), payback(r),
         ]
         for r in rebalances
@@ -201,8 +202,9 @@ def _rebalances(rebalances: Sequence[Rebalance]) -> str:
     return "<h2>Re-partitions</h2>" + _table([head, *rows]) + (
         '<p class="small"><b>Predicted gain</b>: share by which the slowest stage was to shrink. <b>Realised gain</b>: '
         "by how much its measured time did, against the static run's in the same batches (both do the same work in "
-        f"turns); medians of up to {WINDOW} batches before and after. <b>By layer times</b>: the slowest stage against "
-        "what it would have been with the boundaries of before, by the layer times of the batches after.</p>"
+        f"turns), medians of up to {WINDOW} batches before and after, with its standard error. <b>By layer times</b>: "
+        "the slowest stage against what it would have been with the boundaries of before, by the layer times of the "
+        "batches after. <b>Had it stayed</b>: the static run's batches, times how the two runs compared before.</p>"
     )
 
 
@@ -210,14 +212,17 @@ def payback(rebalance: Rebalance) -> str:
     """Say after how many batches a move has paid for itself.
 
     Args:
-        rebalance: with what it cost and what a batch took before and after.
+        rebalance: with what it cost, and what a batch took with and without it.
     """
-    before_s, after_s, cost_s = rebalance.batch_before_s, rebalance.batch_after_s, rebalance.cost_s
-    if before_s is None or after_s is None or cost_s is None:
+    stayed_s, moved_s, cost_s = rebalance.batch_stayed_s, rebalance.batch_moved_s, rebalance.cost_s
+    if stayed_s is None or moved_s is None or cost_s is None:
         return UNKNOWN
-    if after_s >= before_s:
+    gain, noise = rebalance.realised_gain, rebalance.realised_noise
+    if gain is not None and noise is not None and abs(gain) <= noise:
+        return "lost in noise"
+    if moved_s >= stayed_s:
         return "not yet seen"
-    batches = max(1, -int(-cost_s // (before_s - after_s)))
+    batches = max(1, -int(-cost_s // (stayed_s - moved_s)))
     return f"{batches:,} batch{'' if batches == 1 else 'es'}"
 
 
@@ -266,8 +271,10 @@ def _cuts(boundaries: Sequence[int] | None) -> str:
     return UNKNOWN if boundaries is None else "[" + " ".join(map(str, boundaries)) + "]"
 
 
-def _share(share: float | None) -> str:
-    return UNKNOWN if share is None else f"{share:.1%}"
+def _share(share: float | None, noise: float | None = None) -> str:
+    if share is None:
+        return UNKNOWN
+    return f"{share:.1%}" if noise is None else f"{share:.1%} ± {noise:.1%}"
 
 
 def _number(value_s: float | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,14 +88,8 @@ def _heat_map(axes: Any, layers: LayerTimes, norm: Normalize) -> Any:
     mesh = axes.pcolormesh(
         edges, [layer - 0.5 for layer in range(num_layers + 1)], table, cmap="cividis_r", norm=norm, rasterized=True
     )
-    starts = [max(batch - 0.5, edges[0]) for batch, _ in layers.partitions]
-    for start, stop, (_, cuts) in zip(starts, [*starts[1:], edges[-1]], layers.partitions, strict=True):
-        for cut in cuts[1:-1]:
-            axes.plot([start, stop], [cut - 0.5] * 2, color="white", linewidth=1.8, path_effects=_outline())
-    moves = zip(starts[1:], layers.partitions, layers.partitions[1:], strict=False)
-    for at, (_, before), (_, after) in moves:
-        for low, high in zip(before[1:-1], after[1:-1], strict=False):
-            axes.plot([at, at], [low - 0.5, high - 0.5], color="white", linewidth=1.8, path_effects=_outline())
+    for xs, ys in _boundary_lines(layers, edges[0], edges[-1]):
+        axes.plot(xs, ys, color="white", linewidth=1.8, path_effects=_outline(), solid_joinstyle="miter")
     axes.set_ylim(num_layers - 0.5, -0.5)
     axes.set_xlim(edges[0], edges[-1])
     step = math.ceil(num_layers / _MOST_NAMES)
@@ -102,6 +97,17 @@ def _heat_map(axes: Any, layers: LayerTimes, norm: Normalize) -> Any:
     axes.set_yticks(list(named), [f"{layers.names[layer]}  {layer}" for layer in named], fontsize=7)
     axes.set_ylabel("layer")
     return mesh
+
+
+def _boundary_lines(layers: LayerTimes, start: float, end: float) -> Iterator[tuple[list[float], list[float]]]:
+    """Each boundary as one line with steps; new lines begin where the number of stages changes."""
+    starts = [max(batch - 0.5, start) for batch, _ in layers.partitions]
+    pieces = zip(starts, [*starts[1:], end], (cuts for _, cuts in layers.partitions), strict=True)
+    for _, group in groupby(pieces, key=lambda piece: len(piece[2])):
+        steps = list(group)
+        xs = [x for low, high, _ in steps for x in (low, high)]
+        for boundary in range(1, len(steps[0][2]) - 1):
+            yield xs, [cuts[boundary] - 0.5 for _, _, cuts in steps for _ in range(2)]
 
 
 def stages_figure(bars: Mapping[str, Sequence[float]]) -> Figure:

@@ -7,19 +7,22 @@ recording of layer times and re-partitions; what follows from it is then ``None`
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.reporting.table import RunSummary
 
-WINDOW = 5
+WINDOW = 10
 """Most batches before, and after, a re-partition that its realised gain is measured from."""
+
+_MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal noise
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,12 @@ class Rebalance:
         realised_gain: share by which the slowest stage's measured seconds did shrink against those of the static
             run in the same batches, medians of up to :data:`WINDOW` batches on either side. Both runs do the same
             work in turns, so neither the model's own change nor a machine that slows down counts.
+        realised_noise: standard error of that.
         same_work_gain: how much shorter the slowest stage was than it would have been with the boundaries of
             before, by the layer times of the batches after: the move alone.
-        batch_before_s: seconds of a batch before it, median.
-        batch_after_s: the same after it.
+        batch_stayed_s: what a batch after it would have taken without it: the static run's batches, times how the
+            two runs compared before.
+        batch_moved_s: what a batch after it took, median.
         bytes_moved: bytes of the moved layers.
         cost_s: seconds of deciding and moving.
     """
@@ -98,9 +103,10 @@ class Rebalance:
     after: tuple[int, ...] | None
     predicted_gain: float | None
     realised_gain: float | None
+    realised_noise: float | None
     same_work_gain: float | None
-    batch_before_s: float | None
-    batch_after_s: float | None
+    batch_stayed_s: float | None
+    batch_moved_s: float | None
     bytes_moved: int | None
     cost_s: float | None
 
@@ -124,6 +130,16 @@ class RunResults:
     rebalanced_at: tuple[int, ...]
     layers: LayerTimes | None
     rebalances: tuple[Rebalance, ...]
+
+    def slowest_stage_s(self, batches: range) -> list[float] | None:
+        """Busy seconds of the slowest stage in each of some batches; ``None`` if that is not known.
+
+        Args:
+            batches: consecutive batches.
+        """
+        if len(self.stages_s) != len(self.batches_s):
+            return None  # some batches were not profiled, so rows can't be told apart
+        return [max(stages) for stages in self.stages_s[batches.start : batches.stop]]
 
     def stages_of(self, batches: range) -> list[float] | None:
         """Busy seconds of every stage, medians over some batches; ``None`` if that is not known.
@@ -180,8 +196,10 @@ def load_results(folder: str | Path) -> JobResults:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         runs = {run["label"]: run for run in values["runs"]}
-        static = _run(runs["static"], None)
-        dynamic = _run(runs["dynamic"], static)
+        # The first batches of a run are slower: memory is allocated, threads begin.
+        warmup = (values.get("settings", {}).get("run") or {}).get("warmup_batches", 0)
+        static = _run(runs["static"], None, warmup)
+        dynamic = _run(runs["dynamic"], static, warmup)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
         raise ValueError(f"{file}: {what}; {remedy}") from error
@@ -190,7 +208,7 @@ def load_results(folder: str | Path) -> JobResults:
     return JobResults(static, dynamic, tokens, settings, environment)
 
 
-def _run(values: Mapping[str, Any], reference: RunResults | None) -> RunResults:
+def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:
     known = {field.name for field in fields(RunSummary)}
     summary: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
     recording = values.get("recording")
@@ -200,7 +218,7 @@ def _run(values: Mapping[str, Any], reference: RunResults | None) -> RunResults:
         _layers(recording) if recording and recording["first_batches"] else None, (),
     )
     events = recording["rebalances"] if recording else [{"batch": at + 1} for at in run.rebalanced_at]
-    ends = [0, *(event["batch"] for event in events), len(batches_s)]
+    ends = [warmup, *(event["batch"] for event in events), len(batches_s)]
     windows = zip(events, ends, ends[2:], strict=False)
     rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
     return RunResults(run.summary, batches_s, run.stages_s, run.rebalanced_at, run.layers, rebalances)
@@ -224,28 +242,48 @@ def _rebalance(
     at = event["batch"]
     before, after = range(max(previous, at - WINDOW), at), range(at, min(following, at + WINDOW))
     old, new = (tuple(event[key]) if key in event else None for key in ("before", "after"))
+    realised, noise = _realised_gain(run, reference, before, after)
     return Rebalance(
         batch=at, before=old, after=new,
         predicted_gain=event.get("predicted_gain"),
-        realised_gain=_realised_gain(run, reference, before, after),
+        realised_gain=realised, realised_noise=noise,
         same_work_gain=_same_work_gain(run.layers, old, new, after),
-        # The last batch before it lasted until the layers had moved.
-        batch_before_s=_median_s(run.batches_s[before.start : at - 1]),
-        batch_after_s=_median_s(run.batches_s[after.start : after.stop]),
+        batch_stayed_s=_batch_stayed_s(run, reference, before, after),
+        batch_moved_s=_median(run.batches_s[after.start : after.stop]),
         bytes_moved=event.get("bytes_moved"),
         cost_s=event["plan_s"] + event["migrate_s"] if "plan_s" in event else None,
     )  # fmt: skip
 
 
-def _realised_gain(run: RunResults, reference: RunResults | None, before: range, after: range) -> float | None:
-    """How the slowest stage changed from the one to the other batches, relative to the reference's."""
+def _realised_gain(
+    run: RunResults, reference: RunResults | None, before: range, after: range
+) -> tuple[float | None, float | None]:
+    """How the slowest stage changed from the one to the other batches relative to the reference's, and the noise."""
+    sides = []
+    for batches in (before, after):
+        slowest = [each.slowest_stage_s(batches) if each else None for each in (run, reference)]
+        ratios = [s / r for s, r in zip(*slowest, strict=True) if r] if slowest[0] and slowest[1] else []
+        if not ratios:
+            return None, None
+        sides.append(ratios)
+    old, new = map(median, sides)
+    if not old:
+        return None, None
+    if min(map(len, sides)) < 2:
+        return 1.0 - new / old, None
+    errors = [_MEDIAN_ERROR * stdev(side) / math.sqrt(len(side)) for side in sides]
+    return 1.0 - new / old, math.hypot(errors[0] * new / old, errors[1]) / old
+
+
+def _batch_stayed_s(run: RunResults, reference: RunResults | None, before: range, after: range) -> float | None:
+    """The reference's batches after the move, times how the two runs compared before it."""
     if reference is None:
         return None
-    stages = [each.stages_of(batches) for each in (run, reference) for batches in (before, after)]
-    old, new, reference_old, reference_new = (max(busy_s) if busy_s else 0.0 for busy_s in stages)
-    if not (old and new and reference_old and reference_new):
-        return None
-    return 1.0 - (new / reference_new) / (old / reference_old)
+    # The last batch before the move lasted until the layers had moved.
+    earlier = slice(before.start, before.stop - 1)
+    compared = [a / b for a, b in zip(run.batches_s[earlier], reference.batches_s[earlier], strict=True) if b]
+    expected_s = _median(reference.batches_s[after.start : after.stop])
+    return expected_s * median(compared) if compared and expected_s is not None else None
 
 
 def _same_work_gain(
@@ -258,7 +296,7 @@ def _same_work_gain(
     return median([1.0 - new / old if old else 0.0 for old, new in slowest]) if rows else None
 
 
-def _median_s(values: Sequence[float]) -> float | None:
+def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 

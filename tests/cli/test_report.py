@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
+import statistics
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -52,7 +55,7 @@ def test_the_page_is_whole(dynpipe: Command) -> None:
         assert f"<h2>{heading}" in text
     assert "bit for bit" in text and "n/a" in text  # no last window
     row = re.search(r"<tr><td>12</td>(.*?)</tr>", text)
-    assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0%", "25.0%"]
+    assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
 
 
 def test_realised_gain(dynpipe: Command) -> None:
@@ -62,8 +65,9 @@ def test_realised_gain(dynpipe: Command) -> None:
     assert move["batch"] == MOVED_AT and move["predicted_gain"] == 0.25
     assert move["realised_gain"] == pytest.approx(1 - 9 / 12)
     assert move["same_work_gain"] == pytest.approx(1 - 9 / 12)
-    assert move["batch_before_s"] == pytest.approx(4 * 0.012 + 0.001)
-    assert move["batch_after_s"] == pytest.approx(2 * 4 * 0.009 + 0.001)
+    assert move["realised_noise"] == pytest.approx(0)
+    assert move["batch_stayed_s"] == pytest.approx(2 * 4 * 0.012 + 0.001)
+    assert move["batch_moved_s"] == pytest.approx(2 * 4 * 0.009 + 0.001)
     assert Path("page.html").is_file() and not Path("outputs/freezing/report.html").exists()
 
 
@@ -80,15 +84,31 @@ def test_layers_over_time_and_simulated_batches() -> None:
     assert after[1].stages[1].busy_s == pytest.approx(4 * 0.009)
 
 
-def test_what_a_move_pays() -> None:
-    """Batches until the seconds saved exceed its cost; here the machine slowed down, so it is not seen."""
-    from dataclasses import replace
+def test_the_noise_of_a_realised_gain() -> None:
+    """Ratios of the two runs by hand: 1.0 and 1.2 before the move, 0.9 and 0.7 after it."""
+    values = write_job("noisy")
+    static, dynamic = values["runs"]
+    for batch, ratio in ((10, 1.0), (11, 1.2), (12, 0.9), (13, 0.7)):
+        dynamic["stages_s"][batch] = [0.0, ratio * max(static["stages_s"][batch])]
+    for run in (static, dynamic):
+        for key in ("stages_s", "batches_s", "losses"):
+            run[key] = run[key][:14]
+    values["settings"]["run"] = {"warmup_batches": 10}
+    Path("noisy/results.json").write_text(json.dumps(values), encoding="utf-8")
+    (move,) = load_results("noisy").dynamic.rebalances
+    assert move.realised_gain == pytest.approx(1 - 0.8 / 1.1)
+    error = 1.2533 * statistics.stdev([0.1, 0.3]) / 2**0.5
+    assert move.realised_noise == pytest.approx(error * (1 + (0.8 / 1.1) ** 2) ** 0.5 / 1.1)
 
+
+def test_what_a_move_pays() -> None:
+    """Batches until the seconds saved exceed its cost."""
     (move,) = load_results("outputs/freezing").dynamic.rebalances
-    assert payback(move) == "not yet seen"
-    assert payback(replace(move, batch_before_s=0.3, batch_after_s=0.2, cost_s=0.25)) == "3 batches"
-    assert payback(replace(move, batch_before_s=0.3, batch_after_s=0.2, cost_s=0.01)) == "1 batch"
-    assert payback(replace(move, batch_before_s=None)) == "n/a"
+    assert payback(replace(move, batch_stayed_s=0.3, batch_moved_s=0.2, cost_s=0.25)) == "3 batches"
+    assert payback(replace(move, batch_stayed_s=0.3, batch_moved_s=0.2, cost_s=0.01)) == "1 batch"
+    assert payback(replace(move, batch_stayed_s=0.2, batch_moved_s=0.3)) == "not yet seen"
+    assert payback(replace(move, batch_stayed_s=None)) == "n/a"
+    assert payback(replace(move, realised_gain=-0.1, realised_noise=0.2)) == "lost in noise"
 
 
 def test_a_folder_without_recordings(dynpipe: Command) -> None:
