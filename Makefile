@@ -1,4 +1,5 @@
 # make run     train the main job with a static and a dynamic partition and compare them
+# make repack-demo  train on four ranks, and on fewer as the model is pruned
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
@@ -13,7 +14,7 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run test test-all lint bench clean
+.PHONY: env run repack-demo test test-all lint bench clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -33,6 +34,11 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/ops
 run: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
 	  $(BIN)/deepspeed --no_local_rank --num_accelerators $(RANKS) --module scenarios.train scenario=$(SCENARIO) $(ARGS)
+
+# Four ranks prune a model and leave as soon as the others can hold it.
+repack-demo: $(READY)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
+	  $(BIN)/deepspeed --no_local_rank --num_accelerators 4 --module scenarios.repack +experiment=repack_pruning $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

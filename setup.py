@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 here = Path(__file__).parent
 
+KUBERNETES = ["kubernetes>=29"]  # the release back-end of that name
+
 setup(
     name="dynpipe_ds",
     version="0.1.0",
@@ -32,5 +34,8 @@ setup(
         "ninja",  # DeepSpeed compiles its CPU operations with it
     ],
     entry_points={"console_scripts": ["dynpipe = dynpipe_ds.cli.main:main"]},
-    extras_require={"dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11"]},
+    extras_require={
+        "kubernetes": KUBERNETES,
+        "dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31"],
+    },
 )

@@ -20,13 +20,14 @@ _deepspeed.check_version()
 
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
-from dynpipe_ds.events import Overhead, RebalanceEvent  # noqa: E402
+from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
 from dynpipe_ds.heartbeat import RankLostError  # noqa: E402
 from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.profile import PipelineProfile  # noqa: E402
+from dynpipe_ds.repacking.live import RepackError  # noqa: E402
 
 _deepspeed.install(DynamicPipelineModule, DynamicPipelineEngine)
 
@@ -42,6 +43,8 @@ __all__ = [
     "PipelineProfile",
     "RankLostError",
     "RebalanceEvent",
+    "RepackError",
+    "RepackEvent",
     "keep_in_checkpoints",
     "register_partitioner",
 ]

@@ -14,6 +14,8 @@ from typing import Any
 
 import deepspeed
 
+from dynpipe_ds.config import parse_config
+
 TESTED_SERIES = "0.19"
 
 # What we call or override, by owner: a missing name is reported at import, not in the middle of training.
@@ -89,6 +91,8 @@ def check_version() -> None:
 def install(module_class: type, engine_class: type) -> None:
     """Make ``PipelineEngine(model=m, ...)`` an ``engine_class`` whenever ``m`` is a ``module_class``.
 
+    A user's own engine class stays what it is; where it can't be dynamic, an enabled section is refused.
+
     Args:
         module_class: the pipeline module class that asks for the engine.
         engine_class: a subclass of DeepSpeed's ``PipelineEngine``.
@@ -96,7 +100,15 @@ def install(module_class: type, engine_class: type) -> None:
     base = deepspeed.PipelineEngine
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-        wanted = cls is base and isinstance(kwargs.get("model"), module_class)
-        return object.__new__(engine_class if wanted else cls)
+        if not isinstance(kwargs.get("model"), module_class) or issubclass(cls, engine_class):
+            return object.__new__(cls)
+        if cls is base:
+            return object.__new__(engine_class)
+        if "config_class" in kwargs and parse_config(kwargs["config_class"]._param_dict).enabled:
+            raise ValueError(
+                f'"dynamic_pipeline" is enabled but the engine {cls.__name__} derives from DeepSpeed\'s '
+                f"{base.__name__}, which can\'t move layers; derive it from dynpipe_ds.{engine_class.__name__}"
+            )
+        return object.__new__(cls)
 
     base.__new__ = construct

@@ -7,42 +7,20 @@ layers and stages. ``docs/configuration.md`` lists the keys.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field
+
+from dynpipe_ds.repacking.config import RepackConfig
+from dynpipe_ds.sections import Section, key, parse_bytes, read_section, show
 
 SECTION = "dynamic_pipeline"
 """Key of the section in the DeepSpeed JSON."""
 
 CAP_BLIND_PARTITIONERS = ("uniform", "balanced")
 """Built-in partitioners that honour neither a memory cap nor stage speeds."""
-
-_BYTE_UNITS = {
-    "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-_BYTES_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
-
-
-def parse_bytes(value: object) -> object:
-    """Turn a size written as text into a number of bytes.
-
-    Args:
-        value: for example ``"16GiB"`` (powers of 1024), ``"1.5 GB"`` (powers of 1000).
-
-    Returns:
-        The whole number of bytes; anything that is not such text is returned as it is, for the
-        field's own rule to judge.
-    """
-    match = _BYTES_TEXT.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    return int(Decimal(match[1]) * _BYTE_UNITS[match[2].upper()])
 
 
 def _each_parse_bytes(value: object) -> object:
@@ -51,84 +29,61 @@ def _each_parse_bytes(value: object) -> object:
     return parse_bytes(value)
 
 
-def _key(default: Any, meaning: str, *, rule: str, example: str) -> Any:
-    """Declare a key whose error message states the same rule as the documentation."""
-    extra: dict[str, Any] = {"rule": rule, "example": example}
-    return Field(default, description=meaning, json_schema_extra=extra)
-
-
 _NonNegativeInt = Annotated[int, Field(ge=0)]
 _PositiveInt = Annotated[int, Field(ge=1)]
 _Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _PartitionerName = Annotated[str, Field(pattern=r"^[^\s:]+$")]
 
 
-class ContradictionError(ValueError):
-    """Keys of the section that can't both be meant.
+class DynamicPipelineConfig(Section):
+    """When and how the pipeline is cut again; every key has a default."""
 
-    Args:
-        problems: one line each, with the values, the rule and the remedy.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(problems))
-
-
-class DynamicPipelineConfig(BaseModel):
-    """When and how the pipeline is cut again; every key has a default.
-
-    Types are strict (``true`` is not 1, ``"5"`` is not 5) and unknown keys are refused.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    enabled: bool = _key(
+    enabled: bool = key(
         False,
         "Profile, decide and move layers at run time; when false, DeepSpeed's behaviour.",
         rule="true or false",
         example="true",
     )
-    partitioner: _PartitionerName | None = _key(
+    partitioner: _PartitionerName | None = key(
         None,
         "Name of the partitioner used at run time: uniform, balanced, optimal, diffusion, simulated or a "
         "registered one; null: the one in the module's partition_method, else optimal.",
         rule="null or a name without spaces or ':' (the cost has a key of its own, 'cost')",
         example='"optimal"',
     )
-    cost: Literal["time", "parameters"] | None = _key(
+    cost: Literal["time", "parameters"] | None = key(
         None,
         "What the partitioner balances: measured seconds or parameter counts; null: the one in "
         "the module's partition_method, else time.",
         rule='null, "time" or "parameters"',
         example='"time"',
     )
-    rebalance_every: _PositiveInt | Literal["auto", "never"] = _key(
+    rebalance_every: _PositiveInt | Literal["auto", "never"] = key(
         "auto",
         "When to consider a new partition: every so many batches (1: after every batch), 'auto' "
         "(when the time saved repays the move) or 'never' (only by engine.rebalance()).",
         rule='a whole number of batches >= 1, "auto" or "never"',
         example='"auto"',
     )
-    profile_batches: _PositiveInt = _key(
+    profile_batches: _PositiveInt = key(
         3,
         "Number of newest profiled batches that a decision combines.",
         rule="a whole number of batches >= 1",
         example="3",
     )
-    smoothing: Literal["median", "mean", "ema"] = _key(
+    smoothing: Literal["median", "mean", "ema"] = key(
         "median",
         "How layer times are combined over profile_batches batches.",
         rule='"median", "mean" or "ema"',
         example='"median"',
     )
-    min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = _key(
+    min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.05,
         "Least predicted gain, as a share of the bottleneck's cost, that justifies a move.",
         rule="a number from 0 up to, but not including, 1",
         example="0.05 (5%)",
     )
-    horizon_batches: _PositiveInt = _key(
+    horizon_batches: _PositiveInt = key(
         20,
         "For 'auto': number of batches a new partition is expected to serve, over which the time "
         "saved must exceed the cost of moving.",
@@ -138,56 +93,65 @@ class DynamicPipelineConfig(BaseModel):
     memory_cap_bytes: Annotated[
         _PositiveInt | Annotated[list[_PositiveInt], Field(min_length=1)] | None,
         BeforeValidator(_each_parse_bytes),
-    ] = _key(
+    ] = key(
         None,
         "Most bytes a stage may hold (parameters, gradients, optimizer state, activations in "
         "flight); one number for all stages or a list with one for each; null: no cap.",
         rule='null, a number of bytes >= 1, a size such as "16GiB", or a list of these',
         example='"16GiB"',
     )
-    pinned_cuts: list[_PositiveInt] = _key(
+    pinned_cuts: list[_PositiveInt] = key(
         [],
         "Forbidden cuts: c keeps layers c-1 and c on the same stage.",
         rule="a list of layer indices >= 1",
         example="[3] (layers 2 and 3 stay together)",
     )
-    stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = _key(
+    stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = key(
         None,
         "Relative speed of each stage's worker (1.0 normal, 0.5 half as fast); null: all equal.",
         rule="null or a list of finite numbers > 0, one for each stage",
         example="[1.0, 0.5]",
     )
-    allow_empty_stages: bool = _key(
+    allow_empty_stages: bool = key(
         False,
         "Let a partition leave a stage without layers.",
         rule="true or false",
         example="false",
     )
-    first_batch: _NonNegativeInt = _key(
+    first_batch: _NonNegativeInt = key(
         0,
         "First batch (counted from 0) after which a new partition may be decided.",
         rule="a whole number >= 0",
         example="0",
     )
-    last_batch: _NonNegativeInt | None = _key(
+    last_batch: _NonNegativeInt | None = key(
         None,
         "Last batch (counted from 0) after which a new partition may be decided; null: no end.",
         rule="null or a whole number >= 0",
         example="1000",
     )
-    transfer_buffer_bytes: Annotated[int, Field(ge=2**20), BeforeValidator(parse_bytes)] = _key(
+    transfer_buffer_bytes: Annotated[int, Field(ge=2**20), BeforeValidator(parse_bytes)] = key(
         64 * 2**20,
         "Largest message in which weights and optimizer state travel between stages.",
         rule='a number of bytes >= 1048576 (1 MiB) or a size such as "64MiB"',
         example='"64MiB"',
     )
 
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> DynamicPipelineConfig:
-        problems = list(_contradictions(self))
-        if problems:
-            raise ContradictionError(problems)
-        return self
+    repack: RepackConfig = key(
+        RepackConfig(),
+        "Re-packing: when to train on fewer stages, and who gets the workers that become free.",
+        rule="an object with the keys of repack",
+        example='{"enabled": true, "tolerance": 0.05}',
+    )
+
+    @classmethod
+    def nested(cls) -> Mapping[str, Callable[[Mapping[Any, Any]], type[Section]]]:
+        """``repack`` is a section of its own."""
+        return {"repack": lambda _: RepackConfig}
+
+    def contradictions(self) -> Iterable[str]:
+        """Yield what can't both be meant, one line each with values, rule and remedy."""
+        return _contradictions(self)
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> DynamicPipelineConfig:
@@ -209,15 +173,10 @@ def parse_config(ds_config: Mapping[str, Any]) -> DynamicPipelineConfig:
     section = ds_config[SECTION]
     if not isinstance(section, Mapping):
         raise ValueError(
-            f"{SECTION} = {_show(section)}: must be an object with keys and values; "
+            f"{SECTION} = {show(section)}: must be an object with keys and values; "
             f'write {{"{SECTION}": {{"enabled": true}}}}, or leave the section out'
         )
-    section = dict(section)
-    config, problems = _validate(section)
-    if config is None and any(problems.values()):
-        # Contradictions are looked for only between valid keys: look again without the others.
-        _, rest = _validate({key: value for key, value in section.items() if key not in problems})
-        problems |= rest
+    config, problems = read_section(DynamicPipelineConfig, section)
     _raise_all([line for lines in problems.values() for line in lines])
     assert config is not None
     return config
@@ -258,45 +217,18 @@ def check_against_model(
             f"{num_stages - 1} cuts are needed; use fewer stages, pin fewer cuts or set "
             f"allow_empty_stages to true"
         )
+    target = config.repack.target_stages
+    if config.repack.enabled and target is not None and target > num_stages:
+        problems.append(
+            f"repack.target_stages = {target}: there are {num_stages} stages, re-packing only makes them fewer; "
+            f"lower it, or start with more stages"
+        )
     if config.partitioner is None and partitioner is not None:
         problems.extend(_cap_blindness(config, partitioner, f"partition_method = {partitioner!r}"))
     _raise_all(problems)
 
 
-def _validate(section: dict[Any, Any]) -> tuple[DynamicPipelineConfig | None, dict[Any, list[str]]]:
-    """Return the config, or the problems by key (key ``None``: between keys)."""
-    try:
-        return DynamicPipelineConfig.model_validate(section), {}
-    except ValidationError as error:
-        problems: dict[Any, list[str]] = {}
-        for detail in error.errors():
-            key = detail["loc"][0] if detail["loc"] else None
-            cause = detail.get("ctx", {}).get("error")
-            if isinstance(cause, ContradictionError):
-                problems[None] = list(cause.problems)
-            elif key not in problems:  # a union reports once for each of its branches
-                problems[key] = [_describe(key, section[key])]
-        return None, problems
-
-
-def _describe(key: object, value: object) -> str:
-    """One line on a key that is unknown or whose value breaks its rule."""
-    fields = DynamicPipelineConfig.model_fields
-    if key not in fields:
-        near = get_close_matches(str(key), fields, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(fields)}"
-        return f"{key} = {_show(value)}: not a key of this section; {remedy}"
-    extra = fields[str(key)].json_schema_extra
-    assert isinstance(extra, dict)
-    return f"{key} = {_show(value)}: must be {extra['rule']}; for example {extra['example']}"
-
-
 def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
-    """Yield what can't both be meant.
-
-    A key counts as given when it differs from its default, so that a section with every default
-    written out stays valid whatever single key is changed.
-    """
     first, last = config.first_batch, config.last_batch
     if last is not None and last < first:
         yield (
@@ -304,16 +236,16 @@ def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
             f"first; raise last_batch or lower first_batch"
         )
     when = config.rebalance_every
-    if when != "auto" and _is_given(config, "horizon_batches"):
+    if when != "auto" and config.is_given("horizon_batches"):
         yield (
             f"horizon_batches = {config.horizon_batches}, rebalance_every = {when!r}: the horizon "
             f"is used by 'auto' only; set rebalance_every to 'auto' or remove horizon_batches"
         )
-    for key in ("first_batch", "last_batch"):
-        if when == "never" and _is_given(config, key):
+    for name in ("first_batch", "last_batch"):
+        if when == "never" and config.is_given(name):
             yield (
-                f"{key} = {getattr(config, key)}, rebalance_every = 'never': there is no dynamic "
-                f"phase to bound; set rebalance_every or remove {key}"
+                f"{name} = {getattr(config, name)}, rebalance_every = 'never': there is no dynamic "
+                f"phase to bound; set rebalance_every or remove {name}"
             )
     if when != "never" and last is not None and last + 1 < config.profile_batches:
         yield (
@@ -325,6 +257,11 @@ def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
         yield from _cap_blindness(
             config, config.partitioner, f"partitioner = {config.partitioner!r}"
         )
+    if config.repack.enabled and config.repack.method == "first_fit" and config.memory_cap_bytes is None:
+        yield (
+            "repack.method = 'first_fit', memory_cap_bytes = None: first fit packs by memory alone; set "
+            "memory_cap_bytes, or use the method 'fewest_stages'"
+        )
     speeds, caps = config.stage_speeds, config.memory_cap_bytes
     if speeds is not None and isinstance(caps, list) and len(speeds) != len(caps):
         yield (
@@ -333,27 +270,23 @@ def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
         )
 
 
-def _is_given(config: DynamicPipelineConfig, key: str) -> bool:
-    return bool(getattr(config, key) != DynamicPipelineConfig.model_fields[key].default)
-
-
 def _cap_blindness(config: DynamicPipelineConfig, partitioner: str, shown: str) -> Iterable[str]:
     if partitioner not in CAP_BLIND_PARTITIONERS:
         return
-    for key in ("memory_cap_bytes", "stage_speeds"):
-        if getattr(config, key) is not None:
+    for name in ("memory_cap_bytes", "stage_speeds"):
+        if getattr(config, name) is not None:
             yield (
-                f"{key} = {getattr(config, key)}, {shown}: this partitioner can't honour it; use "
-                f"'optimal' or 'diffusion', or remove {key}"
+                f"{name} = {getattr(config, name)}, {shown}: this partitioner can't honour it; use "
+                f"'optimal' or 'diffusion', or remove {name}"
             )
 
 
 def _wrong_lengths(config: DynamicPipelineConfig, num_stages: int) -> Iterable[str]:
-    for key in ("memory_cap_bytes", "stage_speeds"):
-        value = getattr(config, key)
+    for name in ("memory_cap_bytes", "stage_speeds"):
+        value = getattr(config, name)
         if isinstance(value, list) and len(value) != num_stages:
             yield (
-                f"{key} = {value}: {len(value)} entries, but there are {num_stages} stages; give "
+                f"{name} = {value}: {len(value)} entries, but there are {num_stages} stages; give "
                 f"one entry for each stage"
             )
 
@@ -372,11 +305,6 @@ def _raise_all(problems: Sequence[str]) -> None:
         title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ValueError(f'{title} in section "{SECTION}":{lines}')
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _join(values: Iterable[object]) -> str:

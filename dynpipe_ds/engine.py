@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import same_everywhere
-from dynpipe_ds.balancing import BalancingEngine
+from dynpipe_ds.agreement import same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
-from dynpipe_ds.instructions import INSTRUCTION_MAP
-from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.instructions import instruction_map
+from dynpipe_ds.migration.migrate import Migration, MigrationError
 from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -35,12 +36,15 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import activation_meter
+from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
 _SIZES_EVERY = 10
 
+T = TypeVar("T")
 
-class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
+
+class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
 
     Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.
@@ -63,6 +67,8 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         self.dynamic_config: DynamicPipelineConfig = parse_config(kwargs["config_class"]._param_dict)
         self.stage_optimizer: StageOptimizer | None = None
         self.last_checkpoint: str | None = None
+        self._in_batch = self._is_started = False
+        self.data_position = DataPosition()
         self._groups: ParameterGroups | None = None
         if self.dynamic_config.enabled:
             self._method = method_at_run_time(self.dynamic_config, module.partition_method)
@@ -70,8 +76,8 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
                 self.dynamic_config, num_layers=module._num_layers, num_stages=module.num_stages,
                 partitioner=self._method.partitioner,
             )
-            self._INSTRUCTION_MAP = INSTRUCTION_MAP
-            add_copies(module.make_dynamic(), kwargs)
+            self._INSTRUCTION_MAP = instruction_map(type(self))
+            self._tied_copies = module.make_dynamic()
         super().__init__(*args, **kwargs)
         if self.dynamic_config.enabled:
             self._start_dynamic()
@@ -82,7 +88,7 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
                 "dynamic_pipeline sends whole activations; with tensor parallelism set "
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
-        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts}
+        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts, *self._coupled_cuts()}
         self._pinned = tuple(sorted(pins))
         check_boundaries(
             self.partition, num_layers=self.module._num_layers, num_stages=self.num_stages,
@@ -91,16 +97,36 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         same_everywhere(self.partition, "the first partition", self.device)
         self.profiling = True
         self._start_balancing()
+        self._start_repacking()
         self._heartbeat = start_heartbeat()
         self._trainable = self._trainable_flags()
         self._norm = GradientNorm(
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
             grid=self.grid, device=self.device,
         )
+        self._is_started = True
+        self._adopt_optimizer()
+
+    def _coupled_cuts(self) -> set[int]:
+        """Cuts that would keep a value from reaching its reader; refused if the first partition has one."""
+        coupled = set()
+        for coupling in self.module.couplings():
+            separating = sorted(set(coupling.cuts()) & set(self.partition[1:-1]))
+            if separating:
+                raise ValueError(
+                    f"the partition {self.partition} cuts at {separating[0]}, but {coupling.what}, and the value would "
+                    f"not reach another stage; choose a first partition without a cut at {[*coupling.cuts()]}, or "
+                    "pass the value on in what the layers return"
+                )
+            coupled |= set(coupling.cuts())
+        return coupled
+
+    def _adopt_optimizer(self) -> None:
+        """Learn to move the optimizer's state; it may be made by ``initialize`` or later."""
         if self.optimizer is not None:
             assert self._groups is not None
             self.stage_optimizer = stage_optimizer(self, self._groups)
-            self._norm.install(self.optimizer)
+            self._settle()
 
     # -- public API ---------------------------------------------------------------------------
 
@@ -152,8 +178,9 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         if not self._window:
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
         started = time.perf_counter()
-        plan = self._plan()
-        return self._move_to(plan, time.perf_counter() - started)
+        with self._naming_lost_ranks("a partition was chosen"):
+            plan = self._plan()
+            return self._move_to(plan, time.perf_counter() - started)
 
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
@@ -169,7 +196,8 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
-        same_everywhere(boundaries, "the boundaries to move to", self.device)
+        with self._naming_lost_ranks("boundaries were compared"):
+            same_everywhere(boundaries, "the boundaries to move to", self.device)
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
@@ -179,7 +207,8 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
-        return self._move_to(plan, 0.0)
+        with self._naming_lost_ranks("layers were moved"):
+            return self._move_to(plan, 0.0)
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape, with their optimizer state; collective.
@@ -192,8 +221,9 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         """
         self._need_dynamic("replace_parameters")
         started = time.perf_counter()
-        self._notice_frozen_layers()
-        replace_parameters(self, replacements)
+        with self._naming_lost_ranks("parameters were replaced"):
+            self._notice_frozen_layers()
+            replace_parameters(self, replacements)
         self._settle()
         self.overhead.migrating_s += time.perf_counter() - started
 
@@ -206,30 +236,56 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         Returns:
             The mean loss of the batch.
         """
-        if not self.dynamic_config.enabled:
-            return super().train_batch(data_iter)
-        with self._naming_lost_ranks(f"batch {self._num_batches} was trained"):
-            return self._train_batch(data_iter)
+        loss: Tensor = self._whole_batch(partial(super().train_batch, data_iter))
+        return loss
 
-    def _train_batch(self, data_iter: Any) -> Tensor:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass's own ``train_batch`` be one whole batch, whether it calls this class's or not."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("train_batch")
+        if own is None:
+            return
+
+        @wraps(own)
+        def train_batch(self: DynamicPipelineEngine, *args: Any, **kwargs: Any) -> Any:
+            return self._whole_batch(partial(own, self, *args, **kwargs))
+
+        cls.train_batch = train_batch  # type: ignore[method-assign]
+
+    def _whole_batch(self, run: Callable[[], T]) -> T:
+        """Run a batch, and what belongs around it unless that is being done already."""
+        if not self.dynamic_config.enabled or self._in_batch:
+            return run()
+        self._in_batch = True
+        try:
+            with self._naming_lost_ranks(f"batch {self._num_batches} was trained"):
+                return self._train_batch(run)
+        finally:
+            self._in_batch = False
+
+    def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
         if not self.profiling:
+            result = run()
             self._num_batches += 1
-            return super().train_batch(data_iter)
+            self.note_batch_read()
+            return result
         meter = None
         if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
             meter, self._measure_sizes = activation_meter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
-            loss = super().train_batch(data_iter)
+            result = run()
         finally:
             self.module.recorder = None
         self._num_batches += 1
+        self.note_batch_read()
         if self._take_profile(meter.num_bytes if meter is not None else None):
             self._maybe_rebalance()
-        return loss
+            self._maybe_repack()
+        return result
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's ``eval_batch``, on the present partition.
@@ -247,6 +303,11 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
     # -- moving layers ------------------------------------------------------------------------
 
     def _migrate(self, boundaries: Sequence[int]) -> None:
+        if self.stage_optimizer is None and tuple(boundaries) != self.partition:
+            raise MigrationError(
+                "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
+                "engine._configure_optimizer"
+            )
         self._notice_frozen_layers()  # also on stages that the move itself does not touch
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
         with self._naming_lost_ranks("layers were moved"):
@@ -283,13 +344,16 @@ class DynamicPipelineEngine(BalancingEngine, CheckpointingEngine):
         if not self.dynamic_config.enabled:
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
-        basic = self._basic_optimizer(client_optimizer, list(model_parameters))
+        parameters = add_copies(self._tied_copies, client_optimizer, list(model_parameters))
+        basic = together(lambda: self._basic_optimizer(client_optimizer, parameters), self.device, ValueError)
         agree_on_groups(basic)
         check_scheduler(self.client_lr_scheduler, len(basic.param_groups))
         self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
         self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
         self.name_parameters()
-        super()._configure_optimizer(basic, model_parameters)
+        super()._configure_optimizer(basic, parameters)
+        if self._is_started:
+            self._adopt_optimizer()
 
     def _basic_optimizer(self, client_optimizer: Any, parameters: list[Any]) -> torch.optim.Optimizer:
         if isinstance(client_optimizer, torch.optim.Optimizer):

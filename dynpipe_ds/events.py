@@ -1,4 +1,4 @@
-"""What the engine tells: one change of partition, and the time spent on other things than training."""
+"""What the engine tells: a change of partition or of the number of workers, and time not spent on training."""
 
 from __future__ import annotations
 
@@ -40,6 +40,45 @@ class RebalanceEvent:
         )
 
 
+@dataclass(frozen=True)
+class RepackEvent:
+    """One re-packing, as told to ``on_repack`` callbacks.
+
+    Attributes:
+        batch: number of batches trained before it.
+        before: boundaries of the longer pipeline.
+        after: boundaries of the shorter one.
+        released_ranks: global ranks, as they were numbered before, that left.
+        released: whether this process is one of them and ends when its callbacks return.
+        reason: why it was done.
+        plan_s: seconds that deciding took.
+        migrate_s: seconds that moving the layers took.
+        regroup_s: seconds that making the world smaller took; 0 on released ranks.
+    """
+
+    batch: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    released_ranks: tuple[int, ...]
+    released: bool
+    reason: str
+    plan_s: float
+    migrate_s: float
+    regroup_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of deciding until the next batch can begin."""
+        return self.plan_s + self.migrate_s + self.regroup_s
+
+    def __str__(self) -> str:
+        return (
+            f"re-packed after batch {self.batch} from {len(self.before) - 1} to {len(self.after) - 1} stages: "
+            f"{list(self.before)} -> {list(self.after)}, ranks {list(self.released_ranks)} released, "
+            f"took {self.seconds:.3f} s ({self.reason})"
+        )
+
+
 @dataclass
 class Overhead:
     """Seconds that this rank has spent on not training, since the engine was made.
@@ -48,8 +87,10 @@ class Overhead:
         profiling_s: adding up marks and exchanging profiles (waiting for slower ranks left out).
         planning_s: choosing boundaries and deciding.
         migrating_s: moving layers and rebuilding optimizers.
+        repacking_s: re-packing onto fewer ranks, from the decision to the next batch.
     """
 
     profiling_s: float = 0.0
     planning_s: float = 0.0
     migrating_s: float = 0.0
+    repacking_s: float = 0.0

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -174,13 +174,15 @@ def broke_connection(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_lost_ranks(heartbeat: Heartbeat | None, doing: str, last_checkpoint: str | None) -> Iterator[None]:
+def naming_lost_ranks(
+    heartbeat: Heartbeat | None, doing: str, newest_checkpoint: Callable[[], str | None]
+) -> Iterator[None]:
     """Turn a broken connection into an error that says who was lost and where to go on from.
 
     Args:
         heartbeat: this process's; without one errors pass as they are.
         doing: what goes on inside, for the message: ``"training batch 12"``.
-        last_checkpoint: newest complete checkpoint that this run knows of.
+        newest_checkpoint: finds the newest complete checkpoint that this run knows of.
 
     Raises:
         RankLostError: if communication broke down inside because another rank ended.
@@ -192,8 +194,9 @@ def naming_lost_ranks(heartbeat: Heartbeat | None, doing: str, last_checkpoint: 
         if not lost:
             raise
         names = ", ".join(f"rank {rank}" for rank in lost)
+        newest = newest_checkpoint()
         where = (
-            f"the last complete checkpoint is {last_checkpoint}: load it and go on from there"
-            if last_checkpoint else "no checkpoint was saved by this run"
+            f"the last complete checkpoint is {newest}: load it and go on from there"
+            if newest else "no checkpoint was saved or loaded by this run"
         )
         raise RankLostError(lost, f"{names} ended while {doing}, so this rank stops; {where}") from error

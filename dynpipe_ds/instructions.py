@@ -211,18 +211,45 @@ def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-INSTRUCTION_MAP: dict[type, Callable[..., None]] = {
-    instruction: _timed(kind, function)
-    for instruction, kind, function in (
-        (schedule.LoadMicroBatch, profiling.LOAD, load_micro_batch),
-        (schedule.ForwardPass, profiling.FORWARD, PipelineEngine._exec_forward_pass),
-        (schedule.BackwardPass, profiling.BACKWARD, backward_pass),
-        (schedule.SendActivation, profiling.TRANSFER, send_activations),
-        (schedule.RecvActivation, profiling.TRANSFER, receive_activations),
-        (schedule.SendGrad, profiling.TRANSFER, send_gradients),
-        (schedule.RecvGrad, profiling.TRANSFER, receive_gradients),
-        (schedule.ReduceTiedGrads, profiling.REDUCE, reduce_tied_gradients),
-        (schedule.ReduceGrads, profiling.REDUCE, PipelineEngine._exec_reduce_grads),
-        (schedule.OptimizerStep, profiling.STEP, PipelineEngine._exec_optimizer_step),
-    )
+_OURS: dict[type, tuple[int, Callable[..., None]]] = {
+    schedule.LoadMicroBatch: (profiling.LOAD, load_micro_batch),
+    schedule.ForwardPass: (profiling.FORWARD, PipelineEngine._exec_forward_pass),
+    schedule.BackwardPass: (profiling.BACKWARD, backward_pass),
+    schedule.SendActivation: (profiling.TRANSFER, send_activations),
+    schedule.RecvActivation: (profiling.TRANSFER, receive_activations),
+    schedule.SendGrad: (profiling.TRANSFER, send_gradients),
+    schedule.RecvGrad: (profiling.TRANSFER, receive_gradients),
+    schedule.ReduceTiedGrads: (profiling.REDUCE, reduce_tied_gradients),
+    schedule.ReduceGrads: (profiling.REDUCE, PipelineEngine._exec_reduce_grads),
+    schedule.OptimizerStep: (profiling.STEP, PipelineEngine._exec_optimizer_step),
 }
+
+# Where nothing but the measuring is ours, a client's own function can stand in for DeepSpeed's.
+_REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
+
+
+def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
+    """What a dynamic engine does for each pipeline instruction.
+
+    Args:
+        engine_class: class of the engine; instructions of its own, and functions that it or its script put into
+            ``_INSTRUCTION_MAP`` in place of DeepSpeed's, are taken over.
+
+    Raises:
+        ValueError: if one of them stands in for something that must be ours.
+    """
+    found: dict[type, Callable[..., None]] = {i: _timed(kind, function) for i, (kind, function) in _OURS.items()}
+    for instruction, function in engine_class._INSTRUCTION_MAP.items():  # type: ignore[attr-defined]
+        if getattr(function, "__module__", None) == PipelineEngine.__module__:
+            continue
+        if instruction in _REPLACEABLE:
+            found[instruction] = _timed(_OURS[instruction][0], function)
+        elif instruction in _OURS:
+            raise ValueError(
+                f"{engine_class.__name__}._INSTRUCTION_MAP has {function.__qualname__} for {instruction.__name__}, "
+                "which dynamic_pipeline replaces by its own so that losses do not depend on the cut; leave DeepSpeed's "
+                f"there (of the built-in ones only {', '.join(i.__name__ for i in _REPLACEABLE)} may be replaced)"
+            )
+        else:
+            found[instruction] = function
+    return found

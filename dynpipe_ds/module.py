@@ -14,6 +14,7 @@ from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
+from dynpipe_ds.coupling import Coupling, find_couplings
 from dynpipe_ds.migration.transport import exchange
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, profile_from_parameters
@@ -86,8 +87,9 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
                 allow_empty=True,
             )
         else:
+            pinned = {*self.pinned_cuts, *(cut for coupling in self.couplings() for cut in coupling.cuts())}
             plan = self.partition_method.plan(
-                self._profile_for_construction(), self.num_stages, pinned=self.pinned_cuts
+                self._profile_for_construction(), self.num_stages, pinned=tuple(sorted(pinned))
             )
             boundaries = plan.boundaries
             if self.global_rank == 0:
@@ -112,6 +114,13 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
     def layer_names(self) -> list[str]:
         """Name of every layer of the model, on all stages: its class or function name."""
         return [_layer_name(spec) for spec in self._layer_specs]
+
+    def couplings(self) -> list[Coupling]:
+        """Function layers that leave something behind for a later layer or the loss, which no cut may separate."""
+        readers = [] if self.loss_fn is None else [self.loss_fn]
+        if type(self).get_additional_losses is not PipelineModule.get_additional_losses:
+            readers.append(self.get_additional_losses)
+        return find_couplings(self._layer_specs, self.layer_names(), readers)
 
     # -- becoming dynamic ---------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 from deepspeed.pipe import LayerSpec
 
 from scenarios.gpt import GPTConfig
-from scenarios.scenario import Engine, Report, Scenario, build_scenario
+from scenarios.scenario import Engine, Report, Scenario, State, build_scenario
 
 
 class Combined(Scenario):
@@ -58,3 +58,12 @@ class Combined(Scenario):
         for part in self.parts:
             report.update(part.report(engine))
         return report
+
+    def state_dict(self) -> State:
+        """Return the parts' states, in their order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Give each part its own."""
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(own)

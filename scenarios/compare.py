@@ -11,8 +11,9 @@ import io
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -30,6 +31,12 @@ from scenarios.settings import Settings
 
 # Batches at the end of a run whose stage times the picture shows.
 _LAST = 5
+
+# Attributes of a run that its checkpoints hold besides the engine's and the scenario's state.
+_MEASURED = (
+    "losses", "batches_s", "timed_s", "timed_batches", "timed_overheads_s", "last_tokens_per_s", "bubbles", "stages_s",
+    "rebalanced_at", "reports", "resumed_at", "recording",
+)  # fmt: skip
 
 
 @dataclass
@@ -51,6 +58,8 @@ class Contender:
         rebalanced_at: batches after which the partition changed.
         reports: what the scenario reported after every batch.
         recording: what the report page shows of the layers.
+        timed_overheads_s: seconds spent profiling, planning and migrating in the timed windows.
+        resumed_at: batches after which the run was continued from a checkpoint.
     """
 
     label: str
@@ -67,7 +76,8 @@ class Contender:
     rebalanced_at: list[int] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
     recording: Recording = field(default_factory=new_recording)
-    _untimed: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    resumed_at: list[int] = field(default_factory=list)
 
     def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
         """Train some batches, yielding each one's index when it is done.
@@ -76,7 +86,7 @@ class Contender:
             batches: indices of consecutive batches.
             timed: whether they count for the throughput.
         """
-        start_s = _now_s()
+        before_s, start_s = _overheads_s(self.engine), _now_s()
         for batch in batches:
             self._train(batch, timed=timed)
             yield batch
@@ -85,8 +95,8 @@ class Contender:
             self.timed_s += window_s
             self.timed_batches += len(batches)
             self.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
-        else:
-            self._untimed = _overheads(self.engine)
+            ends_s = zip(self.timed_overheads_s, before_s, _overheads_s(self.engine), strict=True)
+            self.timed_overheads_s = [sum_s + after - before for sum_s, before, after in ends_s]
 
     def _train(self, batch: int, *, timed: bool) -> None:
         """Train one batch and note what was measured."""
@@ -109,15 +119,47 @@ class Contender:
         last = self.reports[-1] if self.reports else {}
         return {name: value for name, value in last.items() if isinstance(value, (float, int, str))}
 
+    def save(self, folder: Path, tag: str) -> None:
+        """Write a checkpoint of everything into a folder of the run's own; collective over all ranks.
+
+        Args:
+            folder: holds the checkpoints of all runs.
+            tag: name of this one.
+
+        Raises:
+            CheckpointError: on every rank, if any could not do its part.
+        """
+        measured = {name: getattr(self, name) for name in _MEASURED}
+        state = {"scenario": self.scenario.state_dict(), "measured": measured}
+        self.engine.save_checkpoint(str(folder / self.label), tag, {"run": state}, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Go on from a checkpoint; collective over all ranks.
+
+        Args:
+            folder: as for :meth:`save`.
+            tag: as for :meth:`save`.
+
+        Raises:
+            CheckpointError: on every rank, if it is damaged or does not fit.
+        """
+        _, client_state = self.engine.load_checkpoint(str(folder / self.label), tag)
+        assert client_state is not None
+        state = client_state["run"]
+        self.scenario.load_state_dict(state["scenario"])
+        for name, value in state["measured"].items():
+            setattr(self, name, value)
+        self.resumed_at.append(len(self.losses))
+
     def last_stages_s(self) -> list[float]:
         """Return the busy seconds a batch of each stage: medians of the last batches."""
-        return [statistics.median(times) for times in zip(*self.stages_s[-_LAST:], strict=True)]
+        last = [times for times in self.stages_s[-_LAST:] if len(times) == len(self.stages_s[-1])]
+        return [statistics.median(times) for times in zip(*last, strict=True)]
 
     def summary(self) -> RunSummary:
         """Sum up the run. Called on all ranks; the result is right on all of them."""
-        now = _overheads(self.engine)
-        spent = [after - before for before, after in zip(self._untimed, now, strict=True)]
-        profiling_s, planning_s, migrating_s = _largest(spent, self.engine.device)
+        profiling_s, planning_s, migrating_s = _largest(self.timed_overheads_s, self.engine.device)
+        resumed = ", ".join(map(str, self.resumed_at))
         return RunSummary(
             label=self.label,
             tokens=self.timed_batches * self.data.shape.tokens,
@@ -130,7 +172,7 @@ class Contender:
             migrating_s=migrating_s,
             last_tokens_per_s=self.last_tokens_per_s,
             num_rebalances=len(self.rebalanced_at),
-            notes=self.notes(),
+            notes=self.notes() | ({"resumed after batch": resumed} if resumed else {}),
         )
 
 
@@ -141,7 +183,7 @@ def _now_s() -> float:
     return time.perf_counter()
 
 
-def _overheads(engine: DynamicPipelineEngine) -> tuple[float, float, float]:
+def _overheads_s(engine: DynamicPipelineEngine) -> tuple[float, float, float]:
     spent = engine.overhead
     return spent.profiling_s, spent.planning_s, spent.migrating_s
 
@@ -210,15 +252,24 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
 
 
 def train_in_turns(
-    contenders: Sequence[Contender], settings: Settings
+    contenders: Sequence[Contender], settings: Settings, after_turn: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[Contender, int]]:
     """Train all runs in alternating windows, yielding (run, batch) after every batch.
 
-    The order is reversed from window to window, so that a steady drift cancels out.
+    The order is reversed from window to window, so that a steady drift cancels out. Runs that were continued
+    train what is left; the first window of each is a warm-up, as at the start.
+
+    Args:
+        contenders: the runs.
+        settings: the job.
+        after_turn: called on every rank when a run has trained a window; what it takes is not timed.
     """
-    windows = settings.run.windows()
-    for number, window in enumerate(windows):
-        timed = window.start >= settings.run.warmup_batches
+    for number, window in enumerate(settings.run.windows()):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
-            for batch in contender.train_window(window, timed=timed):
+            left = [batch for batch in window if batch >= len(contender.losses)]
+            if not left:
+                continue
+            timed = window.start >= settings.run.warmup_batches and left[0] not in contender.resumed_at
+            for batch in contender.train_window(left, timed=timed):
                 yield contender, batch
+            after_turn()

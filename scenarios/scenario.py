@@ -21,6 +21,8 @@ from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
 
 # What a scenario reports: plain values, and lists of them (by layer, say).
 Report = dict[str, Any]
+# What a scenario keeps in checkpoints: plain values and tensors.
+State = dict[str, Any]
 
 
 class Engine(Protocol):
@@ -101,6 +103,21 @@ class Scenario:
         say) are only written.
         """
         return {}
+
+    def state_dict(self) -> State:
+        """Return what a run that is continued must know and layers do not hold; it is kept in checkpoints.
+
+        Plain values and tensors, the same on every rank. What belongs to a layer is kept with that layer: by its
+        ``state_dict``, or by ``dynpipe_ds.keep_in_checkpoints``.
+        """
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take back what :meth:`state_dict` gave, after the layers were loaded and before the next batch.
+
+        Args:
+            state: as stored, maybe with another number of stages or replicas.
+        """
 
 
 def build_layers(scenario: Scenario, model: GPTConfig) -> list[LayerSpec]:

@@ -73,6 +73,9 @@ class RunSettings:
         num_stages: pipeline stages; ``None`` for all ranks.
         threads: CPU threads a rank; ``None`` for ``OMP_NUM_THREADS``, else an equal share of the
             cores.
+        save_every: batches of each run between two checkpoints of both, which are written when both have had
+            their turn; 0 for none but when the run is asked to end.
+        resume: continue an interrupted run that is found in the output folder; ``False`` discards it.
     """
 
     batches: int = 62
@@ -80,12 +83,14 @@ class RunSettings:
     warmup_batches: int = 2
     num_stages: int | None = None
     threads: int | None = None
+    save_every: int = 12
+    resume: bool = True
 
     def __post_init__(self) -> None:
         """Refuse lengths without a meaning, all problems at once."""
         problems = [
             f"run.{name}={getattr(self, name)} must be at least {least}"
-            for name, least in {"batches": 1, "window": 1, "warmup_batches": 0}.items()
+            for name, least in {"batches": 1, "window": 1, "warmup_batches": 0, "save_every": 0}.items()
             if getattr(self, name) < least
         ]
         if not problems and self.warmup_batches >= self.batches:
@@ -167,9 +172,9 @@ class Settings:
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the dynamic run, or for the static one.
 
-        Both use the same engine and measure alike; they differ in one key.
+        Both use the same engine and measure alike; only the dynamic one moves layers or gives ranks back.
         """
         section: dict[str, Any] = {"enabled": True}
         if not dynamic:
-            section["rebalance_every"] = "never"
+            section |= {"rebalance_every": "never", "repack": {"enabled": False}}
         return merge(self.deepspeed, {SECTION: section})

@@ -2,7 +2,8 @@
 
     deepspeed --no_local_rank --num_accelerators 2 --module scenarios.train scenario=freezing
 
-Configuration by Hydra, from ``conf/``; every value can be changed on the command line.
+Configuration by Hydra, from ``conf/``; every value can be changed on the command line. A run that was
+interrupted goes on from its last checkpoint when it is started again with the same output folder.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +26,13 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from dynpipe_ds import RankLostError
+from dynpipe_ds.heartbeat import naming_lost_ranks, start_heartbeat
 from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_tokens
+from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import Settings, config_folder
 
 
@@ -59,14 +64,11 @@ def start_distributed() -> None:
         deepspeed.init_distributed(verbose=False)
 
 
-def train(settings: Settings) -> tuple[Contender, Contender]:
-    """Train the job both ways, with a progress bar on the first rank.
+def build(settings: Settings) -> tuple[Contender, Contender]:
+    """Build the static and the dynamic run of a job.
 
     Args:
         settings: the job.
-
-    Returns:
-        The static and the dynamic run, trained.
 
     Raises:
         ValueError: if a setting does not fit the model or the data.
@@ -75,17 +77,33 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
         settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
         max_tokens=settings.data_max_tokens,
     )
-    static = build_contender(settings, tokens, dynamic=False)
-    dynamic = build_contender(settings, tokens, dynamic=True)
+    return build_contender(settings, tokens, dynamic=False), build_contender(settings, tokens, dynamic=True)
+
+
+def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoints: JobCheckpoints) -> None:
+    """Train what is left of the job both ways, with a progress bar on the first rank.
+
+    Args:
+        settings: the job.
+        contenders: the static and the dynamic run.
+        checkpoints: where their state is saved.
+
+    Raises:
+        InterruptedRunError: on every rank, if any was asked to end.
+    """
+    _, dynamic = contenders
     first = dist.get_rank() == 0
     if first:
         dynamic.engine.on_rebalance(lambda event: tqdm.write(str(event), file=sys.stdout))
     notes: dict[str, Any] = {}
     # Once a window, since what a router does changes from batch to batch.
     told_after = {window[-1] for window in settings.run.windows()}
-    bar = tqdm(total=2 * settings.run.batches, unit="batch", disable=not first, mininterval=0.5)
+    bar = tqdm(
+        total=2 * settings.run.batches, initial=sum(len(contender.losses) for contender in contenders),
+        unit="batch", disable=not first, mininterval=0.5,
+    )  # fmt: skip
     with bar:
-        for contender, batch in train_in_turns((static, dynamic), settings):
+        for contender, batch in train_in_turns(contenders, settings, checkpoints.after_turn):
             if first and contender is dynamic and batch in told_after and contender.notes() != notes:
                 notes = contender.notes()
                 told = ", ".join(f"{name}: {value}" for name, value in notes.items())
@@ -96,7 +114,6 @@ def train(settings: Settings) -> tuple[Contender, Contender]:
                 f"loss {contender.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
             )
             bar.update()
-    return static, dynamic
 
 
 def describe(settings: Settings) -> dict[str, Any]:
@@ -123,6 +140,7 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
         "batches_s": contender.batches_s,
         "stages_s": contender.stages_s,
         "rebalanced_at": contender.rebalanced_at,
+        "resumed_at": contender.resumed_at,
         "reports": contender.reports,
         "recording": contender.recording,
     }
@@ -135,7 +153,7 @@ def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[Run
     folder.mkdir(parents=True, exist_ok=True)
     results = describe(settings) | {
         "runs": [run_as_values(*pair) for pair in zip(contenders, runs, strict=True)],
-        "speedup": runs[1].tokens_per_s / runs[0].tokens_per_s,
+        "speedup": runs[1].tokens_per_s / runs[0].tokens_per_s if all(run.seconds for run in runs) else None,
         "losses_equal_bits": same_bits(runs[0].losses, runs[1].losses),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -157,27 +175,51 @@ def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[Run
 
 
 def run(settings: Settings) -> None:
-    """Train both ways and report."""
+    """Train both ways, from the start or from where an interrupted run has been, and report.
+
+    Args:
+        settings: the job.
+
+    Raises:
+        ValueError: if a setting does not fit, or the output folder holds an interrupted run with other ones.
+        InterruptedRunError: if it was asked to end.
+    """
     choose_threads(settings.run.threads)
     start_distributed()
-    contenders = train(settings)
-    runs = [contender.summary() for contender in contenders]
-    if dist.get_rank() == 0:
-        save(settings, contenders, runs)
-    dist.barrier()
+    contenders = build(settings)
+    checkpoints = JobCheckpoints(settings, contenders)
+    checkpoints.listen()
+    try:
+        trained = checkpoints.resume()
+        if trained is not None and dist.get_rank() == 0:
+            after = " and ".join(dict.fromkeys(map(str, trained)))
+            print(f"continuing an interrupted run after batch {after} of {settings.run.batches}", flush=True)
+        train(settings, contenders, checkpoints)
+        runs = [contender.summary() for contender in contenders]
+        if dist.get_rank() == 0:
+            save(settings, contenders, runs)
+        checkpoints.discard()
+    except RuntimeError:
+        with naming_lost_ranks(start_heartbeat(), "the job was trained", checkpoints.newest):
+            raise
     dist.destroy_process_group()
 
 
 @hydra.main(version_base=None, config_path=str(config_folder()), config_name="config")
 def main(config: DictConfig) -> None:
-    """Read the configuration and run; a user's mistake ends in one line, not in a traceback."""
+    """Read the configuration and run; what is no fault of the code ends in one line, not in a traceback."""
+    first = os.environ.get("RANK", "0") == "0"
     try:
         values: Any = OmegaConf.to_container(config, resolve=True)
         run(Settings.from_mapping(values))
     except ValueError as error:
-        if os.environ.get("RANK", "0") != "0":
-            sys.exit(2)
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error}" if first else 2)
+    except InterruptedRunError as error:
+        if first:
+            print(f"\n{error}", flush=True)
+        sys.exit(128 + signal.SIGTERM)
+    except RankLostError as error:
+        sys.exit(f"error: {error}; the same command continues from the last checkpoint of both runs, if there is one")
 
 
 if __name__ == "__main__":

@@ -64,3 +64,22 @@ def test_subclasses_of_the_engine_stay_what_they_are() -> None:
     ours = DynamicPipelineModule.__new__(DynamicPipelineModule)
     assert allocate(Mine, ours) is Mine
     assert allocate(DynamicPipelineEngine, ours) is DynamicPipelineEngine
+
+
+def test_an_own_engine_that_cannot_be_dynamic_is_refused() -> None:
+    class Mine(deepspeed.PipelineEngine):  # type: ignore[misc]
+        pass
+
+    class Ours(DynamicPipelineEngine):
+        pass
+
+    model = DynamicPipelineModule.__new__(DynamicPipelineModule)
+    for enabled in (False, True):
+        config = SimpleNamespace(_param_dict={"dynamic_pipeline": {"enabled": enabled}})
+        assert type(Ours.__new__(Ours, model=model, config_class=config)) is Ours
+        if not enabled:
+            assert type(Mine.__new__(Mine, model=model, config_class=config)) is Mine
+            continue
+        remedy = r"derive it from dynpipe_ds\.DynamicPipelineEngine"
+        with pytest.raises(ValueError, match=rf"engine Mine derives from DeepSpeed's PipelineEngine, .* {remedy}"):
+            Mine.__new__(Mine, model=model, config_class=config)

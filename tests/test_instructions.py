@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.pipe import schedule
 
-from dynpipe_ds.instructions import _META_SIZE, _decode_meta, _encode_meta
+from dynpipe_ds.instructions import _META_SIZE, _decode_meta, _encode_meta, instruction_map, send_gradients
 
 
 def test_one_tensor() -> None:
@@ -34,3 +39,35 @@ def test_what_follows_in_the_message_is_ignored() -> None:
 def test_too_many_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the 60 tensors between two stages need 302 numbers .* more than 256"):
         _encode_meta(tuple(torch.zeros(1, 1) for _ in range(60)))
+
+
+class Sampling(schedule.PipeInstruction):
+    """An instruction of a client's own."""
+
+
+def own(engine: Any, **kwargs: Any) -> Any:
+    engine.seen.append(kwargs)
+
+
+def test_a_clients_own_instructions() -> None:
+    class Mine(deepspeed.PipelineEngine):  # type: ignore[misc]
+        _INSTRUCTION_MAP = {
+            **deepspeed.PipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass: own, Sampling: own,
+        }
+
+    plain, mine = instruction_map(deepspeed.PipelineEngine), instruction_map(Mine)
+    assert plain[schedule.SendGrad].__wrapped__ is send_gradients
+    assert plain[schedule.ForwardPass].__wrapped__ is deepspeed.PipelineEngine._exec_forward_pass
+    assert mine[schedule.ForwardPass].__wrapped__ is own and mine[Sampling] is own
+    assert mine.keys() - plain.keys() == {Sampling}
+    engine = SimpleNamespace(seen=[], module=SimpleNamespace(recorder=None))
+    mine[schedule.ForwardPass](engine, buffer_id=3)
+    assert engine.seen == [{"buffer_id": 3}]
+
+
+def test_an_own_instruction_where_ours_is_needed() -> None:
+    class Mine(deepspeed.PipelineEngine):  # type: ignore[misc]
+        _INSTRUCTION_MAP = {**deepspeed.PipelineEngine._INSTRUCTION_MAP, schedule.SendGrad: own}
+
+    with pytest.raises(ValueError, match=r"Mine\._INSTRUCTION_MAP has own for SendGrad, .*only ForwardPass, Reduce"):
+        instruction_map(Mine)

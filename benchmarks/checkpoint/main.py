@@ -1,10 +1,11 @@
 """Time of ``save_checkpoint``, ours and DeepSpeed's own, of the same engine in turns; and of loading ours.
 
-python -m benchmarks.checkpoint.main [--depth 8 --hidden 512 --repeats 7 --folder checkpoints]
+python -m benchmarks.checkpoint.main [--depth 8 --hidden 512 --repeats 15 --folder checkpoints]
 
 DeepSpeed's file writing is called on the same engine (``PipelineEngine.save_checkpoint``), so both write the
-same weights and optimizer state to the same disk. Ours adds checksums, pushes everything to the disk (fsync)
-and renames.
+same weights and optimizer state to the same disk. Ours adds votes, a manifest, checksums and renames before it
+returns, and pushes everything to the disk afterwards, for which a third turn waits. Each turn starts with
+nothing left to be written and with the files of the turn before it removed.
 """
 
 from __future__ import annotations
@@ -60,35 +61,52 @@ def timed(action: Any) -> tuple[float, float]:
 Times = list[tuple[float, float]]
 
 
-def measure(engine: Any, options: argparse.Namespace) -> tuple[Times, Times, Times, int]:
+def measure(engine: Any, options: argparse.Namespace) -> tuple[dict[str, Times], int]:
+    """Seconds of each way in each repeat, and the bytes of a checkpoint of ours."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    ours: Times = []
-    theirs: Times = []
-    loads: Times = []
+    place = f"{options.folder}/save"
+    ways = {
+        "DeepSpeed": lambda: PipelineEngine.save_checkpoint(engine, place, tag="a"),
+        "ours": lambda: engine.save_checkpoint(place, tag="a"),
+        "on the disk": lambda: (engine.save_checkpoint(place, tag="a"), engine.wait_for_disk()),
+    }
+    times: dict[str, Times] = {name: [] for name in [*ways, "load"]}
     size = 0
     for repeat in range(options.repeats + 1):
-        plain, safe = f"{options.folder}/plain", f"{options.folder}/safe"
-        ways = [
-            (theirs, lambda plain=plain: PipelineEngine.save_checkpoint(engine, plain, tag="a")),
-            (ours, lambda safe=safe: engine.save_checkpoint(safe, tag="a")),
-        ]
-        for times, save in ways if repeat % 2 else reversed(ways):
+        for name in list(ways) if repeat % 2 else list(ways)[::-1]:
             os.sync()  # nobody pays for what another has left to be written
-            times.append(timed(save))
-        loads.append(timed(lambda safe=safe: engine.load_checkpoint(safe)))
-        dist.barrier()
-        size = sum(f.stat().st_size for f in Path(safe).rglob("*") if f.is_file())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(options.folder)
-        dist.barrier()
-    return ours[1:], theirs[1:], loads[1:], size  # the first pair warms up
+            times[name].append(timed(ways[name]))
+            engine.wait_for_disk()
+            if name == "ours":
+                times["load"].append(timed(lambda: engine.load_checkpoint(place)))
+                size = sum(f.stat().st_size for f in Path(place).rglob("*") if f.is_file())
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(place)
+            dist.barrier()
+    return {name: found[1:] for name, found in times.items()}, size  # the first of each warms up
+
+
+def ratio(ours: Times, theirs: Times, what: int) -> str:
+    """Median of the ratios of pairs, with quartiles."""
+    low, median, high = statistics.quantiles((a[what] / b[what] for a, b in zip(ours, theirs, strict=True)), n=4)
+    return f"{median:.2f} ({low:.2f} ... {high:.2f})"
+
+
+def row(name: str, times: dict[str, Times], size: int) -> str:
+    """One line of the table."""
+    seconds = {way: f"{statistics.median(t[0] for t in found):.3f}" for way, found in times.items()}
+    theirs, ours, durable = times["DeepSpeed"], times["ours"], times["on the disk"]
+    return (
+        f"| {name} | {size / 2**20:.0f} | {seconds['DeepSpeed']} | {seconds['ours']} | {ratio(ours, theirs, 0)} | "
+        f"{ratio(ours, theirs, 1)} | {seconds['on the disk']} | {ratio(durable, theirs, 0)} | {seconds['load']} |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("depth", 8), ("hidden", 512), ("repeats", 7)):
+    for name, default in (("depth", 8), ("hidden", 512), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/dynpipe-checkpoints")
     options = parser.parse_args()
@@ -103,21 +121,15 @@ def main() -> None:
         deepspeed.init_distributed(verbose=False)
     first = dist.get_rank() == 0
     if first:
-        print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns")
-        print("| optimizer | MiB | DeepSpeed's save, s | ours, s | ratio (pairs) | processor time | load, s |")
-        print("|---|---|---|---|---|---|---|")
+        print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")
+        print("ratios to DeepSpeed's: medians of pairs (quartiles)\n")
+        print("| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |")
+        print("|---|---|---|---|---|---|---|---|---|")
     for name in COMPARED:
         with contextlib.redirect_stdout(io.StringIO()):
-            ours, theirs, loads, size = measure(build(name, options), options)
+            times, size = measure(build(name, options), options)
         if first:
-            wall, busy = ([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)] for i in (0, 1))
-            seconds = (f"{statistics.median(t[0] for t in times):.3f}" for times in (theirs, ours))
-            print(
-                f"| {name} | {size / 2**20:.0f} | {' | '.join(seconds)} | {statistics.median(wall):.2f} "
-                f"({min(wall):.2f} ... {max(wall):.2f}) | {statistics.median(busy):.2f} | "
-                f"{statistics.median(t[0] for t in loads):.3f} |",
-                flush=True,
-            )
+            print(row(name, times, size), flush=True)
     dist.destroy_process_group()
 
 

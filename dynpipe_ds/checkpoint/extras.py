@@ -6,6 +6,7 @@ first one) and ``rank_<n>.pt``.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -113,7 +114,8 @@ def keep_in_checkpoints(module: nn.Module, *names: str) -> None:
     """Let checkpoints hold attributes of a module that its ``state_dict`` does not.
 
     Their values must be plain: numbers, texts, tensors, and tuples, lists and dicts of them. An attribute that
-    a module does not have when it is saved is taken away from it when that is loaded.
+    a module does not have when it is saved is taken away from it when that is loaded. Each replica keeps its
+    own values; with another number of replicas, replica r takes those of replica r modulo the old number.
 
     Args:
         module: a layer, or a module inside one.
@@ -141,7 +143,8 @@ def restore_attributes(layers: Mapping[int, nn.Module], stored: Mapping[int, dic
     """
     for i, layer in layers.items():
         for path, module in layer.named_modules():
-            values = stored.get(i, {}).get(path, {})
+            # Memory of its own: what was read may be a map of a file that is deleted later.
+            values = copy.deepcopy(stored.get(i, {}).get(path, {}))
             if values:
                 keep_in_checkpoints(module, *values)
             for name in getattr(module, ATTRIBUTES, ()):

@@ -1,7 +1,8 @@
-"""A folder that is complete or not there, whatever happens while it is written.
+"""A folder that is complete or not there, whatever process is killed while it is written.
 
-Everything is written into ``.<tag>.partial`` and pushed to the disk; one rename then makes it
-``<tag>``. Only after that does ``latest``, itself replaced by a rename, name it.
+Everything is written into ``.<tag>.partial``; one rename then makes it ``<tag>``. Only after that does
+``latest``, itself replaced by a rename, name it. What a process wrote survives its end, so that nothing
+waits for the disk; threads push the files there afterwards, in case the machine itself fails.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import os
 import shutil
 import zipfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import Tensor
 
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileEntry
@@ -66,19 +69,15 @@ def publish(target: Path) -> None:
         target: the checkpoint's final folder.
     """
     partial = partial_folder(target)
-    sync(partial)
     if not target.exists():
         os.rename(partial, target)
-        sync(target.parent)
         return
     if _exchange(partial, target):
-        sync(target.parent)
         shutil.rmtree(partial)
         return
     replaced = _replaced_folder(target)
     os.rename(target, replaced)
     os.rename(partial, target)
-    sync(target.parent)
     shutil.rmtree(replaced)
 
 
@@ -115,35 +114,28 @@ def write_latest(save_dir: Path, tag: str) -> None:
         save_dir: folder of all checkpoints.
         tag: the checkpoint's.
     """
-    write_text(save_dir / ".latest.partial", tag)
-    os.replace(save_dir / ".latest.partial", save_dir / "latest")
-    sync(save_dir)
+    partial = save_dir / ".latest.partial"
+    partial.write_text(tag, encoding="utf-8")
+    os.replace(partial, save_dir / "latest")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file and push it to the disk.
-
-    Args:
-        path: the file.
-        text: its content.
-    """
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Push a file's content, or a folder's list of names, to the disk.
+def read_latest(save_dir: str | Path) -> str | None:
+    """What ``latest`` names; ``None`` if there is no such file.
 
     Args:
-        path: file or folder.
+        save_dir: folder of all checkpoints.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    file = Path(save_dir) / "latest"
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def named_checkpoints(save_dir: Path) -> list[str]:
+    """Names of the checkpoints that were completed in a folder, sorted.
+
+    Args:
+        save_dir: folder of all checkpoints.
+    """
+    return sorted(f.name for f in save_dir.glob("*") if f.is_dir() and f.name[0] != ".")
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -208,13 +200,64 @@ def _records_intact(path: Path) -> bool:
         return archive.testzip() is None
 
 
+# -- pushing to the disk ----------------------------------------------------------------------
+
+
+class DiskSync:
+    """Files and folders that threads push to the disk while training goes on; the interpreter waits for them.
+
+    Args:
+        name: of the checkpoint, for messages.
+        paths: files, and folders for their lists of names.
+    """
+
+    def __init__(self, name: str, paths: Iterable[Path]) -> None:
+        self._name = name
+        threads = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="dynpipe_ds sync")
+        self._pending = [threads.submit(self._push, path) for path in paths]
+        threads.shutdown(wait=False)
+
+    def _push(self, path: Path) -> str:
+        try:
+            sync(path)
+        except FileNotFoundError:  # the user has removed the checkpoint
+            return ""
+        except OSError as error:
+            logger.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
+            return f"{path}: {error}"
+        return ""
+
+    def wait(self) -> None:
+        """Wait until everything is on the disk.
+
+        Raises:
+            CheckpointError: naming the files that could not be pushed there.
+        """
+        problems = [problem for future in self._pending if (problem := future.result())]
+        if problems:
+            raise CheckpointError(
+                f"{'; '.join(problems)}; checkpoint {self._name} may be lost if this machine fails: save again"
+            )
+
+
+def sync(path: Path) -> None:
+    """Push a file's content, or a folder's list of names, to the disk.
+
+    Args:
+        path: file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # -- DeepSpeed's writer -----------------------------------------------------------------------
 
 
 class RecordingWriter:
-    """Stands in for DeepSpeed's checkpoint engine during a save: notes, checks and syncs what is written.
-
-    Checksums and syncs run in threads while the next file is written.
+    """Stands in for DeepSpeed's checkpoint engine during a save: notes what is written, with its checksum.
 
     Args:
         inner: DeepSpeed's checkpoint engine, which does the writing.
@@ -224,8 +267,8 @@ class RecordingWriter:
     def __init__(self, inner: Any, root: Path) -> None:
         self._inner = inner
         self._root = root
-        self._threads = ThreadPoolExecutor(max_workers=_SYNC_THREADS)
-        self._entries: dict[str, Future[FileEntry]] = {}
+        self.entries: dict[str, FileEntry] = {}
+        """Size and checksum of each file, by path relative to the checkpoint."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file.
@@ -237,7 +280,7 @@ class RecordingWriter:
         if Path(path).name.startswith("layer_"):
             state_dict = {key: _compact(value) for key, value in state_dict.items()}
         self._inner.save(state_dict, path)
-        self._entries[str(Path(path).relative_to(self._root))] = self._threads.submit(_settle, Path(path))
+        self.entries[str(Path(path).relative_to(self._root))] = fingerprint(Path(path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder.
@@ -251,24 +294,6 @@ class RecordingWriter:
     def preserves_storage_sharing(self) -> bool:
         """DeepSpeed need not copy every tensor: :meth:`save` copies those that share a buffer."""
         return False
-
-    def finish(self) -> dict[str, FileEntry]:
-        """Wait until everything is on the disk.
-
-        Returns:
-            Size and checksum of each file, by path relative to the checkpoint.
-        """
-        return {path: future.result() for path, future in self._entries.items()}
-
-    def close(self) -> None:
-        """End the threads."""
-        with contextlib.suppress(Exception):
-            self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def _settle(path: Path) -> FileEntry:
-    sync(path)
-    return fingerprint(path)
 
 
 def _compact(value: Any) -> Any:

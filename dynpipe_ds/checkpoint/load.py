@@ -20,7 +20,13 @@ from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
 from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
-from dynpipe_ds.checkpoint.optimizer_files import Reader, group_settings, parameter_states, stage_state_dict
+from dynpipe_ds.checkpoint.optimizer_files import (
+    Reader,
+    group_settings,
+    parameter_states,
+    stage_state_dict,
+    template_state,
+)
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.migration.migrate import MigrationError
 from dynpipe_ds.migration.optimizer_state import FlatOptimizer
@@ -74,7 +80,7 @@ class Loading:
         """
         self._manifest = manifest = self._find_manifest()
         self._same_stages = manifest.num_stages == self._engine.num_stages
-        self._together(self._verify_share)
+        self._verify()
         self._together(self._check)
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
@@ -120,7 +126,7 @@ class Loading:
 
     def _read_manifest(self) -> Manifest | None:
         if not folder.find(self._root):
-            there = sorted(f.name for f in self._root.parent.glob("*") if f.is_dir() and f.name[0] != ".")
+            there = folder.named_checkpoints(self._root.parent)
             raise CheckpointError(f"there is no folder {self._root}; its parent holds {there}")
         file = self._root / MANIFEST_FILE
         if not file.is_file():
@@ -129,6 +135,16 @@ class Loading:
             return Manifest.loads(file.read_text(encoding="utf-8"))
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file} can't be used: {error}") from error
+
+    def _verify(self) -> None:
+        try:
+            self._together(self._verify_share)
+        except CheckpointError as error:
+            others = self._from_first(lambda: folder.named_checkpoints(self._root.parent))
+            others = [name for name in others if name != self._root.name]
+            if not others:
+                raise
+            raise CheckpointError(f"{error}; {self._root.parent} also holds {others}: pass one as tag") from error
 
     def _verify_share(self) -> None:
         """Check some of the files; all ranks together check each once."""
@@ -181,12 +197,14 @@ class Loading:
         if self._with_optimizer:
             self._states = parameter_states(manifest, self._reader, range(first, stop))
             self._settings = group_settings(manifest, self._reader, self._home)
+            flat = manifest.optimizer.kind == "flat"
+            self._template = template_state(manifest, self._reader, self._home) if flat else {}
         if manifest.is_ours and not self._module_only:
             self._common = self._reader.read(COMMON_FILE)
             self._rank_state = self._reader.read(rank_file(self._home, self._replica))
             self._attributes: dict[int, Any] = {}
             for old in old_stages:
-                self._attributes |= self._reader.read(rank_file(old, 0))["attributes"]
+                self._attributes |= self._reader.read(rank_file(old, self._replica))["attributes"]
 
     # -- the point of no return ---------------------------------------------------------------
 
@@ -243,7 +261,7 @@ class Loading:
             return
         parameters = named_parameters(engine.local_layers())
         states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
-        restore_state(engine.stage_optimizer, states, self._settings)
+        restore_state(engine.stage_optimizer, states, self._settings, self._template)
         if flat:
             stored = stage_state_dict(self._manifest, self._reader, self._home)
             engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)
@@ -289,13 +307,23 @@ def latest_tag(load_dir: str) -> str | None:
 
     Returns:
         The tag; ``None``, with a warning, if there is no such file.
+
+    Raises:
+        CheckpointError: on every rank, if the file can't be read or is empty, as the end of the machine may leave it.
     """
-    box: list[str | None] = [None]
-    file = Path(load_dir) / "latest"
+    box: list[Any] = [None, ""]
     if dist.get_rank() == 0:
-        if file.is_file():
-            box = [file.read_text(encoding="utf-8").strip()]
-        else:
-            logger.warning(f"there is no {file} to name a checkpoint; pass a tag to load one")
+        try:
+            box[0] = folder.read_latest(load_dir)
+            if box[0] == "":
+                box[1] = f"it is empty; pass one of {folder.named_checkpoints(Path(load_dir))} as tag"
+        except (OSError, ValueError) as error:
+            box[1] = str(error)
+        if box == [None, ""]:
+            there = folder.named_checkpoints(Path(load_dir))
+            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    tag, problem = box
+    if problem:
+        raise CheckpointError(f"{load_dir}/latest can't be used: {problem}")
+    return None if tag is None else str(tag)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -151,9 +151,13 @@ class Manifest:
 
     def dumps(self) -> str:
         """Return JSON text that :meth:`loads` reads back, with a checksum of its own."""
-        body = asdict(self)
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "sha256": _digest(body)}
-        return json.dumps({**head, **body}, indent=1, allow_nan=False) + "\n"
+        head = {"format": FORMAT, "version": FORMAT_VERSION, "sha256": _digest(vars(self))}
+        # One line a field: json's indentation would be written by Python code, ten times as slow.
+        lines = (
+            f"{json.dumps(key)}: {json.dumps(value, default=vars, allow_nan=False)}"
+            for key, value in {**head, **vars(self)}.items()
+        )
+        return "{" + ",\n".join(lines) + "}\n"
 
     @classmethod
     def loads(cls, text: str) -> Manifest:
@@ -177,7 +181,7 @@ class Manifest:
 
 
 def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(body, sort_keys=True, default=vars).encode()).hexdigest()
 
 
 def _from_json(data: dict[str, Any]) -> Manifest:

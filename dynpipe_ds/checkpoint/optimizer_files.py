@@ -94,6 +94,29 @@ def group_settings(manifest: Manifest, reader: Reader, stage: int) -> list[dict[
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
+def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
+    """What a group of a flat optimizer knows besides its parameters' moments, above all its count of steps.
+
+    A stage whose layers are all frozen counts steps, too; later ones go on from there.
+
+    Args:
+        manifest: of the checkpoint.
+        reader: of its folder.
+        stage: a stage of the checkpoint.
+
+    Returns:
+        State of one of its groups, moments as :class:`Pieces`; empty before the first step.
+    """
+    basic = stage_state_dict(manifest, reader, stage)["base_optimizer_state"]
+    num_groups = len(basic["param_groups"]) if isinstance(basic, dict) else len(basic)
+    found = (_group_state(basic, group) for group in range(num_groups))
+    state = next((state for state in found if state), {})
+    return {
+        key: Pieces((value.view(-1),)) if isinstance(value, Tensor) and value.dim() > 0 else value
+        for key, value in state.items()
+    }
+
+
 def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[str, State]:
     """Complete state of the parameters of some layers, put together from the files of all replicas.
 

@@ -7,7 +7,7 @@ the rename leaves everything as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,26 +82,32 @@ class Saving:
         tag: name of this one; the same on every rank.
         client_state: the user's own values, in DeepSpeed's files.
         exclude_frozen_parameters: as in DeepSpeed.
+        earlier: the checkpoint that this rank may still be pushing to the disk.
     """
 
     def __init__(
-        self, engine: Any, save_dir: str, tag: str, client_state: dict[str, Any], *, exclude_frozen_parameters: bool
+        self, engine: Any, save_dir: str, tag: str, client_state: dict[str, Any], *,
+        exclude_frozen_parameters: bool, earlier: folder.DiskSync | None = None,
     ) -> None:
         self._engine = engine
         self._save_dir = Path(save_dir)
         self._tag = tag
         self._client_state = client_state
         self._exclude_frozen = exclude_frozen_parameters
+        self._earlier = earlier
         self._target = self._save_dir / tag
         self._folder = folder.partial_folder(self._target)
         self._first = dist.get_rank() == 0
         self._replica = engine.grid.get_data_parallel_id()
 
-    def run(self, *, save_latest: bool) -> None:
+    def run(self, *, save_latest: bool) -> folder.DiskSync:
         """Carry it out; collective over all ranks.
 
         Args:
             save_latest: whether ``latest`` shall name it.
+
+        Returns:
+            This rank's files, on their way to the disk.
 
         Raises:
             CheckpointError: on every rank, with the same text, if any rank could not do its part.
@@ -109,12 +115,14 @@ class Saving:
         self._agree_on_tag()
         try:
             self._together(self._start)
-            parts = self._gather(self._together(lambda: (self._write_files(), *self._describe())))
+            part = self._together(lambda: (self._write_files(), *self._describe()))
+            parts = self._gather(part)
             self._together(lambda: self._finish(parts, save_latest=save_latest))
         except CheckpointError:
             if self._first:
                 folder.discard(self._target)
             raise
+        return folder.DiskSync(str(self._target), self._written(part[0]))
 
     def _together(self, action: Callable[[], T]) -> T:
         return together(action, self._engine.device, lambda message: CheckpointError(
@@ -122,10 +130,23 @@ class Saving:
         ))
 
     def _agree_on_tag(self) -> None:
-        tags: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tags, str(self._target))
-        if len(set(tags)) > 1:
-            raise CheckpointError(f"the ranks name different checkpoints: {sorted(set(tags))}; give all the same")
+        """All name the same, and the one before it is on the disk, so that one is there whatever fails now."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (str(self._target), self._not_on_disk()))
+        tags = {tag for tag, _ in everyone}
+        if len(tags) > 1:
+            raise CheckpointError(f"the ranks name different checkpoints: {sorted(tags)}; give all the same")
+        problems = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text)
+        if problems:
+            raise CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {problems}")
+
+    def _not_on_disk(self) -> str:
+        try:
+            if self._earlier is not None:
+                self._earlier.wait()
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -140,21 +161,20 @@ class Saving:
         try:
             self._write_deepspeed_files(own)
             self._write_our_files(writer)
-            return writer.finish()
+            return writer.entries
         finally:
             engine.checkpoint_engine = own
-            writer.close()
 
     def _write_deepspeed_files(self, own: Any) -> None:
         """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches."""
         engine, name = self._engine, str(self._folder.relative_to(self._save_dir))
         save_dir = str(self._save_dir)
         own.create(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
-        if engine.save_zero_checkpoint:  # the largest file first: it is synced while the others are written
-            engine._save_zero_checkpoint(save_dir, name)
         engine._save_checkpoint(
             save_dir, name, client_state=self._client_state, exclude_frozen_parameters=self._exclude_frozen
         )
+        if engine.save_zero_checkpoint:
+            engine._save_zero_checkpoint(save_dir, name)
         own.commit(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
 
     def _write_our_files(self, writer: folder.RecordingWriter) -> None:
@@ -180,11 +200,19 @@ class Saving:
     def _finish(self, parts: list[Any], *, save_latest: bool) -> None:
         if not self._first:
             return
-        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
-        folder.sync(self._folder / EXTRAS_FOLDER)
+        (self._folder / MANIFEST_FILE).write_text(self._manifest(parts).dumps(), encoding="utf-8")
         folder.publish(self._target)
         if save_latest:
             folder.write_latest(self._save_dir, self._tag)
+
+    def _written(self, files: Iterable[str]) -> list[Path]:
+        """What this rank has to push to the disk."""
+        written = [self._target / path for path in files]
+        if self._first:
+            written += [self._target / MANIFEST_FILE, self._target / EXTRAS_FOLDER, self._target]
+            latest = self._save_dir / "latest"
+            written += [latest, self._save_dir] if latest.exists() else [self._save_dir]
+        return written
 
     # -- the manifest -------------------------------------------------------------------------
 

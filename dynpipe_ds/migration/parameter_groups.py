@@ -89,13 +89,21 @@ def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
         optimizer: this rank's basic optimizer; its ``param_groups`` are extended and reordered in place.
 
     Raises:
-        ValueError: on every rank, if the groups can't be matched.
+        ValueError: on every rank, if the groups can't be matched, or the optimizers are of different kinds.
     """
     mine = [_signature(group) for group in optimizer.param_groups]
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, settings))
-    everyone = [signatures for signatures, _ in gathered]
+    dist.all_gather_object(gathered, (mine, settings, type(optimizer).__qualname__))
+    kinds = {kind: rank for rank, (_, _, kind) in reversed(list(enumerate(gathered)))}
+    if len(kinds) > 1:
+        found = ", ".join(f"{kind} on rank {rank}" for kind, rank in sorted(kinds.items()))
+        raise ValueError(
+            f"the ranks have different kinds of optimizer ({found}), so layers that move would be trained otherwise or "
+            "not at all; return the same kind everywhere, also for a stage without trainable parameters, which gets "
+            'one empty group, [{"params": []}]'
+        )
+    everyone = [signatures for signatures, _, _ in gathered]
     if all(signatures == mine for signatures in everyone):
         return
     for rank, signatures in enumerate(everyone):
@@ -106,7 +114,7 @@ def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
                 "in the same order (an empty 'params' list is fine)"
             )
     union: dict[str, dict[str, Any]] = {}
-    for signatures, their_settings in gathered:
+    for signatures, their_settings, _ in gathered:
         for signature, setting in zip(signatures, their_settings, strict=True):
             union.setdefault(signature, setting)
     local = dict(zip(mine, optimizer.param_groups, strict=True))
@@ -135,26 +143,24 @@ def check_scheduler(scheduler: Any, num_groups: int) -> None:
 
 
 def add_copies(
-    copies: Sequence[tuple[nn.Parameter, nn.Parameter]], arguments: dict[str, Any]
-) -> None:
-    """Put the copies of tied weights next to their originals in what a client handed to ``initialize``.
+    copies: Sequence[tuple[nn.Parameter, nn.Parameter]], optimizer: Any, parameters: Sequence[Any]
+) -> list[Any]:
+    """Put the copies of tied weights next to their originals in what a client hands over, where they are missing.
 
     Args:
         copies: pairs of (original, copy).
-        arguments: keyword arguments of the engine; ``optimizer`` and ``model_parameters`` are extended.
+        optimizer: a client's optimizer, whose groups are extended; anything else is left alone.
+        parameters: parameters, or parameter groups, which are extended in place.
+
+    Returns:
+        The parameters, extended.
     """
-    if not copies:
-        return
-    optimizer = arguments.get("optimizer")
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    parameters = arguments.get("model_parameters")
-    if parameters is not None:
-        arguments["model_parameters"] = parameters = list(parameters)
-        groups = [*groups, *(g for g in parameters if isinstance(g, dict))]
-        plain = {id(p) for p in parameters if not isinstance(p, dict)}
-        parameters += [copy for original, copy in copies if id(original) in plain]
-    for group in groups:
-        members = {id(p) for p in group["params"]}
-        group["params"] = [
-            *group["params"], *(copy for original, copy in copies if id(original) in members)
-        ]
+    groups = list(optimizer.param_groups) if isinstance(optimizer, torch.optim.Optimizer) else []
+    for group in [*groups, *(g for g in parameters if isinstance(g, dict))]:
+        group["params"] = _with_copies(list(group["params"]), copies)
+    return _with_copies(list(parameters), copies)
+
+
+def _with_copies(members: list[Any], copies: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> list[Any]:
+    present = {id(p) for p in members}
+    return members + [copy for original, copy in copies if id(original) in present and id(copy) not in present]

@@ -43,7 +43,8 @@ class Pieces:
 
 
 def restore_state(
-    optimizer: StageOptimizer, states: Mapping[nn.Parameter, State], settings: Sequence[Mapping[str, Any]]
+    optimizer: StageOptimizer, states: Mapping[nn.Parameter, State], settings: Sequence[Mapping[str, Any]],
+    template: State,
 ) -> None:
     """Put stored state into the present optimizer of a stage; communicates nothing.
 
@@ -52,9 +53,10 @@ def restore_state(
         states: complete state of each parameter that has some; for flat optimizers as :class:`Pieces`, with
             the fp32 weights as ``"master"``.
         settings: learning rate and the like, of every parameter group.
+        template: of flat optimizers, what groups without such parameters take (the count of steps); else empty.
     """
     if isinstance(optimizer, FlatOptimizer):
-        _restore_flat(optimizer, states, settings)
+        _restore_flat(optimizer, states, settings, template)
     else:
         _restore_plain(optimizer, states, settings)
 
@@ -82,15 +84,16 @@ def _own(value: Any) -> Any:
 
 
 def _restore_flat(
-    optimizer: FlatOptimizer, states: Mapping[nn.Parameter, State], settings: Sequence[Mapping[str, Any]]
+    optimizer: FlatOptimizer, states: Mapping[nn.Parameter, State], settings: Sequence[Mapping[str, Any]],
+    template: State,
 ) -> None:
     wrapper, basic, index = optimizer.engine.optimizer, optimizer.groups.optimizer, optimizer.groups.index
     for group, setting in zip(basic.param_groups, settings, strict=True):
         group.update(setting)
-    template = next((state for state in states.values() if len(state) > 1), None)
+    template = next((state for state in states.values() if len(state) > 1), template)
     by_group = {index[parameter]: state for parameter, state in states.items() if len(state) > 1}
     basic.state.clear()
-    if template is not None:
+    if template:
         for i, group in enumerate(basic.param_groups):
             flat = group["params"][0]
             basic.state[flat] = _empty_state(flat, by_group.get(i, template))

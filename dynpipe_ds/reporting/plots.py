@@ -104,3 +104,51 @@ def _draw_batches(
     axes.set_ylim(0, 1.4 * ordered[int(0.98 * (len(ordered) - 1))])
     axes.set_title("How long a batch takes")
     axes.legend(frameon=False, loc="upper right")
+
+
+def save_workers(
+    path: str | Path,
+    *,
+    workers: Sequence[int],
+    batches_s: Sequence[float],
+    all_batches_s: Sequence[float],
+    tokens: int,
+    title: str = "",
+) -> Path:
+    """Draw how many workers trained each batch of a re-packed run, and what each of them achieved.
+
+    Args:
+        path: file to write; its ending chooses the format. Missing folders are made.
+        workers: ranks that trained each batch of the re-packed run.
+        batches_s: seconds of its batches.
+        all_batches_s: seconds of the same batches on as many ranks as it began with.
+        tokens: tokens of a batch.
+        title: stands above the picture.
+
+    Returns:
+        The path written.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    batches = range(len(workers))
+    left.step(batches, workers, where="mid", color=DYNAMIC_COLOUR, label="re-packed")
+    left.axhline(workers[0], color=STATIC_COLOUR, linestyle="--", label="all workers")
+    left.set(xlabel="batch", ylabel="workers", ylim=(0, 1.25 * workers[0]), title="Workers")
+    own = [tokens / seconds / count for seconds, count in zip(batches_s, workers, strict=True)]
+    right.plot(batches, own, "-", color=DYNAMIC_COLOUR, label="re-packed")
+    right.plot(
+        range(len(all_batches_s)), [tokens / seconds / workers[0] for seconds in all_batches_s], "--",
+        color=STATIC_COLOUR, label="all workers",
+    )
+    right.set(xlabel="batch", ylabel="tokens/s and worker", title="Throughput of a worker")
+    right.set_ylim(0, 1.25 * max([*own, 1e-9]))
+    left.set_yticks(range(workers[0] + 1))
+    left.legend(frameon=False, loc="lower left")
+    right.legend(frameon=False, loc="upper left")
+    if title:
+        figure.suptitle(title)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    return target

@@ -118,7 +118,7 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
     runs = (static, dynamic)
     rows = [
         ["", *(run.label for run in runs)],
-        ["throughput (tokens/s)", *(_rate(run.tokens_per_s) for run in runs)],
+        ["throughput (tokens/s)", *(_rate(run.tokens_per_s or None) for run in runs)],
         ["speedup", "", _ratio(dynamic.tokens_per_s, static.tokens_per_s)],
         ["  in the last window", *(_rate(run.last_tokens_per_s) for run in runs)],
         ["  speedup there", "", _ratio(dynamic.last_tokens_per_s, static.last_tokens_per_s)],

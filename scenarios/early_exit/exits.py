@@ -84,7 +84,7 @@ class Exit(nn.Module):
 class ExitHead(Head):
     """The model's head: predicts the tokens that reached the end, and keeps the accounts of all exits.
 
-    Buffers count since they were last cleared, while training:
+    Buffers count since they were last cleared (the scenario does that after every batch), while training:
 
     * ``left``: tokens that left at each exit, and those that reached the end.
     * ``audit``: for each threshold that could be chosen, blocks that the auditors would have run through, and
@@ -161,13 +161,9 @@ class ExitHead(Head):
     def take_audit(self) -> list[int]:
         """Return and clear what the auditors told: their number, then both rows of ``audit``."""
         told: list[int] = [int(self.audited), *self.audit.flatten().tolist()]
-        self.forget_audit()
-        return told
-
-    def forget_audit(self) -> None:
-        """Start the accounts for the next calibration."""
         self.audit.zero_()
         self.audited.zero_()
+        return told
 
 
 def read_audit(told: Sequence[int]) -> Audit:

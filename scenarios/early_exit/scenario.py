@@ -17,7 +17,7 @@ from scenarios.early_exit.exits import ExitHead, exit_loss, read_audit
 from scenarios.early_exit.rows import kernel_name
 from scenarios.early_exit.state import ExitPlan
 from scenarios.gpt import Block, Embedding, GPTConfig, Head
-from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
+from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 LossWeights = Literal["depth", "equal"]
 LeftTokens = Literal["invisible", "visible"]
@@ -70,6 +70,7 @@ class EarlyExit(Scenario):
     audit_every: int = 16
     plan: ExitPlan = field(init=False)
     _left: list[int] = field(init=False, default_factory=list)
+    _told: list[int] = field(init=False, default_factory=list)
     _differing: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -177,12 +178,15 @@ class EarlyExit(Scenario):
         self._left = self._collect(engine, head and head.take_left(), exits)
         if self.calibrate == "never" or not self.plan.num_exits:
             return
+        width = 1 + 2 * len(thresholds())
+        told = self._collect(engine, head and head.take_audit(), width)
+        self._told = [sum(both) for both in zip(self._told or [0] * width, told, strict=True)]
         ahead = batch + 1 - self.first_batch
         if ahead >= 0 and ahead % self.calibrate_every == 0:
-            told = self._collect(engine, head and head.take_audit(), 1 + 2 * len(thresholds()))
-            self._choose(told)
-        elif head is not None and ahead <= -self.calibrate_every:
-            head.forget_audit()  # of a model too young to say anything about the one that is calibrated
+            self._choose(self._told)
+            self._told = []
+        elif ahead <= -self.calibrate_every:
+            self._told = []  # of a model too young to say anything about the one that is calibrated
 
     def _collect(self, engine: Engine, mine: list[int] | None, width: int) -> list[int]:
         """Give every rank the numbers of the last layer, summed over replicas."""
@@ -223,6 +227,14 @@ class EarlyExit(Scenario):
         if not math.isnan(self._differing):
             report["would differ"] = f"{100 * self._differing:.0f}%"
         return report
+
+    def state_dict(self) -> State:
+        """Return the calibrated threshold, and what the auditors have told since."""
+        return {"threshold": self.threshold, "differing": self._differing, "told": list(self._told)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take them back; the exits learn of the threshold before the next batch."""
+        self.threshold, self._differing, self._told = state["threshold"], state["differing"], list(state["told"])
 
 
 def _local_head(engine: Engine) -> ExitHead | None:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scenarios.freezing.gradient_sum import take_norm, watch_gradients
 from scenarios.freezing.prefix import ConvergenceFreezing, too_small
-from scenarios.scenario import Engine, Report, gather_by_layer
+from scenarios.scenario import Engine, Report, State, gather_by_layer
 
 
 def relative_change(before: float, now: float) -> float:
@@ -138,3 +138,12 @@ class AutoFreeze(ConvergenceFreezing):
     def report(self, engine: Engine) -> Report:
         """Report the frozen layers, and the changes of gradient norms by layer."""
         return super().report(engine) | {"change of gradient norm by layer": list(self.changes)}
+
+    def state_dict(self) -> State:
+        """Return the norms of the last interval as well; the sums of the present one are kept with the layers."""
+        return super().state_dict() | {"norms": dict(self._norms), "changes": list(self.changes)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take them back."""
+        super().load_state_dict(state)
+        self._norms, self.changes = dict(state["norms"]), list(state["changes"])

@@ -110,12 +110,19 @@ def _size(activation: Activation) -> int:
     return sum(tensor.nbytes for tensor in _tensors(activation))
 
 
+def _forget(layer: nn.Module, _keys: object) -> None:
+    """Drop what a layer has put out with other weights than those it was just given."""
+    assert isinstance(layer, Cacheable)
+    layer.activations.clear()
+
+
 class Cacheable(nn.Module):
     """Mixed into a layer's class: the layer can be skipped, and keep what it puts out."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.activations = ActivationCache()
+        self.register_load_state_dict_post_hook(_forget)
 
     def forward(self, activation: Activation) -> Activation:
         """Do what the role says; in :attr:`Role.SKIP` and :attr:`Role.LOAD` the input may be anything."""

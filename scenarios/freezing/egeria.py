@@ -7,7 +7,7 @@ listed in ``docs/freezing.md``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from scenarios.freezing.plasticity import (
 )
 from scenarios.freezing.prefix import ConvergenceFreezing, too_small
 from scenarios.gpt import GPTConfig
-from scenarios.scenario import Engine
+from scenarios.scenario import Engine, State
 
 
 @dataclass(kw_only=True)
@@ -158,3 +158,17 @@ class EgeriaFreezing(ConvergenceFreezing):
                 drop_reference(layer)
             elif self._evaluations % self.refresh_every == 0 and reference_of(layer) is not None:
                 take_reference(layer, bits=self.reference_bits)
+
+    def state_dict(self) -> State:
+        """Return the trends as well; references are kept with the layers."""
+        return super().state_dict() | {
+            "trends": [asdict(trend) for trend in self.trends],
+            "evaluations": self._evaluations,
+            "lr_range": self._lr_range,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Take them back."""
+        super().load_state_dict(state)
+        self.trends = [Trend(**trend) for trend in state["trends"]]
+        self._evaluations, self._lr_range = state["evaluations"], state["lr_range"]

@@ -7,7 +7,6 @@ hook on the parameter sees each one as it is made: one micro-batch's, on this re
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,17 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dynpipe_ds import keep_in_checkpoints
+
+# Set on a layer: sums of the gradients of its parameters by name, in float32. Not one of the model's weights, but
+# it travels when the layer moves and is kept in checkpoints.
 _ATTRIBUTE = "gradient_sum"
-
-
-@dataclass
-class GradientSum:
-    """Sums of the gradients of a layer's parameters by name, in float32.
-
-    A plain object set on the layer: not saved as the model's weights, but it travels when the layer moves.
-    """
-
-    by_name: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _AddUp:
@@ -59,22 +52,22 @@ def watch_gradients(layer: nn.Module, num_micro_batches: int) -> Iterable[Remova
     Returns:
         Handles of the hooks, for parameters that a micro-batch leaves without a gradient.
     """
-    total = getattr(layer, _ATTRIBUTE, None)
-    if total is None:
-        total = GradientSum()
-        setattr(layer, _ATTRIBUTE, total)
+    total: dict[str, Tensor] = getattr(layer, _ATTRIBUTE, {})
+    setattr(layer, _ATTRIBUTE, total)
+    keep_in_checkpoints(layer, _ATTRIBUTE)
     handles = []
     for name, parameter in layer.named_parameters():
         if parameter.requires_grad:
-            present = total.by_name.get(name)
+            present = total.get(name)
             if present is None or present.shape != parameter.shape:  # pruned, say: start afresh
-                total.by_name[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-            handles.append(_AddUp(parameter, total.by_name[name], num_micro_batches).handle)
+                present = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+            total[name] = present.to(parameter.device)  # a checkpoint gives it back on the host
+            handles.append(_AddUp(parameter, total[name], num_micro_batches).handle)
     return handles
 
 
 def take_norm(layer: nn.Module, group: Any = None) -> float | None:
-    """Return the norm of the layer's summed gradients, and begin a new sum.
+    """Return the norm of the layer's summed gradients, the mean of its replicas, and begin a new sum.
 
     The replicas' sums are added first, a layer at a time: what is added to what does then not depend on the
     other layers of the stage, and so not on the partition.
@@ -86,12 +79,13 @@ def take_norm(layer: nn.Module, group: Any = None) -> float | None:
     Returns:
         The sum of absolute values, as in AutoFreeze's code; ``None`` if the layer was not watched.
     """
-    total: GradientSum | None = getattr(layer, _ATTRIBUTE, None)
+    total: dict[str, Tensor] | None = getattr(layer, _ATTRIBUTE, None)
     if total is None:
         return None
     delattr(layer, _ATTRIBUTE)
-    gradient = torch.cat([tensor.flatten() for tensor in total.by_name.values()])
+    gradient = torch.cat([tensor.flatten() for tensor in total.values()])
     if group is not None:
         dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)  # comparable with that of another number of replicas
     return float(torch.linalg.vector_norm(gradient, ord=1, dtype=torch.float64))
 

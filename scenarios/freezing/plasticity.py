@@ -15,10 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dynpipe_ds import keep_in_checkpoints
 from scenarios.gpt import Activation
 
 MAX_ROWS = 256
-_ATTRIBUTE = "egeria_reference"
+# Set on a layer, these travel with it; the first one is kept in checkpoints.
+_REFERENCE = "egeria_reference"
+_SEEN = "egeria_seen"
+
+# A layer's past: its tensors by name, on the CPU, as they were or as int8 (see to_int8).
+Reference = dict[str, Tensor | tuple[Tensor, Tensor]]
 
 
 def similarity(activation: Tensor, *, max_rows: int = MAX_ROWS) -> Tensor:
@@ -97,48 +103,20 @@ class Trend:
         self.calm = self.calm + 1 if now <= tolerance * self.steepest else 0
 
 
-@dataclass(frozen=True)
-class Int8:
-    """A weight as int8 with one scale a row, symmetric around 0.
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight of two or more dimensions to int8 with one scale a row, symmetric around 0.
 
-    Attributes:
-        rows: values in ``[-127, 127]``, of the weight's shape.
-        scale: ``[rows, 1, …]``; what one step is worth.
+    Returns:
+        Values in ``[-127, 127]`` of the weight's shape, and ``[rows, 1, …]``: what one step is worth.
     """
-
-    rows: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8:
-        """Round a weight of two or more dimensions to the nearest steps."""
-        largest = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True)
-        scale = largest.clamp(min=torch.finfo(weight.dtype).tiny) / 127
-        return cls((weight / scale).round().to(torch.int8), scale)
-
-    def weight(self) -> Tensor:
-        """Return the rounded weight."""
-        return self.rows * self.scale
+    largest = weight.abs().amax(dim=tuple(range(1, weight.dim())), keepdim=True)
+    scale = largest.clamp(min=torch.finfo(weight.dtype).tiny) / 127
+    return (weight / scale).round().to(torch.int8), scale
 
 
-@dataclass
-class Reference:
-    """A layer's past: its weights at some batch, on the CPU, and what it last saw and answered.
-
-    A plain object set on the layer: not a submodule, so it is neither trained nor saved as the
-    model's weights, but it travels when the layer moves.
-
-    Attributes:
-        state: parameters and buffers of the past layer.
-        seen: input and output captured in the batch under evaluation.
-    """
-
-    state: dict[str, Tensor | Int8]
-    seen: tuple[Any, Tensor] | None = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers to compute with."""
-        return {name: t.weight() if isinstance(t, Int8) else t for name, t in self.state.items()}
+def weights_of(reference: Reference) -> dict[str, Tensor]:
+    """Return parameters and buffers of a reference, to compute with."""
+    return {name: t if isinstance(t, Tensor) else t[0] * t[1] for name, t in reference.items()}
 
 
 def take_reference(layer: nn.Module, *, bits: int = 32) -> None:
@@ -146,30 +124,32 @@ def take_reference(layer: nn.Module, *, bits: int = 32) -> None:
 
     Args:
         layer: stays as it is.
-        bits: 8 rounds matrices to :class:`Int8`, a quarter of the bytes; 32 keeps every bit.
+        bits: 8 rounds matrices to int8, a quarter of the bytes; 32 keeps every bit.
     """
-    state: dict[str, Tensor | Int8] = {}
+    reference: Reference = {}
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         copy = tensor.detach().to("cpu", copy=True)
-        state[name] = Int8.of(copy) if bits == 8 and copy.dim() > 1 and copy.is_floating_point() else copy
-    setattr(layer, _ATTRIBUTE, Reference(state))
+        reference[name] = to_int8(copy) if bits == 8 and copy.dim() > 1 and copy.is_floating_point() else copy
+    setattr(layer, _REFERENCE, reference)
+    keep_in_checkpoints(layer, _REFERENCE)
 
 
 def reference_of(layer: nn.Module) -> Reference | None:
     """Return the reference that a layer carries, if any, and if the layer still has tensors of these names."""
-    reference: Reference | None = getattr(layer, _ATTRIBUTE, None)
+    reference: Reference | None = getattr(layer, _REFERENCE, None)
     names = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
-    return reference if reference is not None and reference.state.keys() == names else None
+    return reference if reference is not None and reference.keys() == names else None
 
 
 def drop_reference(layer: nn.Module) -> None:
     """Forget the layer's reference."""
-    if hasattr(layer, _ATTRIBUTE):
-        delattr(layer, _ATTRIBUTE)
+    for name in (_REFERENCE, _SEEN):
+        if hasattr(layer, name):
+            delattr(layer, name)
 
 
 def capture_next(layer: nn.Module) -> RemovableHandle:
-    """Keep input and output of the layer's next forward, on the CPU, in its reference.
+    """Keep input and output of the layer's next forward, on the CPU.
 
     The hook removes itself after that one call, so a layer never moves with it.
 
@@ -182,9 +162,7 @@ def capture_next(layer: nn.Module) -> RemovableHandle:
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Activation) -> None:
         handle.remove()
-        reference = reference_of(module)
-        if reference is not None:
-            reference.seen = _to_cpu(inputs[0]), _to_cpu(stream_of(output))
+        setattr(module, _SEEN, (_to_cpu(inputs[0]), _to_cpu(stream_of(output))))
 
     handle = layer.register_forward_hook(hook)
     return handle
@@ -215,14 +193,15 @@ def plasticity(layer: nn.Module) -> float | None:
         The similarity-preserving loss, or ``None`` where nothing was captured.
     """
     reference = reference_of(layer)
-    if reference is None or reference.seen is None:
+    seen: tuple[Any, Tensor] | None = getattr(layer, _SEEN, None)
+    if reference is None or seen is None:
         return None
-    given, answer = reference.seen
-    reference.seen = None
+    given, answer = seen
+    delattr(layer, _SEEN)
     modes = {module: module.training for module in layer.modules()}
     layer.eval()
     try:
-        past = torch.func.functional_call(layer, reference.weights(), (given,), strict=True)
+        past = torch.func.functional_call(layer, weights_of(reference), (given,), strict=True)
     finally:
         for module, training in modes.items():
             module.training = training

@@ -10,7 +10,7 @@ from torch import nn
 from dynpipe_ds import keep_in_checkpoints
 from scenarios.freezing.cache import PrefixCache, cacheable_layers
 from scenarios.gpt import GPTConfig
-from scenarios.scenario import Engine, Report, Scenario
+from scenarios.scenario import Engine, Report, Scenario, State
 
 # Set on a frozen layer; travels with it. Names the parameters that freezing has switched off, so
 # that unfreezing does not switch on what the user had frozen (the base weights under LoRA, say).
@@ -124,6 +124,14 @@ class FreezingScenario(Scenario):
         if self._prefix_cache is not None:
             report["layers from cache"] = self._prefix_cache.num_skipped
         return report
+
+    def state_dict(self) -> State:
+        """Return how much is frozen. What the cache holds is left out: it is computed anew, to the same bits."""
+        return {"num_frozen": self._num_frozen}
+
+    def load_state_dict(self, state: State) -> None:
+        """Take it back; the layers know themselves whether they are frozen."""
+        self._num_frozen = state["num_frozen"]
 
 
 @dataclass(kw_only=True)

@@ -242,11 +242,16 @@ class PrunableLinear(nn.Module):
         return Pattern(self.rows, self.columns, self.rows_t, self.columns_t, self.order_t)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take on the shapes that the weight had when it was saved; the optimizer must be built after that."""
+        """Take on the shapes that weight and buffers had when they were saved.
+
+        The weight becomes another parameter then, so that whoever knows the old one (the optimizer) can tell.
+        """
         for name in ("weight", *_BUFFERS):
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(saved, Tensor) and saved.shape != own.shape:
-                own.data = own.data.new_empty(saved.shape)
+                empty = own.detach().new_empty(saved.shape)
+                is_parameter = isinstance(own, nn.Parameter)
+                setattr(self, name, nn.Parameter(empty, own.requires_grad) if is_parameter else empty)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

@@ -128,8 +128,9 @@ def make_module(run: Run, **kwargs: Any) -> PipelineModule:
     if run.first is not None and not run.plain:
         kwargs.setdefault("partition_method", list(run.first))
     kwargs.setdefault("partition_method", "uniform")
+    kwargs.setdefault("num_stages", run.num_stages)
     module = cls(
-        layers_of(run), num_stages=run.num_stages, loss_fn=loss_fn, seed_layers=True,
+        layers_of(run), loss_fn=loss_fn, seed_layers=True,
         activation_checkpoint_interval=run.checkpoint_interval, **kwargs,
     )
     return module

@@ -36,7 +36,7 @@ class RankFailure(AssertionError):
 
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0,
-    may_die: Collection[int] = (),
+    may_die: Collection[int] = (), may_leave: Collection[int] = (),
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -46,9 +46,10 @@ def run_ranks(
         *args: picklable arguments.
         timeout_s: after which the ranks that are still running are named and killed.
         may_die: ranks whose end is part of the test.
+        may_leave: ranks that may end without an answer, with exit code 0.
 
     Returns:
-        What the ranks returned, by rank; ``None`` for one that died and was allowed to.
+        What the ranks returned, by rank; ``None`` for one that died or left and was allowed to.
 
     Raises:
         RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
@@ -57,7 +58,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         stay = not may_die
         ranks = [_Rank(r, num_ranks, port, stay, function, args, Path(folder)) for r in range(num_ranks)]
-        _collect(ranks, timeout_s, may_die)
+        _collect(ranks, timeout_s, may_die, may_leave)
         failures = [r.failure() for r in ranks if r.rank not in may_die]
         if any(failures):
             raise RankFailure("\n".join(text for text in failures if text))
@@ -117,13 +118,18 @@ class _Rank:
         return f"rank {self.rank}: {self.error}" if self.error else ""
 
 
-def _collect(ranks: list[_Rank], timeout_s: float, may_die: Collection[int]) -> None:
+def _collect(
+    ranks: list[_Rank], timeout_s: float, may_die: Collection[int], may_leave: Collection[int]
+) -> None:
     pending = {r.pipe: r for r in ranks}
     deadline = time.monotonic() + timeout_s
     while pending and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(pending), timeout=left):
             rank = pending.pop(pipe)  # type: ignore[call-overload]
-            if not rank.receive() and rank.rank not in may_die:
+            good = rank.receive()
+            if not good and rank.rank in may_leave and rank.process.exitcode == 0:
+                rank.error = ""
+            elif not good and rank.rank not in may_die:
                 # The others may wait for it for ever; a short grace shows errors of their own.
                 deadline = min(deadline, time.monotonic() + 5)
     for r in pending.values():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
 from dynpipe_ds.checkpoint import folder
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE
 from dynpipe_ds.checkpoint.save import Saving
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -106,12 +107,23 @@ def load_damaged(rank: int, place: str) -> None:
             engine.load_checkpoint(place, "bad")
         same_text(str(caught.value))
         assert "nothing was changed" in str(caught.value)
+        assert file == MANIFEST_FILE or f"{place} also holds ['good']: pass one as tag" in str(caught.value)
         assert (digest(engine), engine.partition, engine.global_steps) == before, file
         if rank == 0:
             shutil.rmtree(f"{place}/bad")
     with pytest.raises(CheckpointError, match=r"there is no folder .*absent; its parent holds \['good'\]"):
         engine.load_checkpoint(place, "absent")
     assert engine.load_checkpoint(f"{place}/nowhere") == (None, None)
+    dist.barrier()
+    if rank == 0:
+        Path(place, "latest").write_text("")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"latest can't be used: it is empty; pass one of \['good'\] as tag"):
+        engine.load_checkpoint(place)
+    dist.barrier()
+    if rank == 0:
+        Path(place, "latest").write_text("good")
+    dist.barrier()
     engine.train_batch(batches)
     engine.load_checkpoint(place)
     assert engine.partition == (0, 2, 5, 8) and engine.global_steps == 2
@@ -199,13 +211,14 @@ def without_exchange() -> Any:
 # rank, where, whether the new checkpoint is there all the same
 POINTS: list[tuple[int, Callable[[], Any], bool]] = [
     *((rank, lambda call=call: failing(torch, "save", call=call), False) for rank in range(3) for call in (1, 3)),
-    (2, lambda: failing(folder, "_settle"), False),
+    (2, lambda: failing(folder, "fingerprint"), False),
     (0, lambda: failing(folder, "start"), False),
     (0, lambda: failing(folder, "start", after=True), False),
     (1, lambda: failing(Saving, "_write_our_files"), False),
     (2, lambda: failing(Saving, "_describe"), False),
-    (0, lambda: failing(folder, "write_text"), False),
-    (0, lambda: failing(folder, "write_text", after=True), False),
+    (0, lambda: failing(Path, "write_text"), False),
+    (0, lambda: failing(Path, "write_text", after=True), False),
+    (0, lambda: failing(Path, "write_text", call=2), True),
     (0, lambda: failing(folder, "publish"), False),
     (0, lambda: failing(folder, "publish", after=True), True),
     (0, lambda: failing(os, "rename"), False),
@@ -296,3 +309,26 @@ def test_a_save_that_fails_leaves_the_last_one_and_training_goes_on(tmp_path: Pa
 
 def test_replacing_a_checkpoint_never_loses_it(tmp_path: Path) -> None:
     run_ranks(replace_through_failures, 3, str(tmp_path))
+
+
+def save_while_the_disk_fails(rank: int, place: str) -> None:
+    """Every process lives, so the checkpoint is complete; that it is not on the disk is told by the next call."""
+    engine = make_engine(RUN)
+    engine.train_batch(data(0, RUN.micro_batches))
+    for tag, then in (("first", lambda: engine.save_checkpoint(place, tag="other")), ("second", engine.wait_for_disk)):
+        with failing(folder, "sync", call=2) if rank == 1 else nullcontext():
+            engine.save_checkpoint(place, tag=tag)
+            with pytest.raises(CheckpointError, match=f"rank 1: .*{place}/{tag}/.*No space left") as caught:
+                then()
+        assert f"checkpoint {place}/{tag} may be lost if this machine fails: save again" in same_text(str(caught.value))
+        dist.barrier()
+        assert Path(place, "latest").read_text() == tag
+    engine.wait_for_disk()
+    engine.save_checkpoint(place, tag="third")
+    engine.wait_for_disk()
+    engine.load_checkpoint(place)
+    assert not Path(place, "other").exists()
+
+
+def test_a_checkpoint_that_does_not_reach_the_disk_is_reported(tmp_path: Path) -> None:
+    run_ranks(save_while_the_disk_fails, 3, str(tmp_path))

@@ -158,6 +158,25 @@ def test_pruned_and_frozen_layers(pruned: Any, stages: int) -> None:
         assert results[0][i][0] == reference[0][i][0], name
 
 
+def replicas_keep_their_own(rank: int, folder: str) -> None:
+    run = Run(1, config=ADAMW)
+    engine = make_engine(run)
+    train(engine, run, 0, 1)
+    layer = engine.local_layers()[1]
+    layer.seen = {"by rank": torch.tensor([rank])}
+    keep_in_checkpoints(layer, "seen")
+    engine.save_checkpoint(folder)
+    other = make_engine(run)
+    other.load_checkpoint(folder)
+    found = other.local_layers()[1].seen["by rank"]
+    assert found.tolist() == [rank]
+    assert found.untyped_storage().filename is None, "still in the file"
+
+
+def test_replicas_keep_their_own_attributes(tmp_path: Any) -> None:
+    run_ranks(replicas_keep_their_own, 2, str(tmp_path))
+
+
 # -- the engine's and the process's own state -------------------------------------------------
 
 DYNAMIC = {"dynamic_pipeline": {"enabled": True, "rebalance_every": "auto", "profile_batches": 2}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,16 +18,29 @@ class Point:
     """A moment: before or after the n-th call of a function of the library.
 
     Attributes:
-        name: what to call it.
+        name: what to call it, opened by the phase.
         target: ``"module:attribute"`` or ``"module:Class.attribute"``.
         after: whether the call is done first.
         call: which call of it, counted from 1.
+        batch: calls count from this batch on.
+        victim: the only rank that comes by; ``None`` if all do.
+        tag: what every checkpoint of the run is called; ``None`` if each has a name of its own.
+        exchange: whether the file system can swap two folders in one step.
     """
 
     name: str
     target: str
     after: bool = False
     call: int = 1
+    batch: int = 0
+    victim: int | None = None
+    tag: str | None = None
+    exchange: bool = True
+
+    @property
+    def phase(self) -> str:
+        """What goes on at this point, for example ``"saving"``."""
+        return self.name.partition(":")[0]
 
     def arm(self, action: Callable[[], Any]) -> AbstractContextManager[Any]:
         """Do something at this point of this process, once.
@@ -54,8 +68,14 @@ class Point:
         return patch.object(owner, attribute, run)
 
 
-def kill() -> None:
-    """End this process as the kernel would, without a word."""
+def kill(note: str) -> None:
+    """End this process as the kernel would, without a word.
+
+    Args:
+        note: file that takes the time.
+    """
+    with open(note, "w") as file:
+        file.write(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -63,8 +83,12 @@ ENGINE = "dynpipe_ds.engine:DynamicPipelineEngine."
 MIGRATE = "dynpipe_ds.migration.migrate:"
 OPTIMIZER = "dynpipe_ds.migration.optimizer_state:PlainOptimizer."
 
-# The job of harness.py moves layers after its fourth batch; call=5 is in the middle of training after that.
-POINTS = [
+SAVE = "dynpipe_ds.checkpoint.save:Saving."
+FOLDER = "dynpipe_ds.checkpoint.folder:"
+LOAD = "dynpipe_ds.checkpoint.load:Loading."
+
+# The job of harness.py saves after every second batch and moves layers after its fourth.
+TRAINING = [
     Point("profiling: before the first batch", ENGINE + "_train_batch"),
     Point("profiling: recorder starts", "dynpipe_ds.profiling:BatchRecorder.start", call=2),
     Point("profiling: in the middle of a forward", "tests.distributed.models:Block.forward", call=30),
@@ -75,7 +99,7 @@ POINTS = [
     Point("profiling: after profiles were exchanged", "dynpipe_ds.balancing:gather_profile", after=True, call=3),
     Point("planning: before the plan", ENGINE + "_plan"),
     Point("planning: after the choice, before the vote", ENGINE + "_choose", after=True),
-    Point("planning: before ranks compare their plans", "dynpipe_ds.balancing:same_everywhere", call=2),
+    Point("planning: before ranks compare their plans", "dynpipe_ds.balancing:same_everywhere"),
     Point("planning: after the plan", ENGINE + "_plan", after=True),
     Point("migration: before it", MIGRATE + "Migration.run"),
     Point("migration: a layer is packed", MIGRATE + "Migration._pack"),
@@ -94,3 +118,75 @@ POINTS = [
     Point("migration: before caches are renewed", ENGINE + "_settle"),
     Point("migration: after it, before callbacks", "dynpipe_ds.balancing:write_rebalance"),
 ]  # fmt: skip
+
+
+# From batch 2 on there is one checkpoint, and the next is saved after the layers have moved.
+SAVING = [
+    Point("saving: before it", SAVE + "run", batch=2),
+    Point("saving: the tag is agreed on", SAVE + "_agree_on_tag", after=True, batch=2),
+    Point("saving: before there is a folder", FOLDER + "start", batch=2, victim=0),
+    Point("saving: the folder is made", FOLDER + "start", after=True, batch=2, victim=0),
+    Point("saving: before DeepSpeed's files", SAVE + "_write_deepspeed_files", batch=2),
+    Point("saving: before the first file", "torch:save", batch=2),
+    Point("saving: after the first file", "torch:save", after=True, batch=2),
+    Point("saving: before the second file", "torch:save", call=2, batch=2),
+    Point("saving: before the third file", "torch:save", call=3, batch=2),
+    Point("saving: before a checksum", FOLDER + "fingerprint", call=2, batch=2),
+    Point("saving: before our files", SAVE + "_write_our_files", batch=2),
+    Point("saving: after our files", SAVE + "_write_our_files", after=True, batch=2),
+    Point("saving: before the manifest's share", SAVE + "_describe", batch=2),
+    Point("saving: before shares are gathered", SAVE + "_gather", batch=2),
+    Point("saving: after shares were gathered", SAVE + "_gather", after=True, batch=2),
+    Point("saving: while the first rank finishes", SAVE + "_finish", batch=2, victim=2),
+    Point("saving: before the manifest", SAVE + "_manifest", batch=2, victim=0),
+    Point("saving: before the manifest's file", "pathlib:Path.write_text", batch=2, victim=0),
+    Point("saving: after the manifest's file", "pathlib:Path.write_text", after=True, batch=2, victim=0),
+    Point("saving: before it gets its name", FOLDER + "publish", batch=2, victim=0),
+    Point("saving: it has its name", FOLDER + "publish", after=True, batch=2, victim=0),
+    Point("saving: before latest", FOLDER + "write_latest", batch=2, victim=0),
+    Point("saving: before latest is replaced", "os:replace", batch=2, victim=0),
+    Point("saving: latest is replaced", "os:replace", after=True, batch=2, victim=0),
+    Point("saving: all is done", SAVE + "run", after=True, batch=2),
+    Point("saving: before the disk", FOLDER + "DiskSync.__init__", batch=2),
+    Point("saving: on the way to the disk", FOLDER + "sync", call=3, batch=2),
+    Point("saving: while waiting for the disk", FOLDER + "DiskSync.wait", batch=2),
+    Point("saving the first: before its name", FOLDER + "publish", victim=0),
+    Point("saving the first: it has its name", FOLDER + "publish", after=True, victim=0),
+    Point("saving the first: latest is there", FOLDER + "write_latest", after=True, victim=0),
+    Point("saving over it: before the exchange", FOLDER + "_exchange", batch=2, victim=0, tag="last"),
+    Point("saving over it: after the exchange", FOLDER + "_exchange", after=True, batch=2, victim=0, tag="last"),
+    Point("saving over it: the old one removed", "shutil:rmtree", after=True, batch=2, victim=0, tag="last"),
+    Point("saving over it: before two renames", "os:rename", batch=2, victim=0, tag="last", exchange=False),
+    Point("saving over it: between two renames",
+          "os:rename", after=True, batch=2, victim=0, tag="last", exchange=False),
+    Point("saving over it: after two renames",
+          "os:rename", after=True, call=2, batch=2, victim=0, tag="last", exchange=False),
+]  # fmt: skip
+
+LOADING = [
+    Point("loading: before the tag", "dynpipe_ds.checkpoint.engine:latest_tag"),
+    Point("loading: after the tag", "dynpipe_ds.checkpoint.engine:latest_tag", after=True),
+    Point("loading: before the manifest", LOAD + "_read_manifest", victim=0),
+    Point("loading: the manifest is read", LOAD + "_read_manifest", after=True, victim=0),
+    Point("loading: all know the manifest", LOAD + "_find_manifest", after=True),
+    Point("loading: before checksums", LOAD + "_verify_share"),
+    Point("loading: in the middle of checksums", FOLDER + "verify", call=3),
+    Point("loading: before it is compared with the model", LOAD + "_check"),
+    Point("loading: before the partition is chosen", LOAD + "_choose_partition", victim=0),
+    Point("loading: before files are read", LOAD + "_read"),
+    Point("loading: in the middle of reading", "dynpipe_ds.checkpoint.optimizer_files:Reader.read", call=3),
+    Point("loading: before layers move", ENGINE + "_migrate"),
+    Point("loading: while layers move", MIGRATE + "Migration._transfer"),
+    Point("loading: after layers moved", ENGINE + "_migrate", after=True),
+    Point("loading: before weights", LOAD + "_load_layers"),
+    Point("loading: after weights", LOAD + "_load_layers", after=True),
+    Point("loading: before the optimizer hears of parameters", LOAD + "_announce_parameters"),
+    Point("loading: before optimizer state", LOAD + "_load_optimizer"),
+    Point("loading: in the middle of optimizer state", "dynpipe_ds.checkpoint.load:restore_state"),
+    Point("loading: after optimizer state", LOAD + "_load_optimizer", after=True),
+    Point("loading: before counters", LOAD + "_load_counters"),
+    Point("loading: before random streams", "dynpipe_ds.checkpoint.load:restore_rank"),
+    Point("loading: all is done", LOAD + "run", after=True),
+]  # fmt: skip
+
+POINTS = TRAINING + SAVING + LOADING

@@ -1,55 +1,195 @@
-"""``kill -9`` of one rank at any point: every other rank ends soon, and says who was lost."""
+"""``kill -9`` of one rank at any point: the others say who was lost, and a restart ends as if nothing had been."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from unittest.mock import patch
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
-from dynpipe_ds import heartbeat
 from dynpipe_ds.heartbeat import RankLostError
-from tests.distributed.models import Run, make_engine, train
+from tests.distributed.models import data, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.faults.points import POINTS, Point, kill
+from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO
+from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
+from tests.faults.points import ENGINE, LOADING, POINTS, SAVING, TRAINING, Point, kill
 
-RANKS = 3
+BOUND_S = 20.0  # several times what it takes with signs of life every 0.2 s, for machines that are busy
+
+JOB = Job()
+OTHERS = {
+    "2 ranks": Job(2, 2),
+    "2x2 ranks": Job(4, 2),
+    "4 ranks": Job(4, 4),
+    "ZeRO-1": Job(config={**ADAMW, **ZERO}),
+    "bf16": Job(config={**ADAMW, **BF16_FP32_SUMS}),
+    "ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}),
+}
+TYPICAL = {
+    "profiling: before the backward",
+    "planning: before ranks compare their plans",
+    "migration: after tensors travelled",
+    "saving: before the third file",
+    "saving: before it gets its name",
+    "saving: before latest is replaced",
+    "saving over it: between two renames",
+    "loading: while layers move",
+    "loading: before optimizer state",
+}
+ON_OTHERS = [
+    "profiling: before profiles are exchanged",
+    "migration: before tensors travel",
+    "saving: after shares were gathered",
+    "saving: it has its name",
+    "loading: in the middle of reading",
+    "loading: before weights",
+]
 
 
-def train_until_killed(rank: int, victim: int, point: Point) -> tuple[str, float] | None:
-    """Train; on survivors give back the message and when it came."""
-    run = Run(RANKS, num_batches=8, first=(0, 1, 2, 8), config={
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"},
-    })
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(heartbeat, "INTERVAL_S", 0.2))
-        engine = make_engine(run)
-        if rank == victim:
-            stack.enter_context(point.arm(kill))
-        try:
-            train(engine, run)
-        except RankLostError as error:
-            return str(error), time.time()
-    return None
+@pytest.fixture(scope="session")
+def uninterrupted() -> Callable[[Job], list[Outcome | None]]:
+    """Outcomes of a job that nobody kills and that saves nothing; each job runs once."""
+    known: list[tuple[Job, list[Outcome | None]]] = []
+
+    def outcomes(job: Job) -> list[Outcome | None]:
+        for other, found in known:
+            if other == job:
+                return found
+        known.append((job, run_job(job, None)))
+        return known[-1][1]
+
+    return outcomes
 
 
-TYPICAL = POINTS[::4]  # of every phase one or two
+@pytest.fixture(scope="session")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Path]:
+    """A job's folder of checkpoints from the middle of it, each job's made once."""
+    known: list[tuple[Job, Path]] = []
+
+    def place(job: Job) -> Path:
+        for other, found in known:
+            if other == job:
+                return found
+        found = tmp_path_factory.mktemp("half_way") / "checkpoints"
+        run_job(job, found)
+        for leftover in found.glob(f"global_step[{NUM_BATCHES // 2 + 1}-{NUM_BATCHES}]"):
+            shutil.rmtree(leftover)
+        (found / "latest").write_text(f"global_step{NUM_BATCHES // 2}")
+        known.append((job, found))
+        return found
+
+    return place
 
 
-def points() -> Iterator[ParameterSet]:
+def kill_and_restart(
+    point: Point, victim: int, job: Job, restart: Job, place: Path, expected: list[Outcome | None],
+    record: Callable[[str, object], None],
+) -> None:
+    """Kill, look at what is left, start again, compare."""
+    whole = expected[0]
+    assert whole is not None
+    before = intact_checkpoints(place)
+    outcomes = run_job(job, place, point, victim)
+    assert outcomes[victim] is None, "the victim must come by"
+    survivors = [outcome for outcome in outcomes if outcome is not None]
+    there = intact_checkpoints(place)
+    latest = (place / "latest").read_text() if (place / "latest").exists() else None
+    assert latest in there if before or latest else len(there) <= 1, "it may have its name and not be the latest yet"
+    killed_at = float(Path(f"{place}.killed").read_text())
+    for outcome in survivors:
+        assert f"rank {victim} ended while" in outcome.lost, outcome
+        assert outcome.ended_at - killed_at < BOUND_S
+        assert outcome.losses == whole.losses[outcome.first :][: len(outcome.losses)]
+        named = re.search(r"the last complete checkpoint is (\S+):", outcome.lost)
+        if named is None:
+            assert "no checkpoint was saved or loaded by this run" in outcome.lost and latest is None, outcome.lost
+        else:
+            assert Path(named[1]).parent == place and Path(named[1]).name in there
+            assert latest is None or there[Path(named[1]).name] >= there[latest], outcome.lost
+    again = run_job(restart, place)
+    for outcome in again:
+        assert outcome is not None and outcome.first == (there[latest] if latest else 0)
+        assert outcome.losses == whole.losses[outcome.first :], "the same bits as without interruption"
+    assert state_of(again) == state_of(expected)
+    assert not list(place.glob(".*")), "leftovers of the killed processes"
+    record("ended_s", round(max(o.ended_at for o in survivors) - killed_at, 2))
+    record("message", survivors[0].lost.replace(str(place), "checkpoints"))
+    record("trained", max(o.first + len(o.losses) for o in survivors))
+    record("resumed_from", there[latest] if latest else 0)
+
+
+def victim_of(point: Point, num_ranks: int) -> int:
+    return POINTS.index(point) % num_ranks if point.victim is None else point.victim % num_ranks
+
+
+def cases() -> Iterator[ParameterSet]:
     for point in POINTS:
-        yield pytest.param(point, id=point.name, marks=() if point in TYPICAL else pytest.mark.exhaustive)
+        marks = () if point.name in TYPICAL else pytest.mark.exhaustive
+        yield pytest.param(point, JOB, JOB, id=point.name, marks=marks)
+    for name, job in OTHERS.items():
+        for point in (p for p in POINTS if p.name in ON_OTHERS):
+            yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=pytest.mark.exhaustive)
+    for point in (p for p in POINTS if p.name in ON_OTHERS):
+        for stages in (2, 4):
+            other = replace(JOB, num_ranks=stages, num_stages=stages)
+            marks = pytest.mark.exhaustive
+            yield pytest.param(point, JOB, other, id=f"{point.name}, restart on {stages}", marks=marks)
 
 
-@pytest.mark.parametrize("point", points())
-def test_survivors_name_the_lost_rank(point: Point) -> None:
-    victim = POINTS.index(point) % RANKS
-    results = run_ranks(train_until_killed, RANKS, victim, point, timeout_s=60, may_die={victim})
-    assert results[victim] is None
-    for rank, result in enumerate(results):
-        if rank != victim:
-            assert result is not None, f"rank {rank} noticed nothing"
-            assert f"rank {victim} ended while" in result[0], result[0]
+@pytest.mark.parametrize(("point", "job", "restart"), cases())
+def test_killed_and_restarted(
+    point: Point, job: Job, restart: Job, tmp_path: Path,
+    uninterrupted: Callable[[Job], list[Outcome | None]], half_way: Callable[[Job], Path],
+    record_property: Callable[[str, object], None],
+) -> None:
+    place = tmp_path / "checkpoints"
+    if point.phase == "loading":
+        shutil.copytree(half_way(job), place)
+    else:
+        place.mkdir()
+    victim = victim_of(point, job.num_ranks)
+    record_property("victim", victim)
+    kill_and_restart(point, victim, job, restart, place, uninterrupted(job), record_property)
+
+
+BY_HAND: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.balancing:first_error"),
+    "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.engine:same_everywhere"),
+    "its cost": (lambda engine: engine.repartition((0, 3, 5, 8)), ENGINE + "_agreed_cost"),
+    "replace_parameters": (lambda engine: engine.replace_parameters(()), "dynpipe_ds.engine:replace_parameters"),
+    "wait_for_disk": (lambda engine: engine.wait_for_disk(), "dynpipe_ds.checkpoint.engine:together"),
+}
+
+
+def call_by_hand(rank: int, call: str, place: str) -> str:
+    engine = make_engine(JOB.run)
+    engine.train_batch(data(0, JOB.run.micro_batches))
+    action, target = BY_HAND[call]
+    with Point(call, target).arm(partial(kill, f"{place}/killed")) if rank == 1 else nullcontext():
+        try:
+            action(engine)
+        except RankLostError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", BY_HAND)
+def test_a_rank_lost_in_a_call_of_the_users(call: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(call_by_hand, 3, call, str(tmp_path), may_die={1})
+    assert outcomes[1] is None
+    assert all("rank 1 ended while" in text for text in (outcomes[0], outcomes[2])), outcomes
+
+
+def test_every_phase_is_covered() -> None:
+    assert TYPICAL | set(ON_OTHERS) <= {point.name for point in POINTS}
+    assert len({point.name for point in POINTS}) == len(POINTS)
+    for points in (TRAINING, SAVING, LOADING):
+        assert {victim_of(point, JOB.num_ranks) for point in points} == {0, 1, 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynpipe_ds.reporting.plots import DYNAMIC_COLOUR, STATIC_COLOUR, save_comparison
+from dynpipe_ds.reporting.plots import DYNAMIC_COLOUR, STATIC_COLOUR, save_comparison, save_workers
 
 
 def test_both_panels_with_units_and_marks(tmp_path: Path) -> None:
@@ -47,3 +47,12 @@ def test_other_numbers_of_stages_are_refused(tmp_path: Path) -> None:
     """Both partitions must be of one pipeline."""
     with pytest.raises(ValueError, match="static_stages_s has 2 stages, dynamic_stages_s 1"):
         save_comparison(tmp_path / "p.png", static_stages_s=[1, 2], dynamic_stages_s=[1])
+
+
+def test_workers(tmp_path: Path) -> None:
+    """One batch on two workers, two on one."""
+    path = save_workers(
+        tmp_path / "new" / "workers.png", workers=[2, 1, 1], batches_s=[1.0, 0.5, 0.4], all_batches_s=[1.0, 0.9, 0.9],
+        tokens=100, title="re-packing",
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Train a scenario twice on several ranks, with layers staying and with layers moving, and compare the bits."""
+"""Train a scenario twice on several ranks, with layers staying and moving, or stopped on the way; compare the bits."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ class Job:
         text: train on the real text instead of on random tokens.
         max_tokens: random tokens that the data has.
         shuffle: of the data, every epoch or once.
+        shrinks: batch -> number of stages to re-pack to before it.
+        batch: keys of DeepSpeed's configuration that differ from ``SMALL_BATCH``.
     """
 
     scenario: str
@@ -46,6 +48,8 @@ class Job:
     text: bool = False
     max_tokens: int = 5000
     shuffle: str = "every_epoch"
+    shrinks: Mapping[int, int] = field(default_factory=dict)
+    batch: Mapping[str, int] = field(default_factory=dict)
 
     def moves(self) -> dict[int, tuple[int, ...]]:
         """Boundaries before a batch: random ones, every few batches, no stage empty."""
@@ -70,22 +74,29 @@ def train_both(_rank: int, job: Job) -> tuple[Trained, Trained]:
     return train(job, moves=False), train(job, moves=True)
 
 
-def train(job: Job, *, moves: bool) -> Trained:
-    """Train on this rank of a started process group."""
+def build(job: Job) -> Any:
+    """Build the run, a ``Contender``, on this rank of a started process group."""
     from scenarios.compare import build_contender
     from scenarios.data import load_tokens
 
     settings = Settings(
         model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
-        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH),
+        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
         data_shuffle=job.shuffle,
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
-    run = build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
+    return build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
+
+
+def train(job: Job, *, moves: bool) -> Trained:
+    """Train on this rank of a started process group."""
+    run = build(job)
     for batch in range(job.num_batches):
         if moves and batch in job.moves():
             run.engine.repartition(job.moves()[batch])
+        if batch in job.shrinks:
+            run.engine.repack(job.shrinks[batch])
         list(run.train_window([batch], timed=True))
     return Trained(run.losses, run.reports, digest(run.engine))
 
@@ -110,3 +121,64 @@ def assert_same_bits(job: Job, ranks: int) -> Trained:
     assert layers[0] == layers[1]
     assert len(layers[0]) == job.model.depth + 2, "replicas have different weights"
     return static[0]
+
+
+# -- stopping and going on --------------------------------------------------------------------
+
+SAVED_AFTER, CONTINUED_BATCHES = 5, 10
+
+
+def train_and_save(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
+    """Train each job to its end, with moves, saving on the way."""
+    every = range(CONTINUED_BATCHES)
+    return {name: _train_batches(build(job), job, every, Path(folder) / name) for name, job in jobs.items()}
+
+
+def go_on(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
+    """Build each job anew, load, and train the rest with other moves."""
+    results = {}
+    for name, job in jobs.items():
+        run = build(job)
+        run.load(Path(folder) / name, "middle")
+        assert len(run.losses) == SAVED_AFTER and run.resumed_at == [SAVED_AFTER]
+        results[name] = _train_batches(run, job, range(SAVED_AFTER, CONTINUED_BATCHES))
+    return results
+
+
+def _train_batches(run: Any, job: Job, batches: range, folder: Path | None = None) -> Trained:
+    draw, layers = random.Random(batches.start), job.model.depth + 2
+    for batch in batches:
+        if batch % 3 == 1:
+            run.engine.repartition((0, *sorted(draw.sample(range(1, layers), job.stages - 1)), layers))
+        if batch == SAVED_AFTER and folder is not None:
+            run.save(folder, "middle")
+        list(run.train_window([batch], timed=True))
+    return Trained(run.losses, run.reports, digest(run.engine))
+
+
+def assert_continued(name: str, reference: list[Any], resumed: list[Any], *, changing: str | None = None) -> None:
+    """Losses of the first rank, what the scenario reports, weights, buffers and optimizer state by layer.
+
+    Args:
+        name: of the job.
+        reference: what every rank of the uninterrupted runs returned.
+        resumed: same for the continued ones.
+        changing: what in the reports must have changed before the run was stopped, and change afterwards.
+    """
+    whole, parts = reference[0][name], resumed[0][name]
+    assert parts.losses == whole.losses
+    layers = [{item for rank in ranks for item in rank[name].layers.items()} for ranks in (reference, resumed)]
+    assert layers[0] == layers[1]
+    if name == "freezing-cache":
+        skipped = [[report["layers from cache"] for report in run.reports] for run in (whole, parts)]
+        assert skipped[0][SAVED_AFTER] == 1 and skipped[1][SAVED_AFTER] == 0, "the cache is filled anew"
+        assert skipped[0][-1] == skipped[1][-1] == 2
+    assert _without_cache(parts.reports) == _without_cache(whole.reports)
+    if changing is not None:
+        values = [report[changing] for report in whole.reports]
+        assert values[0] != values[SAVED_AFTER - 1], "nothing had happened when the run was stopped"
+        assert any(value != values[SAVED_AFTER - 1] for value in values[SAVED_AFTER:]), "nothing was left to happen"
+
+
+def _without_cache(reports: list[Any]) -> list[Any]:
+    return [{**report, "layers from cache": None} for report in reports]

@@ -13,7 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from scenarios.scenario import build_scenario
-from tests.scenarios.exactness import Job, assert_same_bits
+from tests.distributed.ranks import run_ranks
+from tests.scenarios.exactness import Job, assert_continued, assert_same_bits, go_on, train_and_save
 from tests.scenarios.fakes import FakeEngine, run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "scenarios.md"
@@ -42,6 +43,14 @@ def test_same_bits_whatever_the_partition(stages: int, ranks: int, optimizer: st
     assert skipped[-1, 4] > skipped[-1, 1]
     assert (skipped[9] - skipped[5]).sum() > skipped[4].sum()
     assert reports[-1]["skipped"] != reports[0]["skipped"] == "0%"
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The counts are kept, and the random numbers are the same ones."""
+    jobs = {"layer_dropping": Job(NAME, {"keep": 0.1, "speed": 0.5}, optimizer="zero1_adamw")}
+    whole = run_ranks(train_and_save, 2, jobs, str(tmp_path))
+    parts = run_ranks(go_on, 2, jobs, str(tmp_path))
+    assert_continued("layer_dropping", whole, parts, changing="skipped by layer")
 
 
 def test_a_skipped_block_costs_nothing() -> None:

@@ -57,6 +57,19 @@ def test_every_configuration_composes(scenario: str, model: str, deepspeed: str)
     assert found.output_dir == Path("outputs") / scenario
 
 
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_every_experiment_composes(experiment: str) -> None:
+    """With what its comments say, too."""
+    text = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
+    examples = re.findall(rf"… (\+experiment={experiment} .*)", text)
+    assert examples and f"+experiment={experiment}\n" in text
+    for overrides in (f"+experiment={experiment}", *examples):
+        found = settings(*overrides.split())
+        assert parse_config(found.deepspeed_config(dynamic=True)).enabled
+        assert not parse_config(found.deepspeed_config(dynamic=False)).repack.enabled
+        assert found.output_dir == Path("outputs") / experiment
+
+
 @pytest.mark.parametrize("scenario", names("scenario"))
 def test_scenarios_say_how_to_run_them(scenario: str) -> None:
     """The first comment is the command; an example of an override follows."""
@@ -145,6 +158,8 @@ def test_lengths_without_a_meaning() -> None:
         RunSettings(batches=0, window=0)
     with pytest.raises(ValueError, match="warmup_batches=5 must be less than run.batches=5"):
         RunSettings(batches=5, warmup_batches=5)
+    with pytest.raises(ValueError, match="run.save_every=-1 must be at least 0"):
+        RunSettings(save_every=-1)
 
 
 def test_unknown_keys_are_named() -> None:

@@ -15,16 +15,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry on two ranks."""
+def launch_command(*overrides: str) -> list[str]:
+    """Return the command that runs the entry on two ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, "--no_local_rank", "--num_accelerators", "2", "--master_port", port]
     command += ["--module", "scenarios.train", "model=gpt_tiny", "model.depth=4", *overrides]
+    return [str(part) for part in command]
+
+
+def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry on two ranks."""
     return subprocess.run(
-        [str(part) for part in command],
+        launch_command(*overrides),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,0 +1,170 @@
+"""Where each stage is in the data, also the stages that read none.
+
+Only the first and the last stage take micro-batches from the user's iterators. When the pipeline gets shorter,
+a stage from its middle may become the last: its own iterators then have to skip what others have read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+_KEPT = 16
+"""So many iterators that take no weak reference (``iter([...])``) are remembered."""
+
+
+class DataPosition:
+    """Counts the micro-batches that other stages took from their iterators and this one did not from its own."""
+
+    def __init__(self) -> None:
+        # By identity: iterators need not be hashable, nor compare as one thinks.
+        self._behind: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+
+    def fall_behind(self, iterator: Any, num_micro_batches: int) -> None:
+        """Note that other stages took micro-batches.
+
+        Args:
+            iterator: this stage's; ``None`` is nothing.
+            num_micro_batches: how many.
+        """
+        if iterator is None:
+            return
+        key = id(iterator)
+        reference, so_far = self._behind.pop(key, (None, 0))
+        if reference is None:
+            try:
+                reference = weakref.ref(iterator, lambda _: self._behind.pop(key, None))
+            except TypeError:
+                reference = iterator
+        self._behind[key] = reference, so_far + num_micro_batches
+        while len(self._behind) > _KEPT:
+            self._behind.popitem(last=False)
+
+    def catch_up(self, iterator: Any) -> None:
+        """Skip what others took, before this stage reads; leaves torch's random streams as they are.
+
+        Args:
+            iterator: this stage's.
+
+        Raises:
+            ValueError: if it ends before.
+        """
+        reference, behind = self._behind.pop(id(iterator), (None, 0))
+        if not behind:
+            return
+        with _same_random_streams():
+            for taken in range(behind):
+                try:
+                    next(iterator)
+                except StopIteration:
+                    self._behind[id(iterator)] = reference, behind - taken
+                    raise ValueError(
+                        f"this rank's data iterator ended after {taken} micro-batches, but other ranks have taken "
+                        f"{behind} from theirs; give every rank an iterator over the same data"
+                    ) from None
+
+
+class LateLoader:
+    """An iterator over a loader that starts it at the first step, so that idle stages start no workers.
+
+    Args:
+        loader: an iterable.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> LateLoader:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        return next(self._iterator)
+
+
+@contextmanager
+def _same_random_streams() -> Iterator[None]:
+    """Loaders draw seeds; what is skipped shall leave no trace."""
+    accelerator = get_accelerator()
+    state = torch.get_rng_state()
+    on_device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        if on_device is not None:
+            accelerator.set_rng_state(on_device)
+
+
+class ReadingEngine(PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine whose every stage knows its place in the data; base of the dynamic engine."""
+
+    data_position: DataPosition
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this stage takes micro-batches from the user's iterators."""
+        return bool(self.is_first_stage() or self.is_last_stage())
+
+    def set_dataloader(self, loader: Any) -> None:
+        """As DeepSpeed's; stages that read nothing remember the loader.
+
+        Args:
+            loader: gives micro-batches.
+        """
+        super().set_dataloader(loader)
+        if not self.reads_data:
+            self.data_iterator = LateLoader(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As DeepSpeed's; stages that read nothing remember the iterator.
+
+        Args:
+            iterator: gives micro-batches.
+        """
+        super().set_dataiterator(iterator)
+        if self.reads_data:
+            self.data_position.catch_up(iterator)
+        else:
+            self.data_iterator = iterator
+
+    def note_batch_read(self) -> None:
+        """Keep count of a training batch that other stages have read."""
+        if not self.reads_data:
+            self.data_position.fall_behind(self.data_iterator, self.micro_batches)
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's.
+
+        Args:
+            data_iter: iterator over micro-batches.
+            *args: further arguments.
+            **kwargs: further keyword arguments.
+        """
+        result = super().eval_batch(data_iter, *args, **kwargs)
+        if not self.reads_data:
+            wanted = kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None)
+            self.data_position.fall_behind(data_iter, wanted or self.micro_batches)
+        return result
+
+    def start_reading(self) -> None:
+        """Bring the present iterator to where the other stages' are.
+
+        Raises:
+            ValueError: if there is none, or it ends before.
+        """
+        if self.data_iterator is None:
+            raise ValueError(
+                f"stage {self.stage_id} would become the last of the pipeline and read labels, but was given no data "
+                "iterator; pass data_iter to train_batch on every rank, or keep the last stage"
+            )
+        self.data_position.catch_up(self.data_iterator)

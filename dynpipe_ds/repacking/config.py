@@ -1,0 +1,92 @@
+"""The ``"repack"`` section inside ``"dynamic_pipeline"``; ``docs/configuration.md`` lists the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dynpipe_ds.release.options import (
+    CallbackOptions,
+    ExitOptions,
+    KubernetesOptions,
+    OwnOptions,
+    ReleaseOptions,
+    SlurmOptions,
+    options_type,
+)
+from dynpipe_ds.sections import Section, key
+
+
+class RepackConfig(Section):
+    """When to train on fewer stages, and who gets the freed workers; every key has a default."""
+
+    enabled: bool = key(
+        False,
+        "Re-pack by itself when the decision says so; when false, only by engine.repack().",
+        rule="true or false",
+        example="true",
+    )
+    method: Literal["fewest_stages", "first_fit"] = key(
+        "fewest_stages",
+        "How the stages are chosen: 'fewest_stages' (fewest that keep memory and throughput) or 'first_fit' "
+        "(DynMo's Algorithm 2: by memory alone).",
+        rule='"fewest_stages" or "first_fit"',
+        example='"fewest_stages"',
+    )
+    target_stages: Annotated[int, Field(ge=1)] | None = key(
+        None,
+        "Number of stages to shrink to; with 'first_fit' where to stop; null: as few as the tolerance allows.",
+        rule="null or a whole number of stages >= 1",
+        example="2",
+    )
+    tolerance: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
+        0.05,
+        "For 'fewest_stages' without a target: largest share of predicted throughput that may be lost.",
+        rule="a number from 0 up to, but not including, 1",
+        example="0.05 (5%)",
+    )
+    min_stages: Annotated[int, Field(ge=1)] = key(
+        1,
+        "Fewest stages to shrink to by itself.",
+        rule="a whole number of stages >= 1",
+        example="2",
+    )
+    earliest_batch: Annotated[int, Field(ge=0)] = key(
+        0,
+        "First batch (counted from 0) after which re-packing may be decided.",
+        rule="a whole number >= 0",
+        example="1000",
+    )
+    release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
+        ExitOptions(),
+        "Who gets the freed workers: the back-end and its options.",
+        rule='an object with "backend" ("exit", "slurm", "kubernetes", "callback" or "package.module:Class") and '
+        "its options",
+        example='{"backend": "slurm"}',
+    )
+
+    @classmethod
+    def nested(cls) -> Mapping[str, Callable[[Mapping[Any, Any]], type[ReleaseOptions]]]:
+        """``release`` is a section of its own; its back-end tells which."""
+        return {"release": options_type}
+
+    def contradictions(self) -> Iterable[str]:
+        """Yield what can't both be meant, one line each with values, rule and remedy."""
+        target = self.target_stages
+        if self.is_given("tolerance") and target is not None:
+            yield (
+                f"repack.target_stages = {target}, repack.tolerance = {self.tolerance}: a target is reached whatever "
+                f"it costs; remove one of them"
+            )
+        if self.is_given("tolerance") and self.method == "first_fit":
+            yield (
+                f"repack.method = 'first_fit', repack.tolerance = {self.tolerance}: first fit looks at memory "
+                f"alone; remove repack.tolerance, or use the method 'fewest_stages'"
+            )
+        if target is not None and target < self.min_stages:
+            yield (
+                f"repack.target_stages = {target}, repack.min_stages = {self.min_stages}: the target can't be below "
+                f"the fewest stages; lower repack.min_stages or raise repack.target_stages"
+            )

@@ -1,0 +1,104 @@
+"""The release back-end as the engine uses it: agreed on by all ranks before, apart from training after."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynpipe_ds.agreement import together
+from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
+from dynpipe_ds.release.options import ReleaseOptions
+from dynpipe_ds.repacking.decision import Repacking
+from dynpipe_ds.repacking.world import World
+
+
+class GivingBack:
+    """Gives workers back through a back-end.
+
+    Args:
+        options: the section ``repack.release``.
+        device: where the communication back-end works.
+
+    Raises:
+        ValueError: on every rank, if the back-end can't work on some rank.
+    """
+
+    def __init__(self, options: ReleaseOptions, device: torch.device) -> None:
+        self._device = device
+        self._thread: threading.Thread | None = None
+
+        def make() -> ReleaseBackend:
+            backend = make_backend(options)
+            backend.check()
+            return backend
+
+        self.backend = together(make, device, lambda text: ValueError(
+            f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
+        ))
+        nodes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(nodes, self.backend.node_name())
+        self.nodes: tuple[str, ...] = tuple(nodes)
+
+    def constraints(self) -> Constraints:
+        """What the back-end demands now, and that rank 0 stays; collective.
+
+        Raises:
+            ReleaseError: on every rank, if the scheduler can't be asked.
+        """
+        box: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                box = [self.backend.constraints()]
+            except Exception as error:  # noqa: BLE001 - a site's own back-end may raise anything
+                box = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], str):
+            raise ReleaseError(f"the release back-end can't say who must stay: {box[0]}")
+        rules: Constraints = box[0]
+        # Rank 0 speaks to the scheduler, writes what monitors show, and holds the store where ranks meet.
+        return replace(rules, ranks_stay=rules.ranks_stay | {0})
+
+    def prepare(self, chosen: Repacking) -> None:
+        """Ask the back-end whether it will be granted; does something on rank 0 only.
+
+        Args:
+            chosen: who leaves.
+        """
+        if dist.get_rank() == 0:
+            self.wait()
+            self.backend.prepare(chosen.released_ranks, chosen.released_nodes)
+
+    def give_back(self, chosen: Repacking, world: World) -> None:
+        """Give the workers back while training goes on; called on the survivors after they met.
+
+        Args:
+            chosen: who left.
+            world: where they left.
+        """
+        self.nodes = tuple(self.nodes[rank] for rank in chosen.surviving_ranks)
+        if dist.get_rank() == 0:
+            # Schedulers take seconds. Not a daemon: a short run's last release is still carried out.
+            self._thread = threading.Thread(target=self._release, args=(chosen, world), name="dynpipe_ds release")
+            self._thread.start()
+
+    def _release(self, chosen: Repacking, world: World) -> None:
+        try:
+            if self.backend.workers_leave_first:
+                world.wait_for_leaving()
+            self.backend.release(chosen.released_ranks, chosen.released_nodes)
+            self.backend.verify()
+        except Exception as error:  # noqa: BLE001 - they have left: training goes on in any case
+            warnings.warn(
+                f"dynamic_pipeline: ranks {list(chosen.released_ranks)} have left, but giving them back failed "
+                f"({type(error).__name__}: {error}); training goes on without them", stacklevel=2,
+            )
+
+    def wait(self) -> None:
+        """Wait until the last release is through."""
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,164 @@
+"""The live shrink: layers move to the survivors, the others leave, training goes on between two batches.
+
+First an ordinary migration empties the stages that go (all or nothing). Then all ranks vote; until that vote
+everything can be undone. After it, the leaving ranks end and the survivors meet in a smaller world, where the
+stages are numbered anew in their old order.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.utils import groups
+
+from dynpipe_ds.agreement import together
+from dynpipe_ds.heartbeat import start_heartbeat
+from dynpipe_ds.migration.migrate import MigrationError
+from dynpipe_ds.repacking.world import Groups, World, holders_of_groups
+
+
+class RepackError(RuntimeError):
+    """Re-packing failed or was refused; training can go on with all ranks, on every rank."""
+
+
+def widened(boundaries: Sequence[int], staying: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Boundaries of the present stages that leave only the staying ones with layers.
+
+    Args:
+        boundaries: ``n + 1`` boundaries of the shorter pipeline.
+        staying: the ``n`` present stages that stay, ascending.
+        num_stages: present number of stages, S.
+
+    Returns:
+        ``S + 1`` boundaries; a stage that goes is empty.
+    """
+    end_of = dict(zip(staying, boundaries[1:], strict=True))
+    wide = [boundaries[0]]
+    for stage in range(num_stages):
+        wide.append(end_of.get(stage, wide[-1]))
+    return tuple(wide)
+
+
+class Shrink:
+    """One re-packing on one rank.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        staying: stages that stay, ascending, the same on every rank; stage 0 among them.
+        boundaries: partition of the shorter pipeline.
+    """
+
+    def __init__(self, engine: Any, staying: Sequence[int], boundaries: Sequence[int]) -> None:
+        self._engine = engine
+        self._staying = tuple(staying)
+        self._boundaries = tuple(boundaries)
+        topology = engine.module._topo
+        going = set(range(engine.num_stages)) - set(staying)
+        self.world = World(r for s in going for r in topology.get_axis_list(axis="pipe", idx=s))
+
+    @property
+    def stays(self) -> bool:
+        """Whether this rank goes on."""
+        return self._engine.stage_id in self._staying
+
+    def prepare(self, checks: Callable[[], None]) -> None:
+        """Move the layers to the survivors and vote; collective over all ranks.
+
+        Args:
+            checks: more to try before the vote.
+
+        Raises:
+            RepackError: on every rank, if any can't go through with it; the partition is then as it was.
+        """
+        engine = self._engine
+        before = engine.partition
+        self._together(checks)
+        try:
+            engine._migrate(widened(self._boundaries, self._staying, engine.num_stages))
+        except MigrationError as error:
+            raise RepackError(f"re-packing failed, training goes on with all ranks ({error})") from error
+        try:
+            self._together(self._try)
+        except RepackError:
+            engine._migrate(before)
+            raise
+
+    def _together(self, action: Callable[[], None]) -> None:
+        stages = f"{self._engine.num_stages} to {len(self._staying)} stages"
+        together(action, self._engine.device, lambda text: RepackError(
+            f"re-packing from {stages} failed, training goes on with all ranks ({text})"
+        ))
+
+    def _try(self) -> None:
+        engine = self._engine
+        if self.stays and self._staying[-1] == engine.stage_id and not engine.reads_data:
+            engine.start_reading()
+        self.world.check()
+
+    def leave(self, last_words: Callable[[], None], end: Callable[[], NoReturn]) -> NoReturn:
+        """End this process, which has no layers any more, when the others can do without it.
+
+        Args:
+            last_words: done when all others have let go.
+            end: ends the process. Not ``sys.exit()``: the user's script would go on to collectives of its own,
+                and atexit handlers of the back-ends wait for ranks that are no longer in their world.
+        """
+        dist.barrier()
+        self.world.leave()
+        if self._engine._heartbeat is not None:
+            self._engine._heartbeat.stop()
+        last_words()
+        logging.shutdown()
+        self.world.say_goodbye()
+        end()
+
+    def go_on(self) -> None:
+        """Meet the other survivors and renew all that knows of ranks, stages or groups."""
+        engine, module = self._engine, self._engine.module
+        dist.barrier()
+        old = Groups(module)
+        self.world.regroup()
+        topology = _shorter(module._topo, len(self._staying))
+        module.world_group = dist.new_group(ranks=range(dist.get_world_size()))
+        with redirect_stdout(StringIO()):  # it prints its topology
+            # In place: engine, optimizer, DeepSpeed's groups and the user hold the same object.
+            module._grid.__init__(topology=topology, process_group=module.world_group)
+        groups.mpu = module._grid
+        if old.world_clone is not None:
+            groups._clone_world_group()
+        self._renumber(topology)
+        old.hand_over(Groups(module), holders_of_groups(engine))
+        engine._heartbeat = start_heartbeat()
+
+    def _renumber(self, topology: ProcessTopology) -> None:
+        engine, module = self._engine, self._engine.module
+        layers, grid = module.local_layers(), module._grid
+        module._topo = topology
+        module.global_rank, module.world_size = grid.global_rank, grid.world_size
+        module.num_stages, module.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
+        module.tied_comms = {}  # DeepSpeed's own, with old groups; ours go by stage
+        module.install(self._boundaries, layers)
+        engine.global_rank, engine.world_size = grid.global_rank, grid.world_size
+        engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
+        engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
+        engine.is_pipe_parallel = grid.pipe_parallel_size > 1
+        engine.mp_world_size = grid.get_model_parallel_world_size()
+        engine.checkpoint_mp_rank = grid.get_model_parallel_rank()
+        if hasattr(engine.optimizer, "model_parallel_world_size"):
+            engine.optimizer.model_parallel_world_size = engine.mp_world_size
+        engine.name_parameters()
+
+
+def _shorter(topology: ProcessTopology, num_stages: int) -> ProcessTopology:
+    """The same axes with fewer stages; survivors that keep the order of their ranks keep their other coordinates."""
+    dims = [num_stages if axis == "pipe" else topology.get_dim(axis) for axis in topology.get_axis_names()]
+    shorter = copy.copy(topology)
+    ProcessTopology.__init__(shorter, axes=topology.get_axis_names(), dims=dims)
+    return shorter

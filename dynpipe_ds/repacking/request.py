@@ -1,0 +1,121 @@
+"""What a re-packing decision is made from, and what follows from it for a given partition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from dynpipe_ds.partition import StageMemory, check_boundaries
+from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.release.base import Constraints
+from dynpipe_ds.repacking.survivors import Workers
+from dynpipe_ds.simulation import Workload, simulate
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a decision is made from.
+
+    Args:
+        profile: seconds and bytes of every layer, and M; layer times at unit speed if speeds are given.
+        current: present boundaries, S + 1 layer indices.
+        workers: where the S stages run.
+        constraints: of the release back-end.
+        memory_cap_bytes: most bytes a stage may hold; one number, or one for each present stage, which then belongs
+            to its workers; ``None``: no cap.
+        stage_speeds: relative speed of each present stage's workers; ``None``: all alike.
+        pinned: forbidden cuts.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+
+    profile: PipelineProfile
+    current: tuple[int, ...]
+    workers: Workers
+    constraints: Constraints = Constraints()
+    memory_cap_bytes: int | Sequence[int] | None = None
+    stage_speeds: Sequence[float] | None = None
+    pinned: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        checked = check_boundaries(
+            self.current, num_layers=len(self.profile.layers), num_stages=self.workers.num_stages, allow_empty=True
+        )
+        object.__setattr__(self, "current", checked)
+        for name in ("memory_cap_bytes", "stage_speeds"):
+            given = getattr(self, name)
+            if isinstance(given, Sequence) and len(given) != self.num_stages:
+                raise ValueError(f"{name} = {given}: need one for each of {self.num_stages} stages")
+
+    @property
+    def num_stages(self) -> int:
+        """Present number of stages S."""
+        return self.workers.num_stages
+
+    @property
+    def workers_differ(self) -> bool:
+        """Whether it matters for speed or memory which workers stay."""
+        caps = self.memory_cap_bytes if isinstance(self.memory_cap_bytes, Sequence) else ()
+        return len(set(self.stage_speeds or ())) > 1 or len(set(caps)) > 1
+
+    def memory(self, survivors: Sequence[int]) -> StageMemory | None:
+        """What layers need and what the given stages' workers may hold; ``None`` without a cap.
+
+        Args:
+            survivors: present stages that stay.
+        """
+        cap = self.memory_cap_bytes
+        if cap is None:
+            return None
+        return self._memory([cap[stage] for stage in survivors] if isinstance(cap, Sequence) else cap)
+
+    def stage_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+        """Bytes that every stage of a partition holds at its peak under 1F1B.
+
+        Args:
+            boundaries: n + 1 layer indices.
+        """
+        return self._memory(0).stage_bytes(boundaries)
+
+    def speeds(self, survivors: Sequence[int]) -> list[float] | None:
+        """Relative speeds of the given stages' workers.
+
+        Args:
+            survivors: present stages that stay.
+        """
+        return None if self.stage_speeds is None else [self.stage_speeds[stage] for stage in survivors]
+
+    def batch_s(self, boundaries: Sequence[int], survivors: Sequence[int]) -> float:
+        """Predicted seconds of a batch: 1F1B with its fill and drain, and the optimizer step.
+
+        Args:
+            boundaries: n + 1 layer indices.
+            survivors: the n present stages whose workers run them.
+        """
+        speeds = self.speeds(survivors)
+        layer_step_s = list(accumulate(self._layer_step_s(), initial=0.0))
+        step_s = [layer_step_s[end] - layer_step_s[first] for first, end in pairwise(boundaries)]
+        if speeds is not None:
+            step_s = [seconds / speed for seconds, speed in zip(step_s, speeds, strict=True)]
+        step_s = [max(0.0, seconds) for seconds in step_s]  # a difference of sums rounds
+        return simulate(Workload.from_profile(self.profile, boundaries, step_s=step_s, speeds=speeds)).batch_s
+
+    def _memory(self, cap: int | list[int]) -> StageMemory:
+        profile = self.profile
+        return StageMemory(profile.state_bytes(), profile.activation_bytes(), profile.num_micro_batches, cap)
+
+    def _layer_step_s(self) -> list[float]:
+        """Step seconds of every layer at unit speed: its stage's, by its share of optimizer state."""
+        seconds = [0.0] * len(self.profile.layers)
+        if not self.profile.stages:
+            return seconds
+        speeds = self.stage_speeds or [1.0] * len(self.profile.stages)
+        for (first, end), stage, speed in zip(
+            pairwise(self.profile.boundaries), self.profile.stages, speeds, strict=True
+        ):
+            held = [layer.optimizer_state_bytes for layer in self.profile.layers[first:end]]
+            for layer, state in enumerate(held, start=first):
+                seconds[layer] = stage.step_s * speed * state / sum(held) if state else 0.0
+        return seconds

@@ -1,0 +1,261 @@
+"""A job that survives being interrupted: checkpoints of both runs, of the same moment, in its output folder.
+
+    <output_dir>/checkpoints/job.json              names the complete one, and the settings that it belongs to
+    <output_dir>/checkpoints/static/batches_14_14   the runs' checkpoints, after so many batches of each
+    <output_dir>/checkpoints/dynamic/batches_14_14
+
+A moment counts once ``job.json``, replaced by a rename, names it; only then does the one before it go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynpipe_ds import CheckpointError
+from dynpipe_ds.agreement import together
+from scenarios.compare import Contender
+from scenarios.settings import Settings
+
+FOLDER = "checkpoints"
+_JOB = "job.json"
+
+# What may differ between the two parts of a run; another number of stages needs other values of the second kind.
+_FREE = ("output_dir", "run.batches", "run.num_stages", "run.threads", "run.save_every", "run.resume")
+_OF_STAGES = ("partition_method", "deepspeed.dynamic_pipeline.stage_speeds")
+# These may differ as long as their product with the replicas, the samples of a batch, is the same.
+_OF_BATCH = tuple(
+    f"deepspeed.{key}"
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+)
+
+
+class InterruptedRunError(Exception):
+    """The run was asked to end (SIGTERM), and its state is saved."""
+
+
+class JobCheckpoints:
+    """Saves the runs of a job from time to time, and finds them again.
+
+    All methods but the constructor are collective over all ranks.
+
+    Args:
+        settings: the job.
+        contenders: its runs.
+
+    Attributes:
+        newest: the folder, once there is something in it to go on from.
+    """
+
+    def __init__(self, settings: Settings, contenders: Sequence[Contender]) -> None:
+        self._settings = settings
+        self._contenders = contenders
+        self._folder = Path(settings.output_dir) / FOLDER
+        self._saved_after = 0
+        self.newest: str | None = None
+        self._asked_to_end = False
+        self._first = dist.get_rank() == 0
+        self._device: torch.device = contenders[0].engine.device
+
+    # -- going on -----------------------------------------------------------------------------
+
+    def resume(self) -> list[int] | None:
+        """Load the checkpoint in the output folder, if an interrupted run has left one.
+
+        Returns:
+            Batches that each run has trained; ``None`` for a fresh start.
+
+        Raises:
+            ValueError: on every rank, if it is of a run with other settings or can't be loaded; with the remedy.
+        """
+        if not self._settings.run.resume:
+            self.discard()
+            return None
+        stored = self._find()
+        if stored is None:
+            return None
+        self._check(stored)
+        try:
+            for contender in self._contenders:
+                contender.load(self._folder, stored["tag"])
+        except CheckpointError as error:
+            raise ValueError(f"{error}; start anew with run.resume=false, or with another output_dir") from error
+        trained = [len(contender.losses) for contender in self._contenders]
+        self._saved_after = min(trained)
+        self.newest = str(self._folder)
+        return trained
+
+    def discard(self) -> None:
+        """Remove all checkpoints of the job.
+
+        Raises:
+            ValueError: on every rank, if the file that names them can't be removed.
+        """
+        together(self._remove, self._device, lambda message: ValueError(
+            f"{self._folder / _JOB} can't be removed ({message}): the next run would be continued from there"
+        ))  # fmt: skip
+
+    def _remove(self) -> None:
+        if not self._first:
+            return
+        file = self._folder / _JOB
+        if file.exists():  # first, since without it the others count for nothing
+            file.unlink()
+        for contender in self._contenders:
+            shutil.rmtree(self._folder / contender.label, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it may hold something of the user's
+            self._folder.rmdir()
+
+    def _find(self) -> dict[str, Any] | None:
+        """What the first rank reads, on every rank."""
+        file = self._folder / _JOB
+        box = [together(lambda: _read(file) if self._first else None, self._device, lambda message: ValueError(
+            f"{file} can't be used ({message}); start anew with run.resume=false, or with another output_dir"
+        ))]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _check(self, stored: Mapping[str, Any]) -> None:
+        """Refuse to go on as another job."""
+        now = self._description()
+        free = _FREE + _OF_BATCH + (_OF_STAGES if stored["num_stages"] != now["num_stages"] else ())
+        then = _flat(stored["settings"])
+        differences = _differences(then, _flat(now["settings"]), free)
+        if stored["samples"] != now["samples"]:
+            replicas = self._contenders[0].data.shape.num_replicas
+            differences.append(
+                f"samples a batch were {stored['samples']} and are {now['samples']} (change "
+                f"ds.gradient_accumulation_steps where the number of replicas, now {replicas}, differs)"
+            )
+        trained, batches = max(stored["trained"].values()), self._settings.run.batches
+        if trained > batches:
+            differences.append(f"{trained} batches are trained and run.batches is {batches}")
+        if differences:
+            raise ValueError(
+                f"{self._folder} holds an interrupted run with other settings: {'; '.join(differences)}. To "
+                "continue it, give the settings of then; to start anew, give another output_dir, or run.resume=false, "
+                "which discards it"
+            )
+
+    # -- saving -------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Let SIGTERM end the run at the end of a turn, with its state saved; not collective."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note_signal)
+
+    def _note_signal(self, _number: int, _frame: object) -> None:
+        self._asked_to_end = True
+
+    def after_turn(self) -> None:
+        """Save if it is time to, or if any rank was asked to end.
+
+        Called where all ranks have ended a window of one run, and nothing is timed. A checkpoint that can't be
+        written is warned about; training goes on, and the earlier one stays.
+
+        Raises:
+            InterruptedRunError: on every rank, if any was asked to end.
+        """
+        trained = [len(contender.losses) for contender in self._contenders]
+        if min(trained) == self._settings.run.batches:
+            return
+        ending = torch.tensor([int(self._asked_to_end)], device=self._device)
+        dist.all_reduce(ending, op=dist.ReduceOp.MAX)
+        every = self._settings.run.save_every
+        due = every and min(trained) == max(trained) and trained[0] - self._saved_after >= every
+        complaint = self._save() if due or ending.item() else None
+        if complaint is not None and self._first:
+            warnings.warn(complaint, stacklevel=2)
+        if ending.item():
+            saved = complaint or f"saved in {self._folder}: the same command continues it"
+            raise InterruptedRunError(f"asked to end after {' and '.join(map(str, trained))} batches; {saved}")
+
+    def _save(self) -> str | None:
+        """Save all runs, then let the moment count; returns what went wrong, the same on every rank."""
+        now = self._description()
+        tag = "batches_" + "_".join(map(str, now["trained"].values()))
+        try:
+            for contender in self._contenders:
+                contender.save(self._folder, tag)
+            together(lambda: self._publish(tag, now), self._device, CheckpointError)
+        except CheckpointError as error:
+            return str(error)
+        self._saved_after = min(now["trained"].values())
+        self.newest = str(self._folder)
+        return None
+
+    def _publish(self, tag: str, now: Mapping[str, Any]) -> None:
+        """Let the moment count, and remove all others."""
+        if not self._first:
+            return
+        _replace(self._folder / _JOB, json.dumps({"tag": tag, **now}, indent=1) + "\n")
+        for contender in self._contenders:
+            for other in (self._folder / contender.label).iterdir():
+                if other.name != tag:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def _description(self) -> dict[str, Any]:
+        """Say which job this is and how far it is, as values that JSON can hold."""
+        shape = self._contenders[0].data.shape
+        return {
+            "settings": json.loads(json.dumps(dataclasses.asdict(self._settings), default=str)),
+            "num_stages": len(self._contenders[0].engine.partition) - 1,
+            "samples": shape.samples,
+            "trained": {contender.label: len(contender.losses) for contender in self._contenders},
+        }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name nested values by their path; the scenario's settings as the command line has them."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        path = prefix + {"scenario": "scenario.name", "scenario_settings": "scenario"}.get(key, key)
+        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return flat
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str]) -> list[str]:
+    """Name the settings that differ, both values each."""
+    return [
+        f"{name} was {then.get(name, 'not set')} and is {now.get(name, 'not set')}"
+        for name in dict.fromkeys([*then, *now])
+        if name not in free and then.get(name) != now.get(name)
+    ]
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Read what :meth:`JobCheckpoints._description` has written, and the tag; ``None`` if there is no such file."""
+    if not file.exists():
+        return None
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    missing = [key for key in ("tag", "settings", "num_stages", "samples", "trained") if key not in stored]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return stored
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that it has either its old content or its new one, whatever happens."""
+    partial = file.with_name(f".{file.name}.partial")
+    with open(partial, "w", encoding="utf-8") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(partial, file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

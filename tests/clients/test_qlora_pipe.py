@@ -1,0 +1,204 @@
+"""The shape of qlora-pipe: its own engine class, constructed directly, whose forward pass gives several losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.utils import partition_balanced, set_random_seed
+from torch import Tensor, nn
+
+from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
+from tests.clients.life import Client, compare
+from tests.clients.parts import HIDDEN, VOCABULARY, Block, Lora, causal_mask, tokens
+from tests.distributed.ranks import run_ranks
+
+State = tuple[Tensor, Tensor, Tensor]  # hidden, mask, labels
+
+
+class Embedding(nn.Embedding):
+    def forward(self, inputs: State) -> State:  # type: ignore[override]
+        ids, mask, labels = inputs
+        return super().forward(ids).requires_grad_(True), mask, labels
+
+
+class DecoderLayer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.attention.qkv = Lora(self.attention.qkv)
+
+    def forward(self, state: State) -> State:
+        hidden, mask, labels = state
+        return self.run(hidden, mask), mask, labels
+
+
+class ComputeMetrics(nn.Linear):
+    """The losses come out of the last layer; only the first is trained on."""
+
+    def forward(self, state: State) -> tuple[Tensor, ...]:  # type: ignore[override]
+        hidden, _, labels = state
+        logits = super().forward(hidden).view(-1, VOCABULARY)
+        loss = nn.functional.cross_entropy(logits, labels.view(-1))
+        return loss, (logits.argmax(-1) == labels.view(-1)).float().mean(), logits.detach().std()
+
+
+class OnceSpec(LayerSpec):  # type: ignore[misc]
+    """Building reads and quantizes weights from a file; the second time there is nothing left to read."""
+
+    def __init__(self, typename: type, *args: Any, estimated_size: int = 1, **kwargs: Any) -> None:
+        super().__init__(typename, *args, **kwargs)
+        self.estimated_size, self.built = estimated_size, False
+
+    def build(self) -> nn.Module:
+        assert not self.built, "its weights were given away"
+        self.built = True
+        module: nn.Module = super().build()
+        return module.requires_grad_(False) if self.typename is not DecoderLayer else module
+
+
+class ColumnMajor(ProcessTopology):  # type: ignore[misc]
+    """Replicas far apart, stages side by side."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["data", "pipe"], dims=[num_dp, num_pp])
+
+
+def forward_pass(self: Any, buffer_id: int) -> None:
+    inputs = tuple(t.clone() for t in self.pipe_buffers["inputs"][buffer_id])
+    outputs = super(PipelineEngine, self).forward(inputs)
+    self.pipe_buffers["outputs"][buffer_id] = outputs
+    if self.is_last_stage():
+        self.loss = outputs[0]
+        self.fwd_outputs.append([t.detach() for t in outputs])
+
+
+def engine_class(base: type) -> type:
+    class CustomPipelineEngine(base):  # type: ignore[misc,valid-type]
+        def train_batch(self) -> list[Tensor]:
+            self.reset_activation_shape()
+            self.module.train()
+            self._compute_loss = True
+            self._exec_schedule(schedule.TrainSchedule(self.micro_batches, self.num_stages, self.stage_id))
+            return self._aggregate_total_losses()
+
+        def eval_batch(self, data_iter: Any) -> list[Tensor]:
+            self.reset_activation_shape()
+            self.module.eval()
+            self._compute_loss = True
+            train_iterator = self.data_iterator
+            self.set_dataiterator(data_iter)
+            dist.barrier()
+            with torch.no_grad():
+                self._exec_schedule(schedule.InferenceSchedule(self.micro_batches, self.num_stages, self.stage_id))
+            self.set_dataiterator(train_iterator)
+            return self._aggregate_total_losses()
+
+        def _aggregate_total_losses(self) -> list[Tensor]:
+            """Means over micro-batches and replicas, on every stage."""
+            losses = torch.zeros(3)
+            if self.is_last_stage():
+                losses = torch.tensor(self.fwd_outputs).mean(dim=0)
+                dist.all_reduce(losses, group=self.grid.get_data_parallel_group())
+            dist.broadcast(losses, self.grid.stage_to_global(self.num_stages - 1), self.grid.get_pipe_parallel_group())
+            return list(losses)
+
+    PipelineEngine._INSTRUCTION_MAP[schedule.ForwardPass] = forward_pass
+    return CustomPipelineEngine
+
+
+def module_class(base: type) -> type:
+    class CustomPipelineModule(base):  # type: ignore[misc,valid-type]
+        def _partition_layers(self, method: str = "estimated_size") -> None:
+            assert method == "estimated_size"
+            self.parts = partition_balanced([s.estimated_size for s in self._layer_specs], self.num_stages)
+            self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    return CustomPipelineModule
+
+
+def get_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
+
+
+def engine(base: type, engine_base: type | None = None) -> Any:
+    set_random_seed(11)
+    layers = [
+        OnceSpec(Embedding, VOCABULARY, HIDDEN, estimated_size=2),
+        *(OnceSpec(DecoderLayer, estimated_size=3) for _ in range(5)),
+        OnceSpec(ComputeMetrics, HIDDEN, VOCABULARY, estimated_size=2),
+    ]
+    model = module_class(base)(
+        layers, topology=ColumnMajor(num_pp=2, num_dp=dist.get_world_size() // 2), activation_checkpoint_interval=1,
+        checkpointable_layers=["DecoderLayer"], partition_method="estimated_size",
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+    }
+    # The one line that changes besides the module's base class.
+    engine_base = engine_base or (PipelineEngine if base is PipelineModule else DynamicPipelineEngine)
+    mpu = model.mpu()
+    built = engine_class(engine_base)(
+        args=None, model=model, optimizer=get_optimizer, mpu=mpu, config=config,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config_class=DeepSpeedConfig(config, mpu),
+    )
+    built.lr_scheduler = torch.optim.lr_scheduler.LinearLR(built.optimizer, start_factor=0.25, total_iters=4)
+    return built
+
+
+def batches(replica: int) -> Iterator[Any]:
+    for ids in tokens(replica):
+        labels = ids[:, 1:].contiguous()
+        yield (ids[:, :-1].contiguous(), causal_mask(len(ids)), labels), torch.zeros(1)
+
+
+def train(engine: Any, batches: Iterator[Any]) -> Any:
+    engine.set_dataiterator(batches)
+    losses = engine.train_batch()
+    if isinstance(engine, DynamicPipelineEngine):
+        profile = engine.last_batch_profile
+        assert profile.batch == engine.global_steps - 1 and profile.boundaries == engine.partition
+        assert all(layer.forward_s > 0 for layer in profile.layers)
+    return losses
+
+
+def save(engine: Any, folder: str) -> None:
+    engine.save_checkpoint(folder, client_state={"step": 3}, save_latest=True, exclude_frozen_parameters=True)
+
+
+def load(engine: Any, folder: str) -> None:
+    path, state = engine.load_checkpoint(folder, load_module_strict=False)
+    assert path is not None and state["step"] == 3
+
+
+MOVES = {1: (0, 1, 7), 2: (0, 6, 7), 4: (0, 2, 7), 5: (0, 5, 7)}
+CLIENT = Client(engine, batches, 2, MOVES, train=train, save=save, load=load)
+
+
+def test_qlora_pipe(tmp_path: Any) -> None:
+    compare([CLIENT], tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_qlora_pipe_with_replicas_far_apart(tmp_path: Any) -> None:
+    compare([CLIENT], tmp_path, replicas=2)
+
+
+def an_engine_that_cannot_move_layers(_rank: int) -> None:
+    with pytest.raises(ValueError, match=r"CustomPipelineEngine derives from DeepSpeed's PipelineEngine, which can't"):
+        engine(DynamicPipelineModule, engine_base=PipelineEngine)
+
+
+def test_the_unchanged_engine_class_is_refused() -> None:
+    run_ranks(an_engine_that_cannot_move_layers, 2)
