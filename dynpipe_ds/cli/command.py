@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynpipe_ds.config import parse_bytes
 from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.sections import parse_bytes
 
 OK = 0
 """The command did what it was asked."""
