@@ -33,6 +33,7 @@ setup(
         "tqdm",
         "ninja",  # DeepSpeed compiles its CPU operations with it
     ],
+    entry_points={"console_scripts": ["dynpipe = dynpipe_ds.cli.main:main"]},
     extras_require={
         "kubernetes": KUBERNETES,
         "dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31"],

@@ -9,7 +9,12 @@ out. Letters: L layers, S stages, M micro-batches.
 
 from __future__ import annotations
 
-from dynpipe_ds import _deepspeed
+from dynpipe_ds._command_line import import_deepspeed_quietly, is_command_line
+
+if is_command_line():  # before the first import of DeepSpeed, which writes to stdout
+    import_deepspeed_quietly()
+
+from dynpipe_ds import _deepspeed  # noqa: E402
 
 _deepspeed.check_version()
 

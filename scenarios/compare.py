@@ -25,6 +25,7 @@ from deepspeed.utils import logger
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds.reporting.table import RunSummary
 from scenarios.data import BatchShape, TokenBatches, Tokens
+from scenarios.recording import Recording, new_recording, record_profile, record_rebalance
 from scenarios.scenario import Report, Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 
@@ -34,7 +35,7 @@ _LAST = 5
 # Attributes of a run that its checkpoints hold besides the engine's and the scenario's state.
 _MEASURED = (
     "losses", "batches_s", "timed_s", "timed_batches", "timed_overheads_s", "last_tokens_per_s", "bubbles", "stages_s",
-    "rebalanced_at", "reports", "resumed_at",
+    "rebalanced_at", "reports", "resumed_at", "recording",
 )  # fmt: skip
 
 
@@ -56,6 +57,7 @@ class Contender:
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: batches after which the partition changed.
         reports: what the scenario reported after every batch.
+        recording: what the report page shows of the layers.
         timed_overheads_s: seconds spent profiling, planning and migrating in the timed windows.
         resumed_at: batches after which the run was continued from a checkpoint.
     """
@@ -73,6 +75,7 @@ class Contender:
     stages_s: list[list[float]] = field(default_factory=list)
     rebalanced_at: list[int] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
+    recording: Recording = field(default_factory=new_recording)
     timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     resumed_at: list[int] = field(default_factory=list)
 
@@ -107,6 +110,7 @@ class Contender:
         profile = self.engine.last_batch_profile
         if profile is not None:
             self.stages_s.append([stage.busy_s for stage in profile.stages])
+            record_profile(self.recording, batch, profile)
             if timed:
                 self.bubbles.append(profile.bubble_ratio)
 
@@ -243,6 +247,7 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
     engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))
+    engine.on_rebalance(lambda event: record_rebalance(contender.recording, event))
     return contender
 
 

@@ -142,6 +142,7 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
         "rebalanced_at": contender.rebalanced_at,
         "resumed_at": contender.resumed_at,
         "reports": contender.reports,
+        "recording": contender.recording,
     }
 
 

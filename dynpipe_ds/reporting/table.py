@@ -105,6 +105,16 @@ def comparison_table(static: RunSummary, dynamic: RunSummary) -> str:
     Returns:
         A table of throughput, speedup, bubble ratio, overheads, final loss and equality of bits.
     """
+    return format_table(comparison_rows(static, dynamic))
+
+
+def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
+    """Return the cells of :func:`comparison_table`; the first row is the head.
+
+    Args:
+        static: the run that kept its first partition.
+        dynamic: the same job, re-partitioned while it ran.
+    """
     runs = (static, dynamic)
     rows = [
         ["", *(run.label for run in runs)],
@@ -123,8 +133,7 @@ def comparison_table(static: RunSummary, dynamic: RunSummary) -> str:
         ["losses of all batches", "", _equality(static.losses, dynamic.losses)],
     ]
     names = list(dict.fromkeys([*static.notes, *dynamic.notes]))
-    rows += [[name, *(str(run.notes.get(name, UNKNOWN)) for run in runs)] for name in names]
-    return format_table(rows)
+    return rows + [[name, *(str(run.notes.get(name, UNKNOWN)) for run in runs)] for name in names]
 
 
 def _percent(fraction: float | None, digits: int = 1) -> str:

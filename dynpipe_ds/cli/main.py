@@ -1,0 +1,60 @@
+"""``dynpipe``: reads the command line, runs one command, returns its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import dynpipe_ds
+from dynpipe_ds.cli import doctor, plan, profile, report, simulate
+from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError, show
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+_MORE = """
+Typical order: doctor (is this machine ready?), profile (what do my layers cost?), plan (where to cut?),
+simulate (who waits for whom?), then train, then report (what happened?).
+"""
+
+
+def build_parser() -> Parser:
+    """Build the parser of all commands."""
+    parser = Parser(
+        prog="dynpipe", description=f"Dynamic pipeline parallelism for DeepSpeed.\n{_MORE}",
+        epilog="'dynpipe COMMAND --help' has examples.\n\nexit codes: 0 done, 1 problems found, 2 wrong usage",
+    )
+    parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for command in (doctor, profile, plan, simulate, report):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program's name; ``None``: the process's own.
+
+    Returns:
+        The exit code: 0 done, 1 problems found, 2 wrong usage.
+    """
+    parsed = build_parser().parse_args(arguments)
+    try:
+        return show(parsed.run(parsed), as_json=parsed.json)
+    except (UsageError, ProblemError) as error:
+        print(f"dynpipe {parsed.command}: error: {_one_line(error)}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else PROBLEMS
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # as in `dynpipe plan … | head`: the reader has what it wanted
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PROBLEMS
+        print(f"dynpipe {parsed.command}: error: {_one_line(error)}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,203 @@
+"""``dynpipe simulate``: one batch of a partition on paper, as text, picture and trace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from dynpipe_ds.cli.command import (
+    OK,
+    Result,
+    UsageError,
+    add_command,
+    add_links,
+    boundaries_of,
+    brackets,
+    load_profile,
+    mebibytes,
+    milliseconds,
+    percent,
+    seconds,
+)
+from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.reporting.table import format_table
+from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
+
+WIDTH = 96
+"""Columns of the text timeline."""
+
+_SIGNS = {"forward": "F", "backward": "B", "send": ">", "recv": ">", "step": "S", "wait": "."}
+_PICTURES = (".png", ".svg", ".pdf")
+_MORE = """
+Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the time
+goes. docs/simulation.md says what the simulator models and what it leaves out.
+"""
+_EXAMPLES = """
+dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
+dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
+dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 16 --activation-link-s 0.002 --schedule gpipe --json
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command.
+
+    Args:
+        commands: what ``add_subparsers`` returned.
+    """
+    parser = add_command(
+        commands, "simulate", run, what="show one batch of a partition in time", more=_MORE, examples=_EXAMPLES
+    )
+    parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
+    parser.add_argument(
+        "--partition", metavar="PARTITION",
+        help="boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)",
+    )
+    parser.add_argument("--against", metavar="PARTITION", help="a second partition to set beside the first")
+    parser.add_argument("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default 1f1b)")
+    parser.add_argument(
+        "--sends", choices=get_args(Sends), default="rendezvous",
+        help="whether a sender waits for its receiver, as with gloo (default), or not",
+    )
+    parser.add_argument(
+        "--step-s", type=seconds, default=0.0, metavar="S", help="seconds of the optimizer step (default 0)"
+    )
+    add_links(parser)
+    parser.add_argument("--gantt", metavar="FILE", help=f"draw the timeline ({', '.join(_PICTURES)})")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace; open it at https://ui.perfetto.dev")
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    """Carry out the command.
+
+    Args:
+        arguments: as parsed.
+
+    Raises:
+        UsageError: for a value that can't be used.
+    """
+    if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
+        raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
+    profile = load_profile(arguments.profile, arguments.micro_batches)
+    if not any(profile.costs("time")):
+        raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
+    cuts = [_partition(arguments.partition, profile)]
+    if arguments.against is not None:
+        cuts.append(_partition(arguments.against, profile))
+    try:
+        outcomes = {brackets(cut): _simulate(profile, cut, arguments) for cut in cuts}
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    files = _write(arguments, outcomes)
+    values = {
+        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
+        "partitions": [_values(cut, outcomes[brackets(cut)]) for cut in dict.fromkeys(cuts)], "files": files,
+    }  # fmt: skip
+    return OK, _text(outcomes, profile.num_micro_batches, files), values
+
+
+def _partition(given: str | None, profile: PipelineProfile) -> tuple[int, ...]:
+    if given is None:
+        if not profile.boundaries:
+            raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
+        return profile.boundaries
+    cuts = boundaries_of(given)
+    try:
+        return check_boundaries(
+            cuts, num_layers=len(profile.layers), num_stages=max(1, len(cuts) - 1), allow_empty=True
+        )
+    except ValueError as error:
+        raise UsageError(f"partition {given}: {error}") from error
+
+
+def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Simulation:
+    workload = Workload.from_profile(
+        profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
+        step_s=arguments.step_s,
+    )
+    return simulate(workload, arguments.schedule, sends=arguments.sends, timeline=True)
+
+
+def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:
+    """Write the picture (all partitions) and the trace (the first one)."""
+    files = []
+    if arguments.gantt:
+        from dynpipe_ds.reporting.timeline import save_gantt  # half a second, only for pictures
+
+        timelines = {name: outcome.timeline for name, outcome in outcomes.items()}
+        files.append(str(save_gantt(arguments.gantt, timelines, title="One simulated batch")))
+    if arguments.trace:
+        from dynpipe_ds.reporting.timeline import save_chrome_trace
+
+        name, outcome = next(iter(outcomes.items()))
+        files.append(str(save_chrome_trace(arguments.trace, outcome.timeline, name=name)))
+    return files
+
+
+def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:
+    stages = [asdict(stage) | {"bubble_ratio": stage.bubble_ratio} for stage in outcome.stages]
+    return {
+        "boundaries": list(cuts), "makespan_s": outcome.makespan_s, "batch_s": outcome.batch_s,
+        "bubble_ratio": outcome.bubble_ratio, "stages": stages,
+    }  # fmt: skip
+
+
+def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, files: Sequence[str]) -> str:
+    longest_s = max(outcome.batch_s for outcome in outcomes.values())
+    parts = []
+    for name, outcome in outcomes.items():
+        parts += [
+            f"partition {name}: {milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
+            f"bubble {percent(outcome.bubble_ratio)}",
+            "", text_timeline(outcome.timeline, longest_s), "", _stage_table(outcome), "",
+        ]  # fmt: skip
+    if len(outcomes) == 2:
+        first, second = outcomes.values()
+        parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
+    parts += [f"written: {file}" for file in files]
+    return "\n".join(parts).rstrip()
+
+
+def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WIDTH) -> str:
+    """Draw a timeline with characters, a row a stage: each shows what the stage does most in its stretch of time.
+
+    Args:
+        timeline: intervals.
+        until_s: seconds that the whole width stands for.
+        width: columns.
+
+    Returns:
+        A line a stage.
+    """
+    num_stages = 1 + max(interval.stage for interval in timeline)
+    share_s = [[dict.fromkeys(".FB>S", 0.0) for _ in range(width)] for _ in range(num_stages)]
+    column_s = until_s / width
+    for interval in timeline:
+        first, last = int(interval.start_s / column_s), int(interval.end_s / column_s)
+        for column in range(first, min(last, width - 1) + 1):
+            low, high = max(interval.start_s, column * column_s), min(interval.end_s, (column + 1) * column_s)
+            share_s[interval.stage][column][_SIGNS[interval.kind]] += max(0.0, high - low)
+    for row in share_s:
+        for shares in row:
+            shares["."] += column_s - sum(shares.values())
+    label = len(str(num_stages - 1))
+    return "\n".join(
+        f"stage {stage:{label}} |{''.join(max(shares, key=shares.__getitem__) for shares in row)}|"
+        for stage, row in enumerate(share_s)
+    )
+
+
+def _stage_table(outcome: Simulation) -> str:
+    head = ["stage", "busy ms", "fill ms", "waiting ms", "transfer ms", "drain ms", "step ms", "bubble", "in flight"]
+    rows = [[*head, "activations MiB"]]
+    for number, stage in enumerate(outcome.stages):
+        times = (stage.busy_s, stage.fill_s, stage.waiting_s, stage.transfer_s, stage.drain_s, stage.step_s)
+        rows.append([
+            str(number), *map(milliseconds, times), percent(stage.bubble_ratio), str(stage.peak_micro_batches),
+            mebibytes(stage.peak_activation_bytes),
+        ])  # fmt: skip
+    return format_table(rows)

@@ -1,0 +1,309 @@
+"""A finished job's ``results.json`` as typed values, and what follows from it.
+
+The file is what the training entry of the scenarios writes: two runs of one job. Older files lack the
+recording of layer times and re-partitions; what follows from it is then ``None`` or empty.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from math import fsum
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.reporting.table import RunSummary
+
+WINDOW = 10
+"""Most batches before, and after, a re-partition that its realised gain is measured from."""
+
+_MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal noise
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of every layer over training; a row is one batch, or the mean of several.
+
+    Attributes:
+        names: name of every layer.
+        num_micro_batches: M.
+        first_batches: the first batch of every row.
+        batches_a_row: batches that a row stands for.
+        forward_s: rows x L, of one micro-batch.
+        backward_s: the same.
+        partitions: first batch and boundaries of every partition.
+    """
+
+    names: tuple[str, ...]
+    num_micro_batches: int
+    first_batches: tuple[int, ...]
+    batches_a_row: int
+    forward_s: tuple[tuple[float, ...], ...]
+    backward_s: tuple[tuple[float, ...], ...]
+    partitions: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def seconds(self, row: int) -> list[float]:
+        """Forward and backward seconds of every layer.
+
+        Args:
+            row: index of the row.
+        """
+        return [f + b for f, b in zip(self.forward_s[row], self.backward_s[row], strict=True)]
+
+    def rows_of(self, batches: range) -> list[int]:
+        """Indices of the rows that lie in some batches wholly.
+
+        Args:
+            batches: consecutive batches.
+        """
+        last = self.batches_a_row - 1
+        return [i for i, first in enumerate(self.first_batches) if first in batches and first + last in batches]
+
+    def profile_at_the_end(self) -> PipelineProfile:
+        """Medians of the last :data:`WINDOW` rows, for the simulator; it knows times only."""
+        layers = tuple(
+            LayerProfile(name, median(forward), median(backward), 0, 0, 0, 0, 0)
+            for name, forward, backward in zip(
+                self.names, zip(*self.forward_s[-WINDOW:], strict=True), zip(*self.backward_s[-WINDOW:], strict=True),
+                strict=True,
+            )
+        )
+        return PipelineProfile(self.first_batches[-1], self.partitions[-1][1], self.num_micro_batches, layers, ())
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """One change of partition, with what was promised and what came of it; ``None`` where it is not known.
+
+    Attributes:
+        batch: batches trained before it.
+        before: boundaries it replaced.
+        after: boundaries since then.
+        predicted_gain: share by which the slowest stage was to shrink.
+        realised_gain: share by which the slowest stage's measured seconds did shrink against those of the static
+            run in the same batches, medians of up to :data:`WINDOW` batches on either side. Both runs do the same
+            work in turns, so neither the model's own change nor a machine that slows down counts.
+        realised_noise: standard error of that.
+        same_work_gain: how much shorter the slowest stage was than it would have been with the boundaries of
+            before, by the layer times of the batches after: the move alone.
+        batch_stayed_s: what a batch after it would have taken without it: the static run's batches, times how the
+            two runs compared before.
+        batch_moved_s: what a batch after it took, median.
+        bytes_moved: bytes of the moved layers.
+        cost_s: seconds of deciding and moving.
+    """
+
+    batch: int
+    before: tuple[int, ...] | None
+    after: tuple[int, ...] | None
+    predicted_gain: float | None
+    realised_gain: float | None
+    realised_noise: float | None
+    same_work_gain: float | None
+    batch_stayed_s: float | None
+    batch_moved_s: float | None
+    bytes_moved: int | None
+    cost_s: float | None
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """One run of the job.
+
+    Attributes:
+        summary: what the table shows.
+        batches_s: seconds of every batch.
+        stages_s: busy seconds of every stage, for every profiled batch.
+        rebalanced_at: indices of the batches after which the partition changed.
+        layers: layer times over training; ``None`` in older files.
+        rebalances: every change of partition.
+    """
+
+    summary: RunSummary
+    batches_s: tuple[float, ...]
+    stages_s: tuple[tuple[float, ...], ...]
+    rebalanced_at: tuple[int, ...]
+    layers: LayerTimes | None
+    rebalances: tuple[Rebalance, ...]
+
+    def slowest_stage_s(self, batches: range) -> list[float] | None:
+        """Busy seconds of the slowest stage in each of some batches; ``None`` if that is not known.
+
+        Args:
+            batches: consecutive batches.
+        """
+        if len(self.stages_s) != len(self.batches_s):
+            return None  # some batches were not profiled, so rows can't be told apart
+        return [max(stages) for stages in self.stages_s[batches.start : batches.stop]]
+
+    def stages_of(self, batches: range) -> list[float] | None:
+        """Busy seconds of every stage, medians over some batches; ``None`` if that is not known.
+
+        Args:
+            batches: consecutive batches, on one partition.
+        """
+        if len(self.stages_s) != len(self.batches_s) or not batches:
+            return None  # some batches were not profiled, so rows can't be told apart
+        rows = self.stages_s[batches.start : batches.stop]
+        if len(set(map(len, rows))) != 1:
+            return None  # continued with another number of stages in between
+        return [median(times) for times in zip(*rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class JobResults:
+    """The whole file.
+
+    Attributes:
+        static: the run that kept its partition.
+        dynamic: the run that was re-partitioned.
+        tokens_a_batch: of one batch; ``None`` if the settings do not say.
+        settings: the job's settings.
+        environment: versions and device.
+    """
+
+    static: RunResults
+    dynamic: RunResults
+    tokens_a_batch: int | None
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+    @property
+    def has_recording(self) -> bool:
+        """Whether layer times and events were recorded."""
+        return self.static.layers is not None and self.dynamic.layers is not None
+
+
+def load_results(folder: str | Path) -> JobResults:
+    """Read the results in an output folder.
+
+    Args:
+        folder: the training entry's ``output_dir``, or the path of its ``results.json``.
+
+    Raises:
+        ValueError: when they are missing or are not of two runs, with the remedy.
+    """
+    file = Path(folder)
+    file = file / "results.json" if file.is_dir() else file
+    remedy = "give the output folder of 'python -m scenarios.train', when it has ended"
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; {remedy}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        runs = {run["label"]: run for run in values["runs"]}
+        # The first batches of a run are slower: memory is allocated, threads begin.
+        warmup = (values.get("settings", {}).get("run") or {}).get("warmup_batches", 0)
+        static = _run(runs["static"], None, warmup)
+        dynamic = _run(runs["dynamic"], static, warmup)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        what = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
+        raise ValueError(f"{file}: {what}; {remedy}") from error
+    settings, environment = values.get("settings", {}), values.get("environment", {})
+    tokens = _tokens_a_batch(settings, environment, len(static.summary.boundaries) - 1)
+    return JobResults(static, dynamic, tokens, settings, environment)
+
+
+def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:
+    known = {field.name for field in fields(RunSummary)}
+    summary: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
+    recording = values.get("recording")
+    batches_s = tuple(values["batches_s"])
+    run = RunResults(
+        RunSummary(**summary), batches_s, tuple(map(tuple, values["stages_s"])), tuple(values["rebalanced_at"]),
+        _layers(recording) if recording and recording["first_batches"] else None, (),
+    )
+    events = recording["rebalances"] if recording else [{"batch": at + 1} for at in run.rebalanced_at]
+    ends = [warmup, *(event["batch"] for event in events), len(batches_s)]
+    windows = zip(events, ends, ends[2:], strict=False)
+    rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
+    return RunResults(run.summary, batches_s, run.stages_s, run.rebalanced_at, run.layers, rebalances)
+
+
+def _layers(recording: Mapping[str, Any]) -> LayerTimes:
+    return LayerTimes(
+        names=tuple(recording["names"]),
+        num_micro_batches=recording["num_micro_batches"],
+        first_batches=tuple(recording["first_batches"]),
+        batches_a_row=recording["batches_a_row"],
+        forward_s=tuple(map(tuple, recording["forward_s"])),
+        backward_s=tuple(map(tuple, recording["backward_s"])),
+        partitions=tuple((batch, tuple(boundaries)) for batch, boundaries in recording["partitions"]),
+    )
+
+
+def _rebalance(
+    run: RunResults, reference: RunResults | None, event: Mapping[str, Any], previous: int, following: int
+) -> Rebalance:
+    at = event["batch"]
+    before, after = range(max(previous, at - WINDOW), at), range(at, min(following, at + WINDOW))
+    old, new = (tuple(event[key]) if key in event else None for key in ("before", "after"))
+    realised, noise = _realised_gain(run, reference, before, after)
+    return Rebalance(
+        batch=at, before=old, after=new,
+        predicted_gain=event.get("predicted_gain"),
+        realised_gain=realised, realised_noise=noise,
+        same_work_gain=_same_work_gain(run.layers, old, new, after),
+        batch_stayed_s=_batch_stayed_s(run, reference, before, after),
+        batch_moved_s=_median(run.batches_s[after.start : after.stop]),
+        bytes_moved=event.get("bytes_moved"),
+        cost_s=event["plan_s"] + event["migrate_s"] if "plan_s" in event else None,
+    )  # fmt: skip
+
+
+def _realised_gain(
+    run: RunResults, reference: RunResults | None, before: range, after: range
+) -> tuple[float | None, float | None]:
+    """How the slowest stage changed from the one to the other batches relative to the reference's, and the noise."""
+    sides = []
+    for batches in (before, after):
+        slowest = [each.slowest_stage_s(batches) if each else None for each in (run, reference)]
+        ratios = [s / r for s, r in zip(*slowest, strict=True) if r] if slowest[0] and slowest[1] else []
+        if not ratios:
+            return None, None
+        sides.append(ratios)
+    old, new = map(median, sides)
+    if not old:
+        return None, None
+    if min(map(len, sides)) < 2:
+        return 1.0 - new / old, None
+    errors = [_MEDIAN_ERROR * stdev(side) / math.sqrt(len(side)) for side in sides]
+    return 1.0 - new / old, math.hypot(errors[0] * new / old, errors[1]) / old
+
+
+def _batch_stayed_s(run: RunResults, reference: RunResults | None, before: range, after: range) -> float | None:
+    """The reference's batches after the move, times how the two runs compared before it."""
+    if reference is None:
+        return None
+    # The last batch before the move lasted until the layers had moved.
+    earlier = slice(before.start, before.stop - 1)
+    compared = [a / b for a, b in zip(run.batches_s[earlier], reference.batches_s[earlier], strict=True) if b]
+    expected_s = _median(reference.batches_s[after.start : after.stop])
+    return expected_s * median(compared) if compared and expected_s is not None else None
+
+
+def _same_work_gain(
+    layers: LayerTimes | None, before: tuple[int, ...] | None, after: tuple[int, ...] | None, batches: range
+) -> float | None:
+    if layers is None or before is None or after is None:
+        return None
+    rows = [layers.seconds(row) for row in layers.rows_of(batches)]
+    slowest = [[max(fsum(row[a:b]) for a, b in pairwise(cuts)) for cuts in (before, after)] for row in rows]
+    return median([1.0 - new / old if old else 0.0 for old, new in slowest]) if rows else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _tokens_a_batch(settings: Mapping[str, Any], environment: Mapping[str, Any], num_stages: int) -> int | None:
+    try:
+        config = settings["deepspeed"]
+        samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        return int(samples * settings["model"]["seq_len"] * (environment["ranks"] // num_stages))
+    except (KeyError, TypeError):
+        return None

@@ -1,0 +1,119 @@
+"""The command line as a whole: help, examples, exit codes, errors of one line, output that is its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("doctor", "profile", "plan", "simulate", "report")
+_FOLLOWS = r"(?:^|\n)\s*(dynpipe [^\n]+)"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("workplace")
+def test_the_examples_of_the_help_run(command: str, dynpipe: Command) -> None:
+    """Every one, as printed; those with --json print nothing but JSON."""
+    text = dynpipe(command, "--help").out
+    examples = re.findall(_FOLLOWS, text.partition("examples:")[2])
+    assert len(examples) >= 2
+    assert "exit codes: 0" in text
+    for example in examples:
+        done = dynpipe(*shlex.split(example)[1:])
+        # A machine may lack a compiler, say: the doctor's answer is then an answer, too.
+        assert done.code in ((0, 1) if command == "doctor" else (0,)), f"{example}: {done.err}"
+        if "--json" in example:
+            assert done.json
+        elif command != "doctor":
+            assert not done.err
+
+
+@pytest.mark.usefixtures("workplace")
+def test_the_commands_of_the_documentation_run(dynpipe: Command) -> None:
+    """docs/cli.md: every block of commands, in its order, with files that earlier ones wrote."""
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("dynpipe ")]
+    assert len(lines) >= 8
+    for line in lines:
+        command, _, file = line.partition(" > ")
+        done = dynpipe(*shlex.split(command, comments=True)[1:])
+        assert done.code in ((0, 1) if " doctor" in command else (0,)), f"{line}: {done.err}"
+        if file:
+            Path(file.strip()).write_text(done.out, encoding="utf-8")
+
+
+def test_help_names_every_command(dynpipe: Command) -> None:
+    """The exit codes, too; and the version."""
+    done = dynpipe("--help")
+    assert done.code == 0 and "exit codes: 0" in done.out
+    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in COMMANDS)
+    assert re.match(r"dynpipe_ds \d", dynpipe("--version").out)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("", 2, "COMMAND"),
+        ("pln profile.json", 2, "invalid choice: 'pln'"),
+        ("plan", 2, "profile"),
+        ("plan nowhere.json --stages 2", 2, "nowhere.json: no such file; write one with 'dynpipe profile'"),
+        ("plan broken.json --stages 2", 2, "broken.json: not a valid profile"),
+        ("plan profile.json", 2, "give the number of stages by --stages"),
+        ("plan profile.json --stages none", 2, "'none' must be a whole number >= 1"),
+        ("plan profile.json --stages 9", 2, "8 layers with 7 allowed cuts can't fill 9 stages"),
+        ("plan profile.json --stages 2 --partitioner best", 2, "unknown partitioner 'best'; known: balanced"),
+        ("plan profile.json --stages 2 --memory-cap-bytes 0", 2, "'0' must be a number of bytes >= 1"),
+        ("plan profile.json --stages 2 --memory-cap-bytes 1KiB", 1, "exceed the cap of 1,024 bytes; raise"),
+        ("plan profile.json --stages 2 --pinned-cuts a", 2, "must be whole numbers with commas"),
+        ("plan profile.json --stages 2 --pinned-cuts 8", 2, "remove 8"),
+        ("plan profile.json --stages 2 --current 0,3", 2, "have 2 entries; 2 stages need 3"),
+        ("plan profile.json --stages 2 --stage-speeds 1,-1", 2, "finite numbers > 0"),
+        ("plan profile.json --stages 2 --partitioner uniform --stage-speeds 1,2", 2, "can't honour it"),
+        ("plan profile.json --stages 2 --import no_such_module", 2, "No module named 'no_such_module'"),
+        ("plan profile.json --stages 2 --config broken.json", 2, "broken.json: not valid JSON"),
+        ("plan profile.json --stages 2 --config list.json", 2, "dynamic_pipeline = []: must be an object"),
+        ("simulate profile.json", 2, "give one by --partition"),
+        ("simulate profile.json --partition 0,9", 2, "partition 0,9"),
+        ("simulate profile.json --partition a,b", 2, "partition 'a,b': must be boundaries such as"),
+        ("simulate profile.json --partition ds_config.json", 2, "has no list 'boundaries'"),
+        ("simulate profile.json --partition 0,4,8 --gantt x.gif", 2, "must end in one of .png"),
+        ("simulate profile.json --partition 0,4,8 --activation-link-s -1", 2, "'-1' must be finite seconds"),
+        ("simulate profile.json --partition 0,4,8 --activation-link-s 1,2", 2, "need one number, 1 numbers"),
+        ("report nowhere", 2, "nowhere: no such file; give the output folder"),
+        ("report outputs", 2, "results.json: no such file"),
+        ("doctor --layers 8", 2, "--layers and --stages belong together"),
+        ("doctor --port 70000", 2, "whole number from 1 to 65535"),
+        ("doctor --config nowhere.json", 2, "nowhere.json: no such file"),
+        ("profile my_model", 2, "must be package.module:function"),
+        ("profile no_such_module:layers", 2, "No module named"),
+        ("profile my_model:no_such", 2, "my_model has no function 'no_such'"),
+    ],
+)
+def test_a_mistake_is_one_line(workplace: Path, dynpipe: Command, line: str, code: int, told: str) -> None:
+    """On stderr, named after the command, with the documented exit code; nothing on stdout, no traceback."""
+    (workplace / "broken.json").write_text("{", encoding="utf-8")
+    (workplace / "list.json").write_text('{"dynamic_pipeline": []}', encoding="utf-8")
+    done = dynpipe(*line.split())
+    assert (done.code, done.out) == (code, "")
+    assert told in done.err and done.err.startswith("dynpipe")
+    assert done.err.count("\n") == 1
+
+
+def test_as_a_module_stdout_is_the_results_alone(workplace: Path) -> None:
+    """``python -m dynpipe_ds … --json | jq``: nothing of DeepSpeed's, though it is imported first."""
+    done = subprocess.run(
+        [sys.executable, "-m", "dynpipe_ds", "plan", "profile.json", "--stages", "2", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=workplace, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["boundaries"][-1] == 8, done.stderr
+    assert done.returncode == 0

@@ -1,0 +1,119 @@
+"""``dynpipe plan``: the planner's own answer, with the simulator's figures and hand-made memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynpipe_ds.partition import optimal, registry, simulated
+from dynpipe_ds.simulation import Workload, simulate
+from tests.cli.conftest import Command, example_profile
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def test_partition_time_bubble_and_memory(dynpipe: Command) -> None:
+    """As `optimal` and `simulate` have them; memory by hand: state, and activations of min(M, S - s) micro-batches."""
+    profile = example_profile()
+    values = dynpipe("plan", "profile.json", "--stages", 3, "--json").json
+    plan = optimal(profile.costs("time"), 3)
+    outcome = simulate(Workload.from_profile(profile, plan.boundaries))
+    assert tuple(values["boundaries"]) == plan.boundaries
+    assert (values["batch_s"], values["bubble_ratio"]) == (outcome.makespan_s, outcome.bubble_ratio)
+    assert values["bottleneck"] == plan.bottleneck and values["current"] is None
+    assert values["imbalance"] == pytest.approx(plan.bottleneck * 3 / sum(profile.costs("time")) - 1)
+    for s, stage in enumerate(values["stages"]):
+        low, high = plan.boundaries[s : s + 2]
+        state = sum(1600 * (i + 1) for i in range(low, high))
+        assert stage["peak_bytes"] == state + (3 - s) * 1000 * (high - low)
+        assert stage["forward_s"] == pytest.approx(sum(layer.forward_s for layer in profile.layers[low:high]))
+        assert stage["cap_bytes"] is None
+
+
+def test_the_table_says_the_same(dynpipe: Command) -> None:
+    """Partition, time and one row a stage; a cap has a column."""
+    values = dynpipe("plan", "profile.json", "--stages", 3, "--json").json
+    text = dynpipe("plan", "profile.json", "--stages", 3, "--memory-cap-bytes", "1MiB").out
+    assert f"[{' '.join(map(str, values['boundaries']))}]" in text
+    assert f"{values['batch_s'] * 1e3:.2f} ms, bubble {values['bubble_ratio']:.1%}" in text
+    assert "cap MiB" in text and len(text.splitlines()) == 3 + 2 + 3
+
+
+def test_a_cap_moves_the_cut(dynpipe: Command) -> None:
+    """Balance by time puts 4 layers on the last stage; a cap on it allows fewer."""
+    free = dynpipe("plan", "profile.json", "--stages", 2, "--json").json
+    last = free["stages"][1]["peak_bytes"]
+    capped = dynpipe("plan", "profile.json", "--stages", 2, "--memory-cap-bytes", f"1MiB,{last - 1}", "--json").json
+    assert capped["boundaries"][1] > free["boundaries"][1]
+    assert capped["stages"][1]["peak_bytes"] < last == capped["stages"][1]["cap_bytes"] + 1
+
+
+def test_links_and_micro_batches_count(dynpipe: Command) -> None:
+    """In the prediction, and for the partitioner that knows them."""
+    profile = example_profile()
+    options = ["--micro-batches", 2, "--activation-link-s", "0,0.05", "--gradient-link-s", "0,0.05"]
+    values = dynpipe("plan", "profile.json", "--stages", 3, "--partitioner", "simulated", *options, "--json").json
+    links = {"activation_link_s": [0, 0.05], "gradient_link_s": [0, 0.05]}
+    two = type(profile)(0, (), 2, profile.layers, ())
+    plan = simulated(profile.costs("time"), 3, profile=two, layer_bytes=profile.moved_bytes(), **links)
+    assert tuple(values["boundaries"]) == plan.boundaries and values["num_micro_batches"] == 2
+    assert values["batch_s"] == simulate(Workload.from_profile(two, plan.boundaries, **links)).makespan_s
+
+
+def test_settings_of_the_deepspeed_json(dynpipe: Command) -> None:
+    """Keys of the section count; an option wins; its contradictions are refused as there."""
+    section = {"enabled": False, "partitioner": "diffusion", "cost": "parameters", "pinned_cuts": [4]}
+    Path("other.json").write_text(json.dumps({"dynamic_pipeline": section}), encoding="utf-8")
+    values = dynpipe("plan", "profile.json", "--stages", 2, "--config", "other.json", "--json").json
+    assert (values["partitioner"], values["cost"]) == ("diffusion", "parameters")
+    assert values["boundaries"][1] not in (0, 4, 8)
+    command = ("plan", "profile.json", "--stages", 2, "--config", "other.json", "--cost", "time", "--json")
+    assert dynpipe(*command).json["cost"] == "time"
+    Path("other.json").write_text('{"dynamic_pipeline": {"min_gain": 5, "oops": 1}}', encoding="utf-8")
+    refused = dynpipe(*command)
+    assert refused.code == 2 and "min_gain = 5" in refused.err and "oops = 1" in refused.err
+
+
+def test_against_the_present_partition(dynpipe: Command) -> None:
+    """The profile's own, or a given one: its time, and what moving promises."""
+    example_profile(boundaries=(0, 1, 8)).save("trained.json")
+    values = dynpipe("plan", "trained.json", "--json").json
+    assert values["current"]["boundaries"] == [0, 1, 8]
+    assert values["current"]["batch_s"] > values["batch_s"]
+    assert values["current"]["predicted_gain"] == pytest.approx(1 - values["bottleneck"] / (3 * 11e-3))
+    given = dynpipe("plan", "profile.json", "--stages", 2, "--current", "0,4,8")
+    assert "the same partition" in given.out
+
+
+def test_compare_lists_every_partitioner(dynpipe: Command) -> None:
+    """The asked one first; one that can't satisfy the constraints says why."""
+    options = ("--memory-cap-bytes", "39000", "--compare")
+    done = dynpipe("plan", "profile.json", "--stages", 2, *options, "--json")
+    others = {other["partitioner"]: other for other in done.json["others"]}
+    assert next(iter(others)) == "optimal" and {"uniform", "balanced", "diffusion", "simulated"} <= set(others)
+    assert "its cap is 39,000" in others["uniform"]["error"] and others["optimal"]["peak_bytes"] <= 39000
+    assert "(1)" in dynpipe("plan", "profile.json", "--stages", 2, *options).out
+
+
+def test_an_own_partitioner(dynpipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered by a module that is imported first."""
+    monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
+    Path("mine.py").write_text(
+        "from dynpipe_ds import register_partitioner\n"
+        "@register_partitioner('all_but_one')\n"
+        "def f(costs, num_stages, **_): return [0, len(costs) - num_stages + 1, *range(2 + len(costs) - num_stages, "
+        "len(costs) + 1)]\n", encoding="utf-8",
+    )  # fmt: skip
+    done = dynpipe("plan", "profile.json", "--stages", 3, "--import", "mine", "--partitioner", "all_but_one", "--json")
+    assert done.json["boundaries"] == [0, 6, 7, 8]
+
+
+def test_a_profile_without_times(dynpipe: Command) -> None:
+    """Balances parameters, and says that it knows no times."""
+    example_profile((0.0,) * 8).save("counts.json")
+    refused = dynpipe("plan", "counts.json", "--stages", 2)
+    assert refused.code == 2 and "has no time at all" in refused.err and "--cost parameters" in refused.err
+    done = dynpipe("plan", "counts.json", "--stages", 2, "--cost", "parameters")
+    assert done.code == 0 and "n/a: the profile has no times" in done.out

@@ -1,0 +1,131 @@
+"""``dynpipe report``: one page that needs nothing else, with gains that were computed by hand."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import statistics
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dynpipe_ds.reporting.html import payback, simulated_timelines
+from dynpipe_ds.reporting.run_results import load_results
+from tests.cli.conftest import FROZEN_AT, MOVED_AT, Command, write_job
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+class _Page(HTMLParser):
+    """Checks that tags close in order; collects images and cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.images.append(dict(attrs))
+        self.links += [value for name, value in attrs if name in ("src", "href") and value]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole(dynpipe: Command) -> None:
+    """Well formed; five pictures inside, described; nothing is loaded from elsewhere; all is said in words."""
+    done = dynpipe("report", "outputs/freezing")
+    assert done.code == 0 and done.out.endswith("written: outputs/freezing/report.html\n")
+    text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
+    page = _Page(text)
+    assert not page.open
+    assert len(page.images) == 4 and all(image["alt"] for image in page.images)
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    pngs = [base64.b64decode(str(image["src"]).partition(",")[2]) for image in page.images]
+    assert all(png.startswith(b"\x89PNG") for png in pngs) and len(set(pngs)) == 4
+    for heading in ("Throughput", "What every layer costs", "Stage times", "One batch in time", "Re-partitions"):
+        assert f"<h2>{heading}" in text
+    assert "bit for bit" in text and "n/a" in text  # no last window
+    row = re.search(r"<tr><td>12</td>(.*?)</tr>", text)
+    assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
+
+
+def test_realised_gain(dynpipe: Command) -> None:
+    """Frozen, stages take 4 x 1 and 4 x 3 ms; one of the dear layers moves: 12 ms become 9. The machine that slows
+    down in the same moment does not count, since the other run is slowed down, too."""
+    (move,) = dynpipe("report", "outputs/freezing", "--output", "page.html", "--json").json["rebalances"]
+    assert move["batch"] == MOVED_AT and move["predicted_gain"] == 0.25
+    assert move["realised_gain"] == pytest.approx(1 - 9 / 12)
+    assert move["same_work_gain"] == pytest.approx(1 - 9 / 12)
+    assert move["realised_noise"] == pytest.approx(0)
+    assert move["batch_stayed_s"] == pytest.approx(2 * 4 * 0.012 + 0.001)
+    assert move["batch_moved_s"] == pytest.approx(2 * 4 * 0.009 + 0.001)
+    assert Path("page.html").is_file() and not Path("outputs/freezing/report.html").exists()
+
+
+def test_layers_over_time_and_simulated_batches() -> None:
+    """Rows are batches; the simulated batches have the layer times of the end on both partitions."""
+    results = load_results("outputs/freezing")
+    layers = results.dynamic.layers
+    assert layers is not None and results.tokens_a_batch == 64
+    assert [layers.seconds(FROZEN_AT - 1)[0], layers.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
+    assert layers.partitions == ((0, (0, 4, 8)), (MOVED_AT, (0, 5, 8)))
+    before, after = simulated_timelines(results).items()
+    assert before[0] == "before, [0, 4, 8]" and after[0] == "after, [0, 5, 8]"
+    assert before[1].stages[1].busy_s == pytest.approx(4 * 0.012)
+    assert after[1].stages[1].busy_s == pytest.approx(4 * 0.009)
+
+
+def test_the_noise_of_a_realised_gain() -> None:
+    """Ratios of the two runs by hand: 1.0 and 1.2 before the move, 0.9 and 0.7 after it."""
+    values = write_job("noisy")
+    static, dynamic = values["runs"]
+    for batch, ratio in ((10, 1.0), (11, 1.2), (12, 0.9), (13, 0.7)):
+        dynamic["stages_s"][batch] = [0.0, ratio * max(static["stages_s"][batch])]
+    for run in (static, dynamic):
+        for key in ("stages_s", "batches_s", "losses"):
+            run[key] = run[key][:14]
+    values["settings"]["run"] = {"warmup_batches": 10}
+    Path("noisy/results.json").write_text(json.dumps(values), encoding="utf-8")
+    (move,) = load_results("noisy").dynamic.rebalances
+    assert move.realised_gain == pytest.approx(1 - 0.8 / 1.1)
+    error = 1.2533 * statistics.stdev([0.1, 0.3]) / 2**0.5
+    assert move.realised_noise == pytest.approx(error * (1 + (0.8 / 1.1) ** 2) ** 0.5 / 1.1)
+
+
+def test_what_a_move_pays() -> None:
+    """Batches until the seconds saved exceed its cost."""
+    (move,) = load_results("outputs/freezing").dynamic.rebalances
+    assert payback(replace(move, batch_stayed_s=0.3, batch_moved_s=0.2, cost_s=0.25)) == "3 batches"
+    assert payback(replace(move, batch_stayed_s=0.3, batch_moved_s=0.2, cost_s=0.01)) == "1 batch"
+    assert payback(replace(move, batch_stayed_s=0.2, batch_moved_s=0.3)) == "not yet seen"
+    assert payback(replace(move, batch_stayed_s=None)) == "n/a"
+    assert payback(replace(move, realised_gain=-0.1, realised_noise=0.2)) == "lost in noise"
+
+
+def test_a_folder_without_recordings(dynpipe: Command) -> None:
+    """A note, and what is known: the realised gain is measured from stage times alone."""
+    write_job("old", recorded=False)
+    done = dynpipe("report", "old", "--json")
+    assert "before layer times and re-partitions were recorded" in done.json["notes"][0]
+    (move,) = done.json["rebalances"]
+    assert move["before"] is None and move["predicted_gain"] is None
+    assert move["realised_gain"] == pytest.approx(0.25)
+    text = Path("old/report.html").read_text(encoding="utf-8")
+    assert done.json["notes"][0] in text and len(_Page(text).images) == 2
+    assert "note: " in dynpipe("report", "old/results.json").out
+
+
+def test_something_else_is_refused(dynpipe: Command) -> None:
+    """Named, with the remedy."""
+    Path("results.json").write_text('{"runs": []}', encoding="utf-8")
+    done = dynpipe("report", ".")
+    assert done.code == 2 and "has no 'static'" in done.err and "output folder" in done.err

@@ -1,0 +1,60 @@
+"""``dynpipe simulate``: the simulator's figures, drawn with characters, as a picture and as a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dynpipe_ds.cli.simulate import text_timeline
+from dynpipe_ds.simulation import Interval, Workload, simulate
+from tests.cli.conftest import Command, example_profile
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def test_figures_are_the_simulators(dynpipe: Command) -> None:
+    """With links, another schedule and a step."""
+    options = "--schedule gpipe --sends buffered --step-s 0.003 --activation-link-s 0.001 --gradient-link-s 0.002"
+    values = dynpipe("simulate", "profile.json", "--partition", "0,3,8", *options.split(), "--json").json
+    workload = Workload.from_profile(
+        example_profile(), (0, 3, 8), activation_link_s=0.001, gradient_link_s=0.002, step_s=0.003
+    )
+    outcome = simulate(workload, "gpipe", sends="buffered")
+    (found,) = values["partitions"]
+    assert (found["makespan_s"], found["batch_s"]) == (outcome.makespan_s, outcome.batch_s)
+    assert [stage["waiting_s"] for stage in found["stages"]] == [stage.waiting_s for stage in outcome.stages]
+    assert found["boundaries"] == [0, 3, 8] and values["num_micro_batches"] == 4
+
+
+def test_partition_of_a_plan_and_a_second_one(dynpipe: Command) -> None:
+    """What `plan --json` wrote is a partition; both pictures have one axis."""
+    Path("plan.json").write_text(dynpipe("plan", "profile.json", "--stages", 2, "--json").out, encoding="utf-8")
+    done = dynpipe("simulate", "profile.json", "--partition", "plan.json", "--against", "0,1,8")
+    first, second = (line for line in done.out.splitlines() if line.startswith("partition"))
+    assert "[0 4 8]" in first and "[0 1 8]" in second
+    assert "the second takes" in done.out
+    rows = [line for line in done.out.splitlines() if line.startswith("stage ") and "|" in line]
+    assert len(rows) == 4 and len({len(row) for row in rows}) == 1
+    assert rows[0].endswith(".|"), "the shorter one ends before the axis does"
+
+
+def test_picture_and_trace(dynpipe: Command) -> None:
+    """Written where asked, folders made; the trace has the partition's name."""
+    done = dynpipe("simulate", "profile.json", "--partition", "0,4,8", "--gantt", "new/a.png", "--trace", "new/b.json")
+    assert Path("new/a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(Path("new/b.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert events[0]["args"]["name"] == "[0 4 8]"
+    assert "written: new/a.png" in done.out and "written: new/b.json" in done.out
+
+
+def test_characters_of_a_timeline() -> None:
+    """Each shows what fills most of its stretch; idle time needs no interval."""
+    timeline = [
+        Interval(0, "forward", 0, 0.0, 2.0), Interval(0, "send", 0, 2.0, 3.0, "activation"),
+        Interval(0, "backward", 0, 6.0, 7.4), Interval(1, "recv", 0, 2.0, 3.0, "activation"),
+        Interval(1, "step", -1, 7.6, 8.0),
+    ]  # fmt: skip
+    assert text_timeline(timeline, 8.0, width=8) == "stage 0 |FF>...B.|\nstage 1 |..>.....|"
+    assert text_timeline(timeline, 8.0, width=16) == "stage 0 |FFFF>>......BBB.|\nstage 1 |....>>.........S|"
