@@ -36,6 +36,7 @@ setup(
     entry_points={"console_scripts": ["dynpipe = dynpipe_ds.cli.main:main"]},
     extras_require={
         "kubernetes": KUBERNETES,
+        "data": ["tokenizers>=0.15"],  # token ids from a JSON file of that library
         "dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31"],
     },
 )

@@ -23,11 +23,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.reporting.table import RunSummary
-from scenarios.data import BatchShape, TokenBatches, Tokens
+from dynpipe_ds.reporting.table import RunSummary, perplexity
+from scenarios.data import BatchShape, TokenBatches, Tokens, ValidationBatches
 from scenarios.recording import Recording, new_recording, record_profile, record_rebalance
 from scenarios.scenario import Report, Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
+from scenarios.validation import Validator
 
 # Batches at the end of a run whose stage times the picture shows.
 _LAST = 5
@@ -35,7 +36,7 @@ _LAST = 5
 # Attributes of a run that its checkpoints hold besides the engine's and the scenario's state.
 _MEASURED = (
     "losses", "batches_s", "timed_s", "timed_batches", "timed_overheads_s", "last_tokens_per_s", "bubbles", "stages_s",
-    "rebalanced_at", "reports", "resumed_at", "recording",
+    "rebalanced_at", "reports", "resumed_at", "recording", "validations",
 )  # fmt: skip
 
 
@@ -60,6 +61,8 @@ class Contender:
         recording: what the report page shows of the layers.
         timed_overheads_s: seconds spent profiling, planning and migrating in the timed windows.
         resumed_at: batches after which the run was continued from a checkpoint.
+        validator: evaluates data that is not trained on; ``None`` if there is none.
+        validations: after how many batches what loss and perplexity were found, for each evaluation.
     """
 
     label: str
@@ -78,6 +81,8 @@ class Contender:
     recording: Recording = field(default_factory=new_recording)
     timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     resumed_at: list[int] = field(default_factory=list)
+    validator: Validator | None = None
+    validations: list[dict[str, float]] = field(default_factory=list)
 
     def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
         """Train some batches, yielding each one's index when it is done.
@@ -86,12 +91,14 @@ class Contender:
             batches: indices of consecutive batches.
             timed: whether they count for the throughput.
         """
-        before_s, start_s = _overheads_s(self.engine), _now_s()
+        before_s, start_s, paused_s = _overheads_s(self.engine), _now_s(), 0.0
         for batch in batches:
             self._train(batch, timed=timed)
+            if self.validator is not None and self.validator.is_due(batch + 1):
+                paused_s += self.validate()
             yield batch
         if timed:
-            window_s = _now_s() - start_s
+            window_s = _now_s() - start_s - paused_s
             self.timed_s += window_s
             self.timed_batches += len(batches)
             self.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
@@ -113,6 +120,20 @@ class Contender:
             record_profile(self.recording, batch, profile)
             if timed:
                 self.bubbles.append(profile.bubble_ratio)
+
+    def validate(self) -> float:
+        """Evaluate what is not trained on, if anything, unless this moment is evaluated already; collective.
+
+        Returns:
+            Seconds that it took, from barrier to barrier.
+        """
+        trained = len(self.losses)
+        if self.validator is None or (self.validations and self.validations[-1]["after"] == trained):
+            return 0.0
+        start_s = _now_s()
+        loss = self.validator.evaluate()
+        self.validations.append({"after": trained, "loss": loss, "perplexity": perplexity(loss)})
+        return _now_s() - start_s
 
     def notes(self) -> dict[str, float | int | str]:
         """Return the short values of the scenario's last report."""
@@ -172,6 +193,7 @@ class Contender:
             migrating_s=migrating_s,
             last_tokens_per_s=self.last_tokens_per_s,
             num_rebalances=len(self.rebalanced_at),
+            validation_losses=tuple(found["loss"] for found in self.validations),
             notes=self.notes() | ({"resumed after batch": resumed} if resumed else {}),
         )
 
@@ -207,13 +229,16 @@ def silence() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Contender:
+def build_contender(
+    settings: Settings, tokens: Tokens, *, dynamic: bool, validation: Tokens | None = None
+) -> Contender:
     """Build one of the two runs; they start from the same weights and read the same data.
 
     Args:
         settings: the job.
         tokens: the data.
         dynamic: whether this run re-partitions.
+        validation: data that is not trained on, if any.
 
     Returns:
         A run that has not trained yet.
@@ -246,6 +271,11 @@ def build_contender(settings: Settings, tokens: Tokens, *, dynamic: bool) -> Con
     scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
+    if validation is not None:
+        evaluated = ValidationBatches(
+            validation, shape, vocab_size=settings.model.vocab_size, max_batches=settings.run.validate_batches
+        )
+        contender.validator = Validator(engine, evaluated, every=settings.run.validate_every)
     engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))
     engine.on_rebalance(lambda event: record_rebalance(contender.recording, event))
     return contender

@@ -26,7 +26,7 @@ from dynpipe_ds import RepackEvent
 from dynpipe_ds.reporting.plots import save_workers
 from dynpipe_ds.reporting.table import format_table, same_bits
 from scenarios.compare import Contender, build_contender
-from scenarios.data import Tokens, load_tokens
+from scenarios.data import Tokens, load_data
 from scenarios.settings import Settings, config_folder
 from scenarios.train import choose_threads, describe, start_distributed
 
@@ -130,10 +130,7 @@ def run(settings: Settings) -> None:
     """Train both ways and report."""
     choose_threads(settings.run.threads)
     start_distributed()
-    tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
-        max_tokens=settings.data_max_tokens,
-    )
+    tokens, _ = load_data(settings.data, settings.model.vocab_size)
     environment = describe(settings)
     everyone = train(settings, tokens, repack=False)
     repacked = train(settings, tokens, repack=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 
 SECTION = "dynamic_pipeline"
@@ -62,6 +63,11 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+_LEAST = {
+    "batches": 1, "window": 1, "warmup_batches": 0, "save_every": 0, "validate_every": 0, "validate_batches": 1,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How long the job runs and how it is measured.
@@ -76,6 +82,8 @@ class RunSettings:
         save_every: batches of each run between two checkpoints of both, which are written when both have had
             their turn; 0 for none but when the run is asked to end.
         resume: continue an interrupted run that is found in the output folder; ``False`` discards it.
+        validate_every: batches of a run between two evaluations of the validation part; 0 for the end alone.
+        validate_batches: batches of the validation part that are evaluated, spread evenly; ``None`` for all.
     """
 
     batches: int = 62
@@ -85,13 +93,15 @@ class RunSettings:
     threads: int | None = None
     save_every: int = 12
     resume: bool = True
+    validate_every: int = 0
+    validate_batches: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse lengths without a meaning, all problems at once."""
         problems = [
             f"run.{name}={getattr(self, name)} must be at least {least}"
-            for name, least in {"batches": 1, "window": 1, "warmup_batches": 0, "save_every": 0}.items()
-            if getattr(self, name) < least
+            for name, least in _LEAST.items()
+            if getattr(self, name) is not None and getattr(self, name) < least
         ]
         if not problems and self.warmup_batches >= self.batches:
             problems.append(
@@ -116,10 +126,7 @@ class Settings:
         model: size and kind of the GPT.
         scenario: name of the dynamism.
         scenario_settings: its keyword arguments.
-        data_path: a user's file, or ``None`` for the text that CPython ships.
-        data_dtype: type of a raw memory map of tokens.
-        data_max_tokens: how much of the data is used, from its start; ``None`` for all.
-        data_shuffle: ``"every_epoch"``, or ``"once"`` for epochs that are all the same.
+        data_path, data_dtype, …: as in :class:`DataSettings`, each with ``data_`` before its name.
         deepspeed: the DeepSpeed configuration, with its ``dynamic_pipeline`` section.
         partition_method: the static partition, where the dynamic one starts from.
         run: lengths and measurement.
@@ -137,8 +144,19 @@ class Settings:
     run: RunSettings
     seed: int
     output_dir: Path
+    data_format: str | None = None
+    data_text_key: str = "text"
+    data_tokenizer: str = "bytes"
+    data_end_of_document: str | None = None
     data_max_tokens: int | None = None
     data_shuffle: str = "every_epoch"
+    data_validation: float = 0.0
+    data_validation_by: str | None = None
+
+    @property
+    def data(self) -> DataSettings:
+        """Which data; raises ``ValueError`` if a value does not fit."""
+        return DataSettings(**{field.name: getattr(self, f"data_{field.name}") for field in fields(DataSettings)})
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> Settings:
@@ -148,25 +166,29 @@ class Settings:
             ValueError: if a value does not fit, with the value, the rule and a remedy.
         """
         scenario = dict(config["scenario"])
-        data = config["data"]
         base = load_deepspeed_json(str(config["deepspeed"]))
-        try:
-            model, run = GPTConfig(**config["model"]), RunSettings(**config["run"])
-        except TypeError as error:
-            raise ValueError(f"the configuration has a key that is not known: {error}") from error
+        sections: dict[str, Any] = {}
+        problems = []
+        for name, section in (("model", GPTConfig), ("run", RunSettings), ("data", DataSettings)):
+            try:
+                sections[name] = section(**config[name])
+            except TypeError as error:
+                problems.append(f"the configuration has a key that is not known: {error}")
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+        data = {f"data_{name}": value for name, value in asdict(sections["data"]).items()}
         return cls(
-            model=model,
+            model=sections["model"],
             scenario=str(scenario.pop("name")),
             scenario_settings=scenario,
-            data_path=data.get("path"),
-            data_dtype=data.get("dtype"),
-            data_max_tokens=data.get("max_tokens"),
-            data_shuffle=data.get("shuffle", "every_epoch"),
             deepspeed=merge(base, config.get("ds") or {}),
             partition_method=config["partition_method"],
-            run=run,
+            run=sections["run"],
             seed=int(config["seed"]),
             output_dir=Path(config["output_dir"]),
+            **data,
         )
 
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:

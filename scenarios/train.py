@@ -31,7 +31,7 @@ from dynpipe_ds.heartbeat import naming_lost_ranks, start_heartbeat
 from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
-from scenarios.data import load_tokens
+from scenarios.data import load_data
 from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import SECTION, Settings, config_folder, merge
 
@@ -73,11 +73,11 @@ def build(settings: Settings) -> tuple[Contender, Contender]:
     Raises:
         ValueError: if a setting does not fit the model or the data.
     """
-    tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
-        max_tokens=settings.data_max_tokens,
+    tokens, validation = load_data(settings.data, settings.model.vocab_size)
+    static, dynamic = (
+        build_contender(settings, tokens, validation=validation, dynamic=dynamic) for dynamic in (False, True)
     )
-    return build_contender(settings, tokens, dynamic=False), build_contender(settings, tokens, dynamic=True)
+    return static, dynamic
 
 
 def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoints: JobCheckpoints) -> None:
@@ -114,6 +114,12 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
                 f"loss {contender.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
             )
             bar.update()
+            found = contender.validations[-1] if contender.validations else {}
+            if first and found.get("after") == batch + 1:
+                values = f"loss {found['loss']:.6f}, perplexity {found['perplexity']:.2f}"
+                tqdm.write(f"after batch {batch + 1}: {contender.label} validation {values}", file=sys.stdout)
+        for contender in contenders:
+            contender.validate()
 
 
 def describe(settings: Settings) -> dict[str, Any]:
@@ -141,6 +147,7 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
         "stages_s": contender.stages_s,
         "rebalanced_at": contender.rebalanced_at,
         "resumed_at": contender.resumed_at,
+        "validations": contender.validations,
         "reports": contender.reports,
         "recording": contender.recording,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class RunSummary:
         migrating_s: same, for moving layers.
         last_tokens_per_s: throughput of the last timed window alone; ``None`` if unknown.
         num_rebalances: how often the partition changed.
+        validation_losses: mean losses on data that is not trained on, one an evaluation.
         notes: further named values, such as what a scenario reports.
     """
 
@@ -39,6 +41,7 @@ class RunSummary:
     migrating_s: float = 0.0
     last_tokens_per_s: float | None = None
     num_rebalances: int = 0
+    validation_losses: tuple[float, ...] = ()
     notes: Mapping[str, float | int | str] = field(default_factory=dict)
 
     @property
@@ -54,6 +57,14 @@ class RunSummary:
     def share(self, seconds: float) -> float:
         """Return a part of the run's time as a fraction of it."""
         return seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def perplexity(loss: float) -> float:
+    """Return ``exp(loss)`` of a loss in nats; infinite where a float can't hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def same_bits(left: Sequence[float], right: Sequence[float]) -> bool:
@@ -132,6 +143,13 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
         ["final loss", *(_loss(run.final_loss) for run in runs)],
         ["losses of all batches", "", _equality(static.losses, dynamic.losses)],
     ]
+    if any(run.validation_losses for run in runs):
+        last = [run.validation_losses[-1] if run.validation_losses else None for run in runs]
+        rows += [
+            ["validation loss", *(UNKNOWN if loss is None else _loss(loss) for loss in last)],
+            ["validation perplexity", *(UNKNOWN if loss is None else f"{perplexity(loss):,.2f}" for loss in last)],
+            ["validation losses", "", _equality(static.validation_losses, dynamic.validation_losses, "evaluation")],
+        ]
     names = list(dict.fromkeys([*static.notes, *dynamic.notes]))
     return rows + [[name, *(str(run.notes.get(name, UNKNOWN)) for run in runs)] for name in names]
 
@@ -156,6 +174,6 @@ def _loss(loss: float) -> str:
     return f"{loss:.6f}"
 
 
-def _equality(left: Sequence[float], right: Sequence[float]) -> str:
+def _equality(left: Sequence[float], right: Sequence[float], what: str = "batch") -> str:
     index = first_difference(left, right)
-    return f"equal bits ({len(left)})" if index is None else f"DIFFER from batch {index}"
+    return f"equal bits ({len(left)})" if index is None else f"DIFFER from {what} {index}"

@@ -46,7 +46,7 @@ class HashSparseAttention(Attention):
         self.drawn: tuple[int, int] | None = None
         head_dim = config.hidden // config.heads
         self.register_buffer("directions", torch.empty(config.heads, head_dim, 0), persistent=False)
-        # Computed pairs and pairs of dense causal attention, since they were last read.
+        # Computed pairs and pairs of dense causal attention in training, since last read.
         self.register_buffer("pairs", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @property
@@ -85,12 +85,14 @@ class HashSparseAttention(Attention):
         batch, seq, hidden = x.shape
         dense_pairs = batch * self.heads * seq * (seq + 1) // 2
         if self.buckets == 1:
-            self.pairs += dense_pairs
+            if self.training:
+                self.pairs += dense_pairs
             return super().forward(x)
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).unbind(2)
         q_codes, k_codes = self.codes(q.detach(), k.detach())
-        self.pairs[0] += count_pairs(q_codes, k_codes, self.buckets)
-        self.pairs[1] += dense_pairs
+        if self.training:
+            self.pairs[0] += count_pairs(q_codes, k_codes, self.buckets)
+            self.pairs[1] += dense_pairs
         if self.rotary:
             q, k = (rotate(t.transpose(1, 2), self.cos, self.sin).transpose(1, 2) for t in (q, k))
         y = self.attend(q, k, v, q_codes, k_codes)
