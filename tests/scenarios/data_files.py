@@ -20,7 +20,7 @@ def write_wiki(folder: Path, articles: int, *, files: int = 3) -> list[str]:
     """Write JSON lines in the layout of WikiExtractor, with an article that has no text; return the texts."""
     texts = [article(number) for number in range(articles)]
     for index in range(files):
-        file = folder / "AB"[index // 2] * 2 / f"wiki_{index % 2:02d}"
+        file = folder / ("A" + "AB"[index // 2]) / f"wiki_{index % 2:02d}"
         file.parent.mkdir(parents=True, exist_ok=True)
         mine = texts[index * articles // files : (index + 1) * articles // files]
         lines = [{"id": str(i), "revid": "1", "url": "u", "title": "t", "text": text} for i, text in enumerate(mine)]
