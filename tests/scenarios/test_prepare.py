@@ -37,7 +37,7 @@ def wiki(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(loading, "_ENCODED_TOGETHER_BYTES", 700)
     write_tokenizer(tmp_path / "tokenizer.json")
-    write_wiki(tmp_path / "wiki", 60)
+    write_wiki(tmp_path / "wiki", 120)
     return {"path": str(tmp_path / "wiki"), "format": "jsonl", "tokenizer": str(tmp_path / "tokenizer.json")}
 
 
@@ -52,7 +52,7 @@ def test_what_is_prepared_is_what_is_read(wiki: dict[str, Any], tmp_path: Path) 
     assert np.array_equal(found.tokens, expected.tokens[:])
     assert found.documents is not None and np.array_equal(found.documents, expected.documents)
     assert np.array_equal(np.load(tmp_path / "out" / "tokens.npy"), found.tokens)
-    assert (made["num_tokens"], made["num_documents"]) == (len(found.tokens), 60)
+    assert (made["num_tokens"], made["num_documents"]) == (len(found.tokens), 120)
     before = content(tmp_path / "out")
     assert prepare(settings, tmp_path / "out") == made and content(tmp_path / "out") == before
 
@@ -71,7 +71,7 @@ def test_interrupted_anywhere(
         def call(*args: Any) -> Any:
             nonlocal step
             step += 1
-            last = step == stops % 9 + 1
+            last = step == stops % 6 + 1
             result = None if last and stops % 2 else function(*args)
             if last:
                 raise Interrupted
@@ -81,8 +81,8 @@ def test_interrupted_anywhere(
 
     monkeypatch.setattr(module, "_replace", or_stop(module._replace))
     monkeypatch.setattr(module, "encode", or_stop(module.encode))
-    for stops in range(1, 100):
-        step = 0
+    for attempt in range(100):
+        step, stops = 0, attempt
         try:
             again = prepare(settings, tmp_path / "parts", save_every_bytes=1500)
             break
@@ -102,10 +102,10 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     text = " ".join(article(number) for number in range(40))
     line = json.dumps({"text": text}) + "\n"
     with open(source, "w", encoding="utf-8") as opened:
-        for number in range(20_000_000 // len(line)):
+        for number in range(8_000_000 // len(line)):
             opened.write(json.dumps({"text": f"{number} {text}"}) + "\n")
     prepare(DataSettings(path=str(source)), tmp_path / "whole")
-    command = [sys.executable, "-m", "scenarios.prepare", source, tmp_path / "parts", "--save-every-mb", "0.5"]
+    command = [sys.executable, "-m", "scenarios.prepare", source, tmp_path / "parts", "--save-every-mb", "0.1"]
     progress = tmp_path / "parts" / "progress.json"
     running = subprocess.Popen(
         list(map(str, command)), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
@@ -116,7 +116,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     running.kill()
     assert running.wait() == -signal.SIGKILL, "it was ready before it was killed"
     assert 0 < _offset(progress) < source.stat().st_size
-    main([str(source), str(tmp_path / "parts"), "--save-every-mb", "0.5"])
+    main([str(source), str(tmp_path / "parts"), "--save-every-mb", "0.1"])
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
@@ -134,7 +134,7 @@ def test_a_folder_that_holds_something_else(wiki: dict[str, Any], tmp_path: Path
     other = DataSettings(**{**wiki, "end_of_document": "<pad>"})
     with pytest.raises(ValueError, match="made with another end_of_document: give the values of then, .*--restart"):
         prepare(other, folder)
-    assert prepare(other, folder, restart=True)["num_documents"] == 60
+    assert prepare(other, folder, restart=True)["num_documents"] == 120
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(ValueError, match=r"mine holds other files \(thesis.txt\): give an empty or a new folder"):
