@@ -78,6 +78,7 @@ def prepare(
             _discard(folder)
         done, progress = _find(folder, job)
         if done is not None:
+            (folder / PROGRESS).unlink(missing_ok=True)
             return done
         _replace(folder / PROGRESS, {"job": job, "progress": asdict(progress)})
         _work(settings, job, files, tokenizer, folder, progress, save_every_bytes, show)
