@@ -40,11 +40,13 @@ def settings_for(folder: Path, *, stages: int = 2, batches: int = BATCHES, **cha
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
         "dynamic_pipeline": {"rebalance_every": 7, "min_gain": 0.0, "cost": "parameters"},
     }  # fmt: skip
-    run = {"save_every": 6, "window": 3, "batches": batches, "num_stages": stages, **changes.pop("run", {})}
+    run = {"save_every": 6, "window": 3, "batches": batches, "num_stages": stages, "validate_every": 7}
+    run |= changes.pop("run", {})
     return Settings(
         model=GPTConfig(depth=2, hidden=8, heads=1, seq_len=8, vocab_size=32), scenario="freezing", seed=5,
         data_path=str(data), data_dtype=None, deepspeed=merge(load_deepspeed_json("fp32_adamw"), deepspeed),
-        partition_method=[0, *range(5 - stages, 5)], run=RunSettings(**run), output_dir=folder, **changes,
+        partition_method=[0, *range(5 - stages, 5)], run=RunSettings(**run), output_dir=folder, data_validation=0.02,
+        **changes,
     )  # fmt: skip
 
 
@@ -103,10 +105,15 @@ def kill(settings: Settings, ranks: int, rank: int, point: Point) -> None:
 
 
 def assert_same_losses(results: dict[str, Any], reference: dict[str, Any]) -> None:
+    whole_validations = {found["after"]: found for found in reference["runs"][0]["validations"]}
     for run, whole in zip(results["runs"], reference["runs"], strict=True):
         assert run["losses"] == whole["losses"][: len(run["losses"])]
         assert run["reports"] == whole["reports"][: len(run["losses"])]
         assert len(run["batches_s"]) == len(run["losses"])
+        found = [found["after"] for found in run["validations"]]
+        assert found == sorted({*range(7, len(run["losses"]), 7), len(run["losses"])})
+        for validation in run["validations"]:
+            assert whole_validations.get(validation["after"], validation) == validation
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,8 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         "partition_method=[0,1,6]",  # so bad that it must change
         "ds.dynamic_pipeline.rebalance_every=2",
         "ds.dynamic_pipeline.min_gain=0",
+        "data.validation=0.05",
+        "run.validate_every=4",
         f"output_dir={tmp_path / 'out'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +69,13 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
     assert 0 < static["bubble_ratio"] < 1 and dynamic["profiling_s"] > 0
     assert dynamic["tokens"] == 8 * 16 * 32
     assert (tmp_path / "out" / "stage_times.png").stat().st_size > 10_000
-    assert "speedup" in (tmp_path / "out" / "table.txt").read_text(encoding="utf-8")
+    table = (tmp_path / "out" / "table.txt").read_text(encoding="utf-8")
+    assert "speedup" in table and "validation perplexity" in table
+    assert re.search(r"validation losses +equal bits \(3\)", table), table
+    assert [found["after"] for found in static["validations"]] == [4, 8, 10]
+    assert static["validations"] == dynamic["validations"]
+    assert static["validations"][-1]["loss"] < static["validations"][0]["loss"]
+    assert len(re.findall(r"after batch [48]: (?:static|dynamic) validation loss \d", done.stdout)) == 4
     assert sorted(path.name for path in ROOT.iterdir()) == before, "no folder of Hydra's"
 
 
