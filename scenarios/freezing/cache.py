@@ -125,13 +125,8 @@ class Cacheable(nn.Module):
         self.register_load_state_dict_post_hook(_forget)
 
     def forward(self, activation: Activation) -> Activation:
-        """Do what the role says; in :attr:`Role.SKIP` and :attr:`Role.LOAD` the input may be anything.
-
-        Evaluated, it computes: what is kept is of the batches of training.
-        """
+        """Do what the role says; in :attr:`Role.SKIP` and :attr:`Role.LOAD` the input may be anything."""
         kept = self.activations
-        if not self.training:
-            return super().forward(activation)
         if kept.role is Role.SKIP:
             return activation
         if kept.role is Role.LOAD:

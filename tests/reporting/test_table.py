@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from dynpipe_ds.reporting.table import (
     RunSummary,
     comparison_table,
     first_difference,
     format_table,
+    perplexity,
     same_bits,
 )
 
@@ -50,6 +52,19 @@ def test_comparison() -> None:
         "losses of all batches": ["equal bits (2)"],
         "frozen layers": ["7 of 14", "7 of 14"],
     }
+
+
+def test_validation() -> None:
+    """Last loss, its perplexity, and whether all evaluations have equal bits."""
+    static, dynamic = (replace(run, validation_losses=(5.5, 2.0)) for run in (STATIC, DYNAMIC))
+    found = rows(comparison_table(static, dynamic))
+    assert found["validation loss"] == ["2.000000", "2.000000"]
+    assert found["validation perplexity"] == ["7.39", "7.39"]
+    assert found["validation losses"] == ["equal bits (2)"]
+    found = rows(comparison_table(replace(static, validation_losses=(5.5, math.nextafter(2.0, 3))), dynamic))
+    assert found["validation losses"] == ["DIFFER from evaluation 1"]
+    assert rows(comparison_table(STATIC, dynamic))["validation perplexity"] == ["n/a", "7.39"]
+    assert perplexity(1000.0) == math.inf and math.isnan(perplexity(math.nan))
 
 
 def test_different_losses_are_loud() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from dynpipe_ds.config import parse_config
+from scenarios.data import DataSettings
 from scenarios.scenario import build_layers, build_scenario
 from scenarios.settings import (
     RunSettings,
@@ -90,12 +92,37 @@ def test_scenarios_say_how_to_run_them(scenario: str) -> None:
         "scenario=freezing_egeria scenario.tolerance=0.1 scenario.evaluate_every=5",
         "scenario=freezing_autofreeze scenario.evaluate_every=8 scenario.percentile=25",
         "data=text data.path=tokens.bin data.dtype=uint16 model.vocab_size=50257",
+        "run.validate_every=20 run.validate_batches=null data.validation=0.05 data.validation_by=end",
         "ds.gradient_accumulation_steps=4 +ds.optimizer.params.lr=3e-4",
     ],
 )
 def test_examples_of_the_comments_work(example: str) -> None:
     """Each override that a comment shows is accepted."""
     settings(*example.split())
+
+
+@pytest.mark.parametrize("data", names("data"))
+def test_every_kind_of_data_composes(data: str) -> None:
+    """Each opens with its command; that and what its comments show is accepted; every setting is listed."""
+    text = (CONF / "data" / f"{data}.yaml").read_text(encoding="utf-8")
+    commands = re.findall(rf"# +… (?:scenarios\.train )?(data={data}.*)", text)
+    assert text.startswith(f"# … scenarios.train data={data}") and len(commands) == 2
+    for command in commands:
+        found = settings(*command.split())
+        assert found.data.path == dict(pair.split("=") for pair in command.split()).get("data.path")
+        assert data == "text" or found.data.format == data
+    assert set(re.findall(r"^(\w+):", text, re.MULTILINE)) == {field.name for field in fields(DataSettings)}
+
+
+def test_all_sections_are_checked_at_once() -> None:
+    """One message names what is wrong in the model, the run and the data."""
+    with pytest.raises(ValueError) as raised:
+        settings("model.heads=3", "run.batches=0", "run.validate_batches=0", "data.validation=2", "data.shuffle=no")
+    for part in (
+        "model: heads=3 must divide", "run.batches=0 must be at least 1", "run.validate_batches=0 must be at least 1",
+        "data.validation=2 must be a share", "data.shuffle=", "must be one of every_epoch, once",
+    ):  # fmt: skip
+        assert part in str(raised.value)
 
 
 def test_deepspeed_json_is_read_as_it_is_and_can_be_overridden(tmp_path: Path) -> None:

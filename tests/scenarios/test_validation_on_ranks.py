@@ -16,7 +16,7 @@ from tests.scenarios.exactness import MODEL, Job, build
 from tests.scenarios.test_resume_on_ranks import JOBS
 
 DROPOUT = replace(MODEL, dropout=0.2)
-COMMON = ["freezing-cache", "sparse_attention"]
+COMMON = ["sparse_attention"]  # counts in every forward pass, and evaluation must not count
 
 
 @dataclass
@@ -59,8 +59,6 @@ def train_all(_rank: int, names: list[str], both: bool) -> dict[str, list[Seen]]
     results = {}
     for name in names:
         job = replace(JOBS[name], model=MODEL if "cache" in name else DROPOUT, num_batches=6)
-        if name == "freezing-cache":  # batches come from the cache while it is evaluated
-            job = replace(job, settings={"batches": [2], "frozen": [2], "cache": True})
         evaluated = [train(job, moves=moves, evaluate=True) for moves in (True, False)[: 1 + both]]
         results[name] = [train(job, moves=False, evaluate=False), *evaluated]
     return results
