@@ -105,6 +105,10 @@ class PretrainedLayer(nn.Module):
             found[fused] = whole[full].detach()
         return found
 
+    def num_bytes(self) -> int:
+        """Memory that the weights take in this layer's type, whether they are read or not."""
+        return sum(p.numel() for p in self.parameters()) * self._dtype.itemsize
+
     def load(self) -> None:
         """Take memory and read the weights, if that is still to be done."""
         folder, self._folder = self._folder, None
