@@ -92,14 +92,17 @@ class Family:
 
     # -- routers ------------------------------------------------------------------------------
 
-    def routing_shape(self, router_loss: bool | None) -> tuple[int, ...] | None:
-        """Shape of what routers add up on the way to the loss.
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
+        """Shape of what routers add up on the way to the loss; notes the weight in the configuration.
 
         Args:
-            router_loss: whether it counts; ``None`` for what the configuration says.
+            weight: of their loss; ``None`` for what the configuration says.
         """
-        if router_loss:
-            raise ValueError(f"router_loss=True needs experts, but model_type={self.config.model_type!r} has none")
+        if weight:
+            raise ValueError(
+                f"router_loss_weight={weight} needs experts, but model_type={self.config.model_type!r} has none: "
+                "leave it out"
+            )
         return None
 
     def router(self, block: nn.Module) -> nn.Module | None:
@@ -194,10 +197,11 @@ class Mixtral(Family):
         else:
             yield name, parameter
 
-    def routing_shape(self, router_loss: bool | None) -> tuple[int, ...] | None:
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
         """Choices and probabilities of every expert, ``[2, E]``."""
-        counts = self.config.output_router_logits if router_loss is None else router_loss
-        return (2, int(self.config.num_local_experts)) if counts else None
+        if weight is not None:
+            self.config.router_aux_loss_coef, self.config.output_router_logits = float(weight), weight > 0
+        return (2, int(self.config.num_local_experts)) if self.config.output_router_logits else None
 
     def router(self, block: nn.Module) -> nn.Module | None:
         """The block's router."""
@@ -236,12 +240,11 @@ class LlamaMoE(Family):
 
         return build_block(self.config, index)
 
-    def routing_shape(self, router_loss: bool | None) -> tuple[int, ...] | None:
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
         """The sum of the blocks' losses, a scalar."""
-        counts = self.config.gate_use_balance if router_loss is None else router_loss
-        if counts and not self.config.gate_use_balance:
-            raise ValueError("router_loss=True needs gate_use_balance=true in the model's config.json")
-        return () if counts else None
+        if weight is not None:
+            self.config.gate_balance_loss_weight, self.config.gate_use_balance = float(weight), weight > 0
+        return () if self.config.gate_use_balance else None
 
     def router(self, block: nn.Module) -> nn.Module | None:
         """The block's gate."""

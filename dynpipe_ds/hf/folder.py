@@ -123,7 +123,8 @@ def _list_weights(path: Path) -> dict[str, str]:
         missing = {file for file in files.values() if not (path / file).is_file()}
         if missing:
             raise ValueError(
-                f"{path} lacks {', '.join(sorted(missing))}, which {INDEX_FILE} names: copy the whole folder to every node"
+                f"{path} lacks {', '.join(sorted(missing))}, which {INDEX_FILE} names: copy the whole folder to "
+                "every node"
             )
         return files
     single = path / SINGLE_FILE

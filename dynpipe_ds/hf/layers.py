@@ -6,6 +6,7 @@ them. Everything a layer needs comes in by the activation, so a stage boundary m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,7 @@ class PretrainedLayer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.load()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def _names(name: str, family: Family) -> tuple[str, ...]:
@@ -138,6 +139,8 @@ class TokenEmbedding(PretrainedLayer):
     Args:
         *args: those of :class:`PretrainedLayer`.
     """
+
+    embed: nn.Embedding
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -154,6 +157,8 @@ class TokenEmbedding(PretrainedLayer):
 
 class PositionEmbedding(PretrainedLayer):
     """Learned positions, added to the stream, and the dropout behind (GPT-2)."""
+
+    embed: nn.Embedding
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -176,6 +181,8 @@ class Block(PretrainedLayer):
         *args: those of :class:`PretrainedLayer`.
         index: which one.
     """
+
+    block: nn.Module
 
     def __init__(self, *args: Any, index: int) -> None:
         super().__init__(*args)
@@ -210,6 +217,8 @@ class Block(PretrainedLayer):
 class FinalNorm(PretrainedLayer):
     """The norm before the head."""
 
+    norm: nn.Module
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.add_part("norm", self.family.make_norm(), self.family.norm)
@@ -223,6 +232,8 @@ class FinalNorm(PretrainedLayer):
 
 class Head(PretrainedLayer):
     """The projection to logits of an untied model."""
+
+    project: nn.Linear
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -268,7 +279,7 @@ def causal_lm_layers(
     dtype: torch.dtype = torch.float32,
     attention_mask: bool = False,
     position_ids: bool = False,
-    router_loss: bool | None = None,
+    router_loss_weight: float | None = None,
 ) -> list[LayerSpec]:
     """List the layers of a causal language model, for ``DynamicPipelineModule``.
 
@@ -279,8 +290,9 @@ def causal_lm_layers(
             its configuration it casts them and keeps these as master weights.
         attention_mask: whether inputs are ``(token ids, attention_mask)``; 0 marks padding.
         position_ids: whether position ids, int64 ``[batch, seq]``, are the last of the inputs.
-        router_loss: whether the routers' loss counts; ``None`` for what the configuration says
-            (``output_router_logits`` of Mixtral, ``gate_use_balance`` of LLaMA-MoE).
+        router_loss_weight: weight of the routers' load-balancing loss, 0 for none; ``None`` for what the
+            configuration says (``output_router_logits`` and ``router_aux_loss_coef`` of Mixtral,
+            ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
 
     Returns:
         Token embedding, for GPT-2 position embedding, blocks, norm, head. Inputs are token ids
@@ -295,8 +307,10 @@ def causal_lm_layers(
     config = folder.config if isinstance(folder, PretrainedFolder) else folder
     if not isinstance(folder, PretrainedFolder):
         folder = None
+    if router_loss_weight is not None and not 0 <= router_loss_weight < math.inf:
+        raise ValueError(f"router_loss_weight={router_loss_weight} must be 0 or more, or None for the model's own")
     family = family_of(config)
-    layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss))
+    layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss_weight))
     args = (family, layout, folder, dtype)
     tied = partial(_TiedSpec, "embedding", TokenEmbedding, *args, tied_weight_attr="embed.weight")
     layers = [

@@ -6,6 +6,7 @@ On the hub it is remote code; this is the same function, with the same weight na
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,9 +145,8 @@ class NoisyGate(nn.Module):
         threshold_out = best[:, self.config.num_selects - 1, None]
         # LLaMA-MoE compares the noise alone, not the noisy score; kept, since its routers learned with it.
         is_in = noise > threshold_in
-        normal = torch.distributions.Normal(0.0, 1.0)
-        inside, outside = normal.cdf((clean - threshold_in) / std), normal.cdf((clean - threshold_out) / std)
-        return torch.where(is_in, inside, outside).sum(0)
+        distance = torch.where(is_in, clean - threshold_in, clean - threshold_out) / std
+        return (0.5 * (1 + torch.erf(distance / math.sqrt(2)))).sum(0)
 
 
 class SplitExperts(nn.Module):
@@ -190,7 +190,7 @@ class Calculator(nn.Module):
         chosen, order = choice.experts.flatten().sort(stable=True)
         token = order // num_selects
         counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
-        rows = x.index_select(0, token).split(counts)
+        rows = torch.split(x.index_select(0, token), counts)
         answers = torch.cat([self.experts(part, i) for i, part in enumerate(rows) if len(part)])
         if self.weighted:
             answers = answers * (choice.scores.flatten().index_select(0, order)[:, None] * self.factor)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
-safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: pip install 'dynpipe_ds[hf]'")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers  # noqa: E402
 from dynpipe_ds.hf.save import plan_shards  # noqa: E402

@@ -73,7 +73,7 @@ def test_same_bits_as_the_original(folders: dict[str, Path], case: str, dtype: t
 
 
 def test_routers_report_their_load_and_its_loss_can_be_left_out(folders: dict[str, Path]) -> None:
-    specs = causal_lm_layers(folders["mixtral"], router_loss=False)
+    specs = causal_lm_layers(folders["mixtral"], router_loss_weight=0)
     layers = tiny.build(specs)
     ids = tiny.batch(3)
     assert isinstance(tiny.run(specs, layers, ids), torch.Tensor)
@@ -83,8 +83,13 @@ def test_routers_report_their_load_and_its_loss_can_be_left_out(folders: dict[st
     assert [load is None for load in loads] == [True, False, False, False, False, True, True]
     assert all(int(load.sum()) == 2 * ids.numel() for load in loads[1:5] if load is not None), "counted once"
     assert take_expert_load(layers[1]) is None
-    with pytest.raises(ValueError, match="router_loss=True needs experts, but model_type='llama' has none"):
-        causal_lm_layers(folders["llama"], router_loss=True)
+    with pytest.raises(ValueError, match="router_loss_weight=0.1 needs experts, but model_type='llama' has none"):
+        causal_lm_layers(folders["llama"], router_loss_weight=0.1)
+    with pytest.raises(ValueError, match="router_loss_weight=-1 must be 0 or more"):
+        causal_lm_layers(folders["mixtral"], router_loss_weight=-1)
+    own, twice = (causal_lm_layers(folders["mixtral"], router_loss_weight=weight) for weight in (None, 1.0))
+    losses = [tiny.run(specs, tiny.build(specs), ids)[1] for specs in (own, twice)]
+    assert torch.equal(2 * losses[0], losses[1])
 
 
 def test_angles_stay_exact_when_the_weights_are_rounded(folders: dict[str, Path]) -> None:
