@@ -215,7 +215,7 @@ class Block(PretrainedLayer):
 
 
 class FinalNorm(PretrainedLayer):
-    """The norm before the head."""
+    """The norm before the head of a tied model (:class:`Head` has its own)."""
 
     norm: nn.Module
 
@@ -231,19 +231,21 @@ class FinalNorm(PretrainedLayer):
 
 
 class Head(PretrainedLayer):
-    """The projection to logits of an untied model."""
+    """Final norm and projection to logits of an untied model."""
 
+    norm: nn.Module
     project: nn.Linear
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config = self.family.config
+        self.add_part("norm", self.family.make_norm(), self.family.norm)
         self.add_part("project", nn.Linear(config.hidden_size, config.vocab_size, bias=False), self.family.head)
 
     def forward(self, activation: Activation) -> Activation:
         """Map the stream to logits ``[batch, seq, vocab]``, or to a pair of them and the routers' loss."""
         carry = self.layout.unpack(activation)
-        return _finish(self, carry, self.project(carry.stream))
+        return _finish(self, carry, self.project(self.norm(carry.stream)))
 
 
 def _project_with_embedding(embedding: TokenEmbedding, activation: Activation) -> Activation:
@@ -295,9 +297,9 @@ def causal_lm_layers(
             ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
 
     Returns:
-        Token embedding, for GPT-2 position embedding, blocks, norm, head. Inputs are token ids
-        ``[batch, seq]`` or a tuple; the last layer gives logits ``[batch, seq, vocab]``, or a pair of them
-        and the routers' weighted loss.
+        Token embedding, for GPT-2 position embedding, blocks, head (in a tied model the norm before it is a layer
+        of its own). Inputs are token ids ``[batch, seq]`` or a tuple; the last layer gives logits
+        ``[batch, seq, vocab]``, or a pair of them and the routers' weighted loss.
 
     Raises:
         ValueError: the same on every rank that sees the same folder, if the kind of model is not known, or a
@@ -313,12 +315,12 @@ def causal_lm_layers(
     layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss_weight))
     args = (family, layout, folder, dtype)
     tied = partial(_TiedSpec, "embedding", TokenEmbedding, *args, tied_weight_attr="embed.weight")
+    head = [_Spec(FinalNorm, *args), tied(forward_fn=_project_with_embedding)] if family.tied else [_Spec(Head, *args)]
     layers = [
         tied() if family.tied else _Spec(TokenEmbedding, *args),
         *([] if family.positions is None else [_Spec(PositionEmbedding, *args)]),
         *(_Spec(Block, *args, index=index) for index in range(family.depth)),
-        _Spec(FinalNorm, *args),
-        tied(forward_fn=_project_with_embedding) if family.tied else _Spec(Head, *args),
+        *head,
     ]
     if folder is not None:
         _check(layers, folder)

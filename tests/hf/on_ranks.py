@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from tests.distributed.models import digest
 from tests.hf import tiny
+from tests.scenarios import exactness
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
 BF16_ZERO1 = {**ADAMW, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
@@ -53,9 +55,15 @@ class Trained:
     logits: torch.Tensor | None
 
 
-def train_all(_rank: int, jobs: list[Job]) -> list[tuple[Trained, Trained]]:
-    """Train each job without and with moves."""
-    return [(train(job, moves=False), train(job, moves=True)) for job in jobs]
+def train_all(
+    rank: int, jobs: list[Job], scenario: exactness.Job | None = None, example: tuple[str, ...] = ()
+) -> Any:
+    """Train each job, and a scenario's, without and with moves; run a script's ``main`` with its arguments."""
+    trained = [(train(job, moves=False), train(job, moves=True)) for job in jobs]
+    of_scenario = exactness.train_both(rank, scenario) if scenario else None
+    if example:
+        runpy.run_path(example[0])["main"](*example[1:])
+    return trained, of_scenario
 
 
 def train(job: Job, *, moves: bool) -> Trained:

@@ -94,7 +94,7 @@ def test_blocks_add_their_losses_up_and_all_weights_have_their_names(tmp_path: P
     logits, loss = tiny.run(specs, layers, ids)
     torch.manual_seed(3)
     losses: list[Tensor] = []
-    for layer in layers[1:-2]:
+    for layer in layers[1:-1]:
         layer.block.mlp.gate.register_forward_hook(lambda _m, _i, choice: losses.append(choice.balance_loss))
     again, _ = tiny.run(specs, layers, ids)
     assert torch.equal(again, logits) and torch.equal(loss, sum(losses)) and len(losses) == 4
