@@ -47,6 +47,10 @@ class PretrainedFolder:
         self.bytes_read = 0
         self._files = _list_weights(self.path)
 
+    def names(self) -> list[str]:
+        """Names of all weights in the folder, sorted."""
+        return sorted(self._files)
+
     def find(self, names: Iterable[str]) -> str | None:
         """Return the first of some names that the folder holds a weight of."""
         return next((name for name in names if name in self._files), None)

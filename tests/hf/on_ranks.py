@@ -53,6 +53,7 @@ class Trained:
     loads: list[dict[int, list[int]]]  # by batch
     evaluated: float
     logits: torch.Tensor | None
+    refused: str
 
 
 def train_all(
@@ -70,7 +71,7 @@ def train(job: Job, *, moves: bool) -> Trained:
     """Train one of the runs of a job on this rank."""
     import deepspeed
 
-    from dynpipe_ds import DynamicPipelineModule
+    from dynpipe_ds import CheckpointError, DynamicPipelineModule
     from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers, causal_lm_loss, save_pretrained, take_expert_load
 
     folder = PretrainedFolder(job.folder)
@@ -97,11 +98,16 @@ def train(job: Job, *, moves: bool) -> Trained:
     found = digest(engine)
     evaluation = tiny.batches(9, padded=job.padded)
     evaluated, logits = engine.eval_batch(evaluation, return_logits=True)
+    refused = ""
     if moves and job.save_to is not None:
         save_pretrained(engine, job.save_to, source=job.folder, max_shard_bytes=10_000)
+        try:
+            save_pretrained(engine, job.save_to)
+        except CheckpointError as error:
+            refused = str(error)
     if isinstance(logits, tuple):
         logits = logits[0]
     return Trained(
         losses, found, folder.bytes_read, own_bytes, loads, float(evaluated),
-        None if logits is None else logits.detach().float(),
+        None if logits is None else logits.detach().float(), refused,
     )  # fmt: skip

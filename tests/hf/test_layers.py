@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install 'dynpipe_ds[hf]'")
 
 from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers, causal_lm_loss, take_expert_load  # noqa: E402
+from dynpipe_ds.hf.extra import check_extra  # noqa: E402
 from tests.hf import tiny  # noqa: E402
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -130,12 +132,14 @@ def test_wrong_inputs_and_models_are_refused(folders: dict[str, Path]) -> None:
         causal_lm_layers(tiny.config("gpt2", add_cross_attention=True))
 
 
-def test_a_missing_package_is_named_with_its_extra() -> None:
-    code = (
-        "import importlib.util as u, sys; find = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'transformers' else find(name, *a)\n"
-        "import dynpipe_ds; assert 'transformers' not in sys.modules\n"
-        "import dynpipe_ds.hf"
-    )
-    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "needs transformers, not installed here: pip install 'dynpipe_ds[hf]'" in failed.stderr
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
+    with pytest.raises(ImportError, match=r"needs transformers, not installed here: pip install 'dynpipe_ds\[hf\]'"):
+        check_extra()
+
+
+@pytest.mark.exhaustive
+def test_the_library_itself_does_not_import_transformers() -> None:
+    code = "import sys, dynpipe_ds, scenarios.train; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

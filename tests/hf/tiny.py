@@ -73,7 +73,9 @@ def write_llama_moe(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True)
     weights = {n: torch.ones(s) if len(s) == 1 else 0.3 * torch.randn(s) for n, s in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    values = {**made.to_dict(), "model_type": "llama_moe", "architectures": ["LlamaMoEForCausalLM"]}
+    values = {**made.to_dict(), "model_type": "llama_moe", "architectures": ["LlamaMoEForCausalLM"],
+              "auto_map": {"AutoModelForCausalLM": "modeling_llama_moe.LlamaMoEForCausalLM"},
+              "dtype": "float32"}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 
