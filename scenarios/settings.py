@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scenarios.gpt import GPTConfig
+from scenarios.pretrained import PretrainedModel
 
 SECTION = "dynamic_pipeline"
 
@@ -113,7 +114,7 @@ class Settings:
     """One training job.
 
     Attributes:
-        model: size and kind of the GPT.
+        model: size and kind of the GPT, or a model folder.
         scenario: name of the dynamism.
         scenario_settings: its keyword arguments.
         data_path: a user's file, or ``None`` for the text that CPython ships.
@@ -127,7 +128,7 @@ class Settings:
         output_dir: folder for results.
     """
 
-    model: GPTConfig
+    model: GPTConfig | PretrainedModel
     scenario: str
     scenario_settings: Mapping[str, Any]
     data_path: str | None
@@ -151,7 +152,8 @@ class Settings:
         data = config["data"]
         base = load_deepspeed_json(str(config["deepspeed"]))
         try:
-            model, run = GPTConfig(**config["model"]), RunSettings(**config["run"])
+            kind = PretrainedModel if "path" in config["model"] else GPTConfig
+            model, run = kind(**config["model"]), RunSettings(**config["run"])
         except TypeError as error:
             raise ValueError(f"the configuration has a key that is not known: {error}") from error
         return cls(
