@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 here = Path(__file__).parent
 
 KUBERNETES = ["kubernetes>=29"]  # the release back-end of that name
+HF = ["transformers>=5.23,<6", "safetensors>=0.5"]  # models of Hugging Face
 
 setup(
     name="dynpipe_ds",
@@ -37,6 +38,9 @@ setup(
     extras_require={
         "kubernetes": KUBERNETES,
         "data": ["tokenizers>=0.15"],  # token ids from a JSON file of that library
-        "dev": ["pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31"],
+        "hf": HF,
+        "dev": [
+            "pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31", *HF,
+        ],
     },
 )

@@ -30,6 +30,7 @@ class Combined(Scenario):
             name = settings.pop("name", key)
             self.parts.append(build_scenario(str(name), settings))
         self.extra_loss = any(part.extra_loss for part in self.parts)
+        self.any_model = all(part.any_model for part in self.parts)
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Let each part change what the ones before it have made."""

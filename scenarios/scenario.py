@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from dynpipe_ds import ParameterReplacement
 from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
+from scenarios.pretrained import PretrainedModel
 
 # What a scenario reports: plain values, and lists of them (by layer, say).
 Report = dict[str, Any]
 # What a scenario keeps in checkpoints: plain values and tensors.
 State = dict[str, Any]
+
+AnyModel = GPTConfig | PretrainedModel
 
 
 class Engine(Protocol):
@@ -61,9 +64,11 @@ class Scenario:
 
     Attributes:
         extra_loss: whether its layers add to the loss (see ``scenarios.gpt.add_extra_loss``).
+        any_model: whether it also fits layers that are not the shared GPT's: it replaces none of them.
     """
 
     extra_loss: bool = False
+    any_model: bool = False
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Change the layer list, and refuse settings that do not fit the model (``ValueError``).
@@ -120,8 +125,15 @@ class Scenario:
         """
 
 
-def build_layers(scenario: Scenario, model: GPTConfig) -> list[LayerSpec]:
+def build_layers(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:
     """List the layers of a scenario's model; raises ``ValueError`` where its settings do not fit."""
+    if isinstance(model, PretrainedModel):
+        if type(scenario) is not Scenario and not scenario.any_model:
+            raise ValueError(
+                f"{type(scenario).__name__} changes the blocks of the shared GPT, which model=hf does not have: choose "
+                "another model, or scenario=none, freezing or moe_continual"
+            )
+        return scenario.layers(model, model.layers())
     return scenario.layers(model, gpt_layers(model, extra_loss=scenario.extra_loss))
 
 
@@ -158,6 +170,7 @@ _SCENARIOS: dict[str, str | type[Scenario]] = {
     "early_exit": "scenarios.early_exit:EarlyExit",
     "early_exit_adpc": "scenarios.early_exit:EarlyExit",
     "moe": "scenarios.moe:MixtureOfExperts",
+    "moe_continual": "scenarios.moe.continual:ContinualTraining",
     "mod": "scenarios.mod:MixtureOfDepths",
     "sparse_attention": "scenarios.sparse_attention:SparseAttention",
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
+from scenarios.pretrained import PretrainedModel
 
 SECTION = "dynamic_pipeline"
 
@@ -123,7 +124,7 @@ class Settings:
     """One training job.
 
     Attributes:
-        model: size and kind of the GPT.
+        model: size and kind of the GPT, or a model folder.
         scenario: name of the dynamism.
         scenario_settings: its keyword arguments.
         data_path, data_dtype, …: as in :class:`DataSettings`, each with ``data_`` before its name.
@@ -134,7 +135,7 @@ class Settings:
         output_dir: folder for results.
     """
 
-    model: GPTConfig
+    model: GPTConfig | PretrainedModel
     scenario: str
     scenario_settings: Mapping[str, Any]
     data_path: str | None
@@ -169,7 +170,8 @@ class Settings:
         base = load_deepspeed_json(str(config["deepspeed"]))
         sections: dict[str, Any] = {}
         problems = []
-        for name, section in (("model", GPTConfig), ("run", RunSettings), ("data", DataSettings)):
+        model: type[GPTConfig] | type[PretrainedModel] = PretrainedModel if "path" in config["model"] else GPTConfig
+        for name, section in (("model", model), ("run", RunSettings), ("data", DataSettings)):
             try:
                 sections[name] = section(**config[name])
             except TypeError as error:

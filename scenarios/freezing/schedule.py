@@ -77,6 +77,8 @@ class ScheduledFreezing(FreezingScenario):
     frozen: Sequence[int | float] = (0.25, 0.5)
     schedule: FreezeSchedule = field(init=False)
 
+    any_model = True
+
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()

@@ -123,7 +123,7 @@ class MixtureOfExperts(Scenario):
         dropped = routed[:, -2].sum() / routed[:, -1].sum()
         dtype = next((p.dtype for layer in engine.local_layers().values() for p in layer.parameters()), torch.float32)
         report: Report = {
-            "busiest expert": f"{_skew(wanted):.1f} of mean",
+            "busiest expert": f"{skew(wanted):.1f} of mean",
             "dropped": f"{100 * float(dropped):.0f}%",
             "kernel": kernel_for(engine.device, dtype, *self._sizes),
             "tokens per expert": [
@@ -135,11 +135,11 @@ class MixtureOfExperts(Scenario):
         if group is not None:
             ranges = expert_ranges(self.num_experts, torch.distributed.get_world_size(group))
             by_rank = [routed[:, experts.start : experts.stop].sum(1) for experts in ranges]
-            report["busiest rank"] = f"{_skew(torch.stack(by_rank, dim=1)):.2f} of mean"
+            report["busiest rank"] = f"{skew(torch.stack(by_rank, dim=1)):.2f} of mean"
         return report
 
 
-def _skew(load: Tensor) -> float:
+def skew(load: Tensor) -> float:
     """Largest over mean of each row's values, averaged over the rows that have any load."""
     load = load[load.sum(1) > 0]
     return float((load.max(dim=1).values / load.mean(dim=1)).mean()) if len(load) else 1.0

@@ -1,0 +1,299 @@
+"""The kinds of models that can be cut into layers: where their parts are, and what differs between them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynpipe_ds.hf.carry import Carry
+from dynpipe_ds.hf.routing import add_up, joint_balance_loss, note_load
+
+# A tensor as checkpoints store it: its name, and the part of a parameter that it is.
+Piece = tuple[str, Tensor]
+
+
+class Family:
+    """A kind of model; the base describes Llama.
+
+    Args:
+        config: the model's configuration; a copy is kept, with attention and experts chosen as
+            ``transformers`` chooses them.
+
+    Attributes:
+        config: that copy.
+    """
+
+    embedding, blocks, norm, head = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
+    positions: str | None = None
+    architecture = "LlamaForCausalLM"
+
+    def __init__(self, config: Any) -> None:
+        self.config = copy.deepcopy(config)
+        self.base_class()(self.config)  # resolves what is left to the defaults; holds no weights
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the embedding's weight."""
+        return bool(self.config.tie_word_embeddings)
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return int(self.config.num_hidden_layers)
+
+    def base_class(self) -> Any:
+        """Class that initialises the weights."""
+        from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+        return LlamaPreTrainedModel
+
+    def make_block(self, index: int) -> nn.Module:
+        """Build one block; raises ``ValueError`` from ``transformers`` if its sizes can't be."""
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        return LlamaDecoderLayer(self.config, index)  # type: ignore[no-any-return]
+
+    def make_norm(self) -> nn.Module:
+        """Build the norm before the head."""
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        return LlamaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)  # type: ignore[no-any-return]
+
+    def make_rotary(self) -> nn.Module | None:
+        """Build what turns positions into angles, if the blocks take angles."""
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        return LlamaRotaryEmbedding(config=self.config)  # type: ignore[no-any-return]
+
+    def mask(self, carry: Carry) -> Tensor | None:
+        """Attention mask of a block, as the model's own forward makes it."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        sliding = getattr(self.config, "sliding_window", None) is not None
+        make = create_sliding_window_causal_mask if sliding else create_causal_mask
+        mask: Tensor | None = make(
+            config=self.config, inputs_embeds=carry.stream, attention_mask=carry.padding, past_key_values=None,
+            position_ids=carry.position_ids(),
+        )  # fmt: skip
+        return mask
+
+    def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
+        """Split a parameter into what checkpoints store; the views share its memory.
+
+        Args:
+            name: full name in the model.
+            parameter: the parameter's data.
+        """
+        yield name, parameter
+
+    # -- routers ------------------------------------------------------------------------------
+
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
+        """Shape of what routers add up on the way to the loss; notes the weight in the configuration.
+
+        Args:
+            weight: of their loss; ``None`` for what the configuration says.
+        """
+        if weight:
+            raise ValueError(
+                f"router_loss_weight={weight} needs experts, but model_type={self.config.model_type!r} has none: "
+                "leave it out"
+            )
+        return None
+
+    def router(self, block: nn.Module) -> nn.Module | None:
+        """The block's router, if it has one."""
+        return None
+
+    def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
+        """Note what a router has returned: its load on the block, its part of the loss in the activation."""
+
+    def extra_loss(self, carry: Carry) -> Tensor:
+        """The routers' weighted loss, a float32 scalar, when all blocks have run."""
+        raise NotImplementedError
+
+
+class Llama(Family):
+    """Llama."""
+
+
+class GPT2(Family):
+    """GPT-2."""
+
+    embedding, blocks, norm, head = "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"
+    positions = "transformer.wpe"
+    architecture = "GPT2LMHeadModel"
+
+    def __init__(self, config: Any) -> None:
+        if config.add_cross_attention:
+            raise ValueError("add_cross_attention=true: a pipeline of a causal language model has no encoder")
+        super().__init__(config)
+
+    def base_class(self) -> Any:
+        """Class that initialises the weights."""
+        from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
+
+        return GPT2PreTrainedModel
+
+    def make_block(self, index: int) -> nn.Module:
+        """Build one block."""
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        return GPT2Block(self.config, layer_idx=index)  # type: ignore[no-any-return]
+
+    def make_norm(self) -> nn.Module:
+        """Build the norm before the head."""
+        return nn.LayerNorm(self.config.hidden_size, eps=self.config.layer_norm_epsilon)
+
+    def make_rotary(self) -> None:
+        """Positions are added to the embedding instead."""
+
+
+class Mixtral(Family):
+    """Mixtral: experts in every block, one load-balancing loss over all of them."""
+
+    architecture = "MixtralForCausalLM"
+
+    def base_class(self) -> Any:
+        """Class that initialises the weights."""
+        from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel
+
+        return MixtralPreTrainedModel
+
+    def make_block(self, index: int) -> nn.Module:
+        """Build one block."""
+        from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+        return MixtralDecoderLayer(self.config, index)  # type: ignore[no-any-return]
+
+    def make_norm(self) -> nn.Module:
+        """Build the norm before the head."""
+        from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+
+        return MixtralRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)  # type: ignore[no-any-return]
+
+    def make_rotary(self) -> nn.Module:
+        """Build what turns positions into angles."""
+        from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
+
+        return MixtralRotaryEmbedding(config=self.config)  # type: ignore[no-any-return]
+
+    def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
+        """Split stacked experts into the matrices that Mixtral's files hold."""
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        prefix, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            width = parameter.shape[1] // 2
+            for expert in range(len(parameter)):
+                yield f"{prefix}.{expert}.w1.weight", parameter[expert, :width]
+                yield f"{prefix}.{expert}.w3.weight", parameter[expert, width:]
+        elif kind == "down_proj" and prefix.endswith(".experts"):
+            for expert in range(len(parameter)):
+                yield f"{prefix}.{expert}.w2.weight", parameter[expert]
+        else:
+            yield name, parameter
+
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
+        """Choices and probabilities of every expert, ``[2, E]``."""
+        if weight is not None:
+            self.config.router_aux_loss_coef, self.config.output_router_logits = float(weight), weight > 0
+        return (2, int(self.config.num_local_experts)) if self.config.output_router_logits else None
+
+    def router(self, block: nn.Module) -> nn.Module | None:
+        """The block's router."""
+        router: nn.Module = block.mlp.gate  # type: ignore[union-attr,assignment]
+        return router
+
+    def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
+        """Note chosen experts; add choices and probabilities up."""
+        logits, _, chosen = output
+        note_load(block, chosen, logits.shape[-1])
+        if carry.routing is not None:
+            carry.routing = add_up(carry.routing, logits, carry.padding, self.config.num_experts_per_tok)
+
+    def extra_loss(self, carry: Carry) -> Tensor:
+        """Mixtral's auxiliary loss times ``router_aux_loss_coef``."""
+        assert carry.routing is not None
+        batch, seq = carry.stream.shape[:2]
+        rows: Tensor | float = float(batch * seq) if carry.padding is None else carry.padding.float().sum()
+        return joint_balance_loss(carry.routing, rows * self.depth) * self.config.router_aux_loss_coef  # type: ignore[no-any-return]
+
+
+class LlamaMoE(Family):
+    """LLaMA-MoE: experts in every block, whose balance losses are summed."""
+
+    architecture = "LlamaMoEForCausalLM"
+
+    def __init__(self, config: Any) -> None:
+        problems = config.problems()
+        if problems:
+            raise ValueError("the model's config.json: " + "; ".join(problems))
+        super().__init__(config)
+
+    def make_block(self, index: int) -> nn.Module:
+        """Build one block."""
+        from dynpipe_ds.hf.llama_moe import build_block
+
+        return build_block(self.config, index)
+
+    def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
+        """The sum of the blocks' losses, a scalar."""
+        if weight is not None:
+            self.config.gate_balance_loss_weight, self.config.gate_use_balance = float(weight), weight > 0
+        return () if self.config.gate_use_balance else None
+
+    def router(self, block: nn.Module) -> nn.Module | None:
+        """The block's gate."""
+        gate: nn.Module = block.mlp.gate  # type: ignore[union-attr,assignment]
+        return gate
+
+    def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
+        """Note chosen experts; add the loss up."""
+        note_load(block, output.experts, self.config.num_experts)
+        if carry.routing is not None:
+            carry.routing = carry.routing + output.balance_loss
+
+    def extra_loss(self, carry: Carry) -> Tensor:
+        """The sum of the blocks' losses, weighted already."""
+        assert carry.routing is not None
+        return carry.routing
+
+
+_FAMILIES: dict[str, type[Family]] = {"gpt2": GPT2, "llama": Llama, "llama_moe": LlamaMoE, "mixtral": Mixtral}
+
+
+def family_of(config: Any) -> Family:
+    """Find the family of a configuration.
+
+    Args:
+        config: a ``PreTrainedConfig``.
+
+    Returns:
+        The family, holding a copy of the configuration.
+
+    Raises:
+        ValueError: if models of this type can't be cut into layers here.
+    """
+    family = _FAMILIES.get(config.model_type)
+    if family is None:
+        raise ValueError(
+            f"model_type={config.model_type!r} is not one of {', '.join(_FAMILIES)}: write its layers as LayerSpecs "
+            "of your own, as docs/huggingface.md shows for these"
+        )
+    return family(config)
+
+
+def initialise(family: Family, module: nn.Module) -> None:
+    """Give a new module random weights, as ``transformers`` would.
+
+    Args:
+        family: knows how.
+        module: a part of the model.
+    """
+    base = family.base_class()(family.config)
+    with torch.no_grad():
+        module.apply(base._init_weights)

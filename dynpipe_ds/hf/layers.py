@@ -1,0 +1,355 @@
+"""A causal language model of ``transformers`` as a list of pipeline layers.
+
+The blocks are those of ``transformers``; around them stands only what its model's forward does between
+them. Everything a layer needs comes in by the activation, so a stage boundary may fall between any two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from dynpipe_ds.hf.carry import Activation, Carry, Layout
+from dynpipe_ds.hf.families import Family, family_of, initialise
+from dynpipe_ds.hf.folder import PretrainedFolder
+from dynpipe_ds.hf.routing import watched
+
+IGNORED_LABEL = -100
+
+
+class PretrainedLayer(nn.Module):
+    """A layer that knows where its weights stand in a model folder.
+
+    With a folder it is built without memory and reads its weights when it is first moved to a device, which
+    ``PipelineModule`` does at the end of its construction to the layers of its own stage only: counting the
+    parameters of all layers costs neither memory nor reading.
+
+    Args:
+        family: the kind of model.
+        layout: what an activation consists of.
+        folder: where the weights are; ``None`` for random ones.
+        dtype: of the parameters.
+
+    Attributes:
+        stored_as: name in the model by attribute, of every part with weights.
+    """
+
+    def __init__(
+        self, family: Family, layout: Layout, folder: PretrainedFolder | None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.family = family
+        self.layout = layout
+        self.stored_as: dict[str, str] = {}
+        self._folder = folder
+        self._dtype = dtype
+
+    def add_part(self, attribute: str, part: nn.Module, stored_as: str) -> None:
+        """Add a part with weights; random ones are made here.
+
+        Args:
+            attribute: what it is called in this layer.
+            part: the part.
+            stored_as: what it is called in the model.
+        """
+        self.add_module(attribute, part)
+        self.stored_as[attribute] = stored_as
+        if self._folder is None:
+            initialise(self.family, part)
+            part.to(self._dtype)
+
+    def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The layer's weights as model folders store them.
+
+        Yields:
+            Name in the model, name in files, and the part of a parameter that it is.
+        """
+        for attribute, stored_as in self.stored_as.items():
+            for name, parameter in self.get_submodule(attribute).named_parameters():
+                full = f"{stored_as}.{name}"
+                for stored, part in self.family.pieces(full, parameter.detach()):
+                    yield full, stored, part
+
+    def sources(self, folder: PretrainedFolder) -> dict[str, Tensor]:
+        """Find the layer's weights in a folder.
+
+        Args:
+            folder: the folder.
+
+        Returns:
+            Part of a parameter by the name in the folder.
+
+        Raises:
+            ValueError: if one is missing.
+        """
+        found: dict[str, Tensor] = {}
+        whole = {f"{s}.{n}": p for a, s in self.stored_as.items() for n, p in self.get_submodule(a).named_parameters()}
+        for full, stored, part in self.pieces():
+            name = folder.find(_names(stored, self.family))
+            if name is not None:
+                found[name] = part
+                continue
+            fused = folder.find(_names(full, self.family))
+            if fused is None:
+                raise ValueError(
+                    f"{folder.path} holds no weight {stored}: it is not a {type(self.family).__name__} for causal "
+                    "language modelling, or incomplete"
+                )
+            found[fused] = whole[full].detach()
+        return found
+
+    def num_bytes(self) -> int:
+        """Memory that the weights take in this layer's type, whether they are read or not."""
+        return sum(p.numel() for p in self.parameters()) * self._dtype.itemsize
+
+    def load(self) -> None:
+        """Take memory and read the weights, if that is still to be done."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    data = torch.empty(parameter.shape, dtype=self._dtype, device="cpu")
+                    module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        folder.read_into(self.sources(folder))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.load()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _names(name: str, family: Family) -> tuple[str, ...]:
+    """Names a weight may have in files: with or without the base model's prefix; tied ones by either end."""
+    names = (name, name.removeprefix(f"{family.base_class().base_model_prefix}."))
+    return (*names, f"{family.head}.weight") if family.tied and name == f"{family.embedding}.weight" else names
+
+
+class TokenEmbedding(PretrainedLayer):
+    """Token embedding, and the head of a tied model.
+
+    Args:
+        *args: those of :class:`PretrainedLayer`.
+    """
+
+    embed: nn.Embedding
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        config = self.family.config
+        padding = getattr(config, "pad_token_id", None) if self.family.positions is None else None
+        self.add_part("embed", nn.Embedding(config.vocab_size, config.hidden_size, padding), self.family.embedding)
+
+    def forward(self, inputs: Activation) -> Activation:
+        """Map token ids ``[batch, seq]`` to the stream ``[batch, seq, hidden]``."""
+        carry = self.layout.begin(inputs)
+        carry.stream = self.embed(carry.stream)
+        return self.layout.pack(carry)
+
+
+class PositionEmbedding(PretrainedLayer):
+    """Learned positions, added to the stream, and the dropout behind (GPT-2)."""
+
+    embed: nn.Embedding
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        config = self.family.config
+        assert self.family.positions is not None
+        self.add_part("embed", nn.Embedding(config.max_position_embeddings, config.hidden_size), self.family.positions)
+        self.dropout = nn.Dropout(config.embd_pdrop)
+
+    def forward(self, activation: Activation) -> Activation:
+        """Map the stream ``[batch, seq, hidden]`` to the same shape."""
+        carry = self.layout.unpack(activation)
+        carry.stream = self.dropout(carry.stream + self.embed(carry.position_ids()))
+        return self.layout.pack(carry)
+
+
+class Block(PretrainedLayer):
+    """A block of the model.
+
+    Args:
+        *args: those of :class:`PretrainedLayer`.
+        index: which one.
+    """
+
+    block: nn.Module
+
+    def __init__(self, *args: Any, index: int) -> None:
+        super().__init__(*args)
+        self.add_part("block", self.family.make_block(index), f"{self.family.blocks}.{index}")
+        with torch.device("cpu"):  # its buffers are made, not read
+            self.rotary = self.family.make_rotary()
+
+    def forward(self, activation: Activation) -> Activation:
+        """Map the stream ``[batch, seq, hidden]`` to the same shape; note what a router does."""
+        carry = self.layout.unpack(activation)
+        positions = carry.position_ids()
+        angles = {} if self.rotary is None else {"position_embeddings": self.rotary(carry.stream, positions)}
+        mask = self.family.mask(carry)
+        with watched(self.family.router(self.block)) as routed:
+            stream = self.block(
+                carry.stream, attention_mask=mask, position_ids=positions, use_cache=False, **angles
+            )
+        for output in routed:
+            self.family.route(self.block, output, carry)
+        carry.stream = stream
+        return self.layout.pack(carry)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # As from_pretrained: angles stay float32 whatever the weights are.
+        exact = {} if self.rotary is None else dict(self.rotary.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            self.rotary._buffers[name] = buffer.to(self.rotary._buffers[name].device)  # type: ignore[union-attr]
+        return self
+
+
+class FinalNorm(PretrainedLayer):
+    """The norm before the head of a tied model (:class:`Head` has its own)."""
+
+    norm: nn.Module
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.add_part("norm", self.family.make_norm(), self.family.norm)
+
+    def forward(self, activation: Activation) -> Activation:
+        """Normalise the stream ``[batch, seq, hidden]``."""
+        carry = self.layout.unpack(activation)
+        carry.stream = self.norm(carry.stream)
+        return self.layout.pack(carry)
+
+
+class Head(PretrainedLayer):
+    """Final norm and projection to logits of an untied model."""
+
+    norm: nn.Module
+    project: nn.Linear
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        config = self.family.config
+        self.add_part("norm", self.family.make_norm(), self.family.norm)
+        self.add_part("project", nn.Linear(config.hidden_size, config.vocab_size, bias=False), self.family.head)
+
+    def forward(self, activation: Activation) -> Activation:
+        """Map the stream to logits ``[batch, seq, vocab]``, or to a pair of them and the routers' loss."""
+        carry = self.layout.unpack(activation)
+        return _finish(self, carry, self.project(self.norm(carry.stream)))
+
+
+def _project_with_embedding(embedding: TokenEmbedding, activation: Activation) -> Activation:
+    """Use the embedding's weight as the head's (tied models)."""
+    carry = embedding.layout.unpack(activation)
+    return _finish(embedding, carry, F.linear(carry.stream, embedding.embed.weight))
+
+
+def _finish(layer: PretrainedLayer, carry: Carry, logits: Tensor) -> Activation:
+    return logits if layer.layout.routing is None else (logits, layer.family.extra_loss(carry))
+
+
+def _build(layer: type[PretrainedLayer], *args: Any, **kwargs: Any) -> PretrainedLayer:
+    """Build a layer, without memory if its weights will be read."""
+    folder = args[2]
+    with torch.device("cpu" if folder is None else "meta"):
+        return layer(*args, **kwargs)
+
+
+class _Spec(LayerSpec):  # type: ignore[misc]
+    def build(self, log: bool = False) -> PretrainedLayer:
+        return _build(self.typename, *self.module_args, **self.module_kwargs)
+
+
+class _TiedSpec(TiedLayerSpec):  # type: ignore[misc]
+    def build(self, log: bool = False) -> PretrainedLayer:
+        return _build(self.typename, *self.module_args, **self.module_kwargs)
+
+
+def causal_lm_layers(
+    model: str | Path | PretrainedFolder | Any,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention_mask: bool = False,
+    position_ids: bool = False,
+    router_loss_weight: float | None = None,
+) -> list[LayerSpec]:
+    """List the layers of a causal language model, for ``DynamicPipelineModule``.
+
+    Args:
+        model: a local model folder, whose weights are read stage by stage; or a ``PreTrainedConfig`` for
+            random weights. GPT-2, Llama, Mixtral, LLaMA-MoE.
+        dtype: of the parameters. float32 unless DeepSpeed is to train pure low precision: with ``"bf16"`` in
+            its configuration it casts them and keeps these as master weights.
+        attention_mask: whether inputs are ``(token ids, attention_mask)``; 0 marks padding.
+        position_ids: whether position ids, int64 ``[batch, seq]``, are the last of the inputs.
+        router_loss_weight: weight of the routers' load-balancing loss, 0 for none; ``None`` for what the
+            configuration says (``output_router_logits`` and ``router_aux_loss_coef`` of Mixtral,
+            ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
+
+    Returns:
+        Token embedding, for GPT-2 position embedding, blocks, head (in a tied model the norm before it is a layer
+        of its own). Inputs are token ids ``[batch, seq]`` or a tuple; the last layer gives logits
+        ``[batch, seq, vocab]``, or a pair of them and the routers' weighted loss.
+
+    Raises:
+        ValueError: the same on every rank that sees the same folder, if the kind of model is not known, or a
+            weight is missing or has another shape.
+    """
+    folder = PretrainedFolder(model) if isinstance(model, str | Path) else model
+    config = folder.config if isinstance(folder, PretrainedFolder) else folder
+    if not isinstance(folder, PretrainedFolder):
+        folder = None
+    if router_loss_weight is not None and not 0 <= router_loss_weight < math.inf:
+        raise ValueError(f"router_loss_weight={router_loss_weight} must be 0 or more, or None for the model's own")
+    family = family_of(config)
+    layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss_weight))
+    args = (family, layout, folder, dtype)
+    tied = partial(_TiedSpec, "embedding", TokenEmbedding, *args, tied_weight_attr="embed.weight")
+    head = [_Spec(FinalNorm, *args), tied(forward_fn=_project_with_embedding)] if family.tied else [_Spec(Head, *args)]
+    layers = [
+        tied() if family.tied else _Spec(TokenEmbedding, *args),
+        *([] if family.positions is None else [_Spec(PositionEmbedding, *args)]),
+        *(_Spec(Block, *args, index=index) for index in range(family.depth)),
+        *head,
+    ]
+    if folder is not None:
+        _check(layers, folder)
+    return layers
+
+
+def _check(layers: list[LayerSpec], folder: PretrainedFolder) -> None:
+    """Compare names and shapes of all weights with the folder's, without reading one."""
+    expected = {name: tuple(part.shape) for spec in layers for name, part in spec.build().sources(folder).items()}
+    found = folder.shapes(expected)
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{name} in {folder.path} has shape {list(found[name])}, but its config.json asks for {list(shape)}: "
+                "they belong to different models"
+            )
+
+
+def causal_lm_loss(output: Activation, labels: Tensor) -> Tensor:
+    """Loss as ``transformers`` computes it, plus the routers' loss if there is one.
+
+    Args:
+        output: logits ``[batch, seq, vocab]``, or a pair of them and a scalar.
+        labels: the token ids themselves, ``[batch, seq]`` (they are shifted here); -100 where none counts.
+
+    Returns:
+        Mean cross entropy in nats a token, a float32 scalar.
+    """
+    logits, extra_loss = (output, 0.0) if isinstance(output, Tensor) else output
+    following = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
+    logits = logits.float().view(-1, logits.shape[-1])
+    return F.cross_entropy(logits, following.view(-1), ignore_index=IGNORED_LABEL) + extra_loss

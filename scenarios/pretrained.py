@@ -1,0 +1,76 @@
+"""A model folder of Hugging Face in the place of the shared GPT (needs the extra ``dynpipe_ds[hf]``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from deepspeed.pipe import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedModel:
+    """A causal language model in a local folder, for ``model=hf``.
+
+    Attributes:
+        path: the folder.
+        seq_len: tokens a sample.
+    """
+
+    path: str | None
+    seq_len: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse a missing path, and lengths that the model does not know."""
+        if not self.path:
+            raise ValueError("model.path is missing: model=hf needs a local model folder, model.path=/models/gpt2")
+        longest = self.config.max_position_embeddings
+        if not 1 <= self.seq_len <= longest:
+            raise ValueError(f"model.seq_len={self.seq_len} must be between 1 and the model's {longest} positions")
+
+    @cached_property
+    def _folder(self) -> Any:
+        try:
+            from dynpipe_ds.hf import PretrainedFolder
+        except ImportError as error:
+            raise ValueError(f"model=hf: {error}") from error
+        assert self.path is not None
+        return PretrainedFolder(self.path)
+
+    @property
+    def config(self) -> Any:
+        """The folder's configuration."""
+        return self._folder.config
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the model knows."""
+        return int(self.config.vocab_size)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the embedding's weight."""
+        return bool(self.config.tie_word_embeddings)
+
+    @property
+    def dropout(self) -> float:
+        """Largest dropout probability of the model."""
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout")
+        return float(max(getattr(self.config, name, 0.0) for name in names))
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a block; 0 for none."""
+        return int(getattr(self.config, "num_local_experts", getattr(self.config, "num_experts", 0)))
+
+    def layers(self, *, router_loss_weight: float | None = None) -> list[LayerSpec]:
+        """List its layers; see ``dynpipe_ds.hf.causal_lm_layers``."""
+        from dynpipe_ds.hf import causal_lm_layers
+
+        return causal_lm_layers(self._folder, router_loss_weight=router_loss_weight)

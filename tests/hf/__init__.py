@@ -1,0 +1,1 @@
+"""Tests of dynpipe_ds.hf; skipped where transformers is not installed."""

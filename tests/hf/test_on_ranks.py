@@ -1,0 +1,225 @@
+"""Several ranks: each reads its own stage, layers move without a trace, the model is saved as one folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers  # noqa: E402
+from scenarios.pretrained import PretrainedModel  # noqa: E402
+from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.hf import tiny  # noqa: E402
+from tests.hf.on_ranks import ADAMW, BF16_ZERO1, Job, Trained, train_all  # noqa: E402
+from tests.scenarios import exactness  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+TO = {"gpt2": 8, "llama": 6, "mixtral": 6, "llama_moe": 6}
+
+Runs = list[tuple[Trained, Trained]]
+
+
+def moves(name: str, stages: int) -> dict[int, tuple[int, ...]]:
+    last = TO[name]
+    if stages == 2:
+        return {1: (0, 2, last), 3: (0, last - 1, last)}
+    return {1: (0, 2, 3, last), 3: (0, 3, last - 1, last)}
+
+
+def check(job: Job, runs: Runs) -> None:
+    """No bit differs between the runs; each rank has read the bytes of its own layers and no other."""
+    static, moved = [rank[0] for rank in runs], [rank[1] for rank in runs]
+    for rank in (*static, *moved):
+        assert rank.losses == static[0].losses and rank.evaluated == static[0].evaluated
+        assert rank.bytes_read == rank.own_bytes
+    assert len(set(static[0].losses)) == job.num_batches
+    assert min(static[0].losses[-2:]) < static[0].losses[0]
+    layers = [{item for rank in run for item in rank.layers.items()} for run in (static, moved)]
+    assert layers[0] == layers[1]
+    assert len(layers[0]) == len(causal_lm_layers(job.folder)), "replicas have different weights"
+    replicas = len(runs) // job.stages
+    whole = sum(spec.build().num_bytes() for spec in causal_lm_layers(job.folder))
+    assert sum(rank.bytes_read for rank in static) == replicas * whole
+    assert max(rank.bytes_read for rank in static) < 0.7 * whole
+    loads = [[{item for rank in run for item in loads_of(rank, batch)} for batch in range(job.num_batches)]
+             for run in (static, moved)]  # fmt: skip
+    assert loads[0] == loads[1]
+
+
+def loads_of(rank: Trained, batch: int) -> set[tuple[int, tuple[int, ...]]]:
+    return {(layer, tuple(load)) for layer, load in rank.loads[batch].items()}
+
+
+def check_saved(job: Job, runs: Runs, dtype: torch.dtype) -> None:
+    """Transformers loads what was saved, and computes the logits that the pipeline did."""
+    import transformers
+
+    assert job.save_to is not None
+    messages = {rank[1].refused for rank in runs}
+    assert len(messages) == 1 and "exists and is not an empty folder: give another name" in messages.pop()
+    assert (job.save_to / "tokenizer_config.json").is_file() == (job.folder / "tokenizer_config.json").is_file()
+    assert not list(job.save_to.parent.glob(".*.partial"))
+    if job.folder.name == "llama_moe":
+        check_saved_llama_moe(job)
+        return
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(job.save_to, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == dtype
+    # The engine hands back the output of the last of the three micro-batches.
+    inputs, _ = [pair for _, pair in zip(range(3), tiny.batches(9, padded=job.padded), strict=False)][-1]
+    named = dict(zip(("input_ids", "attention_mask", "position_ids"), inputs, strict=True)) if job.padded else {
+        "input_ids": inputs
+    }
+    logits = runs[-1][1].logits
+    assert logits is not None
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**named).logits.float(), logits)
+
+
+def check_saved_llama_moe(job: Job) -> None:
+    """Its own code is not at hand: names, shapes and configuration are those of the folder it came from."""
+    assert job.save_to is not None
+    before, after = PretrainedFolder(job.folder), PretrainedFolder(job.save_to)
+    assert set(after.names()) == set(before.names())
+    assert after.shapes(after.names()) == before.shapes(before.names())
+    assert after.config.to_dict() == before.config.to_dict()
+    assert tiny.build(causal_lm_layers(after))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@dataclass(frozen=True)
+class Everything:
+    """What two ranks trained, started once."""
+
+    jobs: list[Job]
+    runs: list[Runs]
+    scenario: list[tuple[exactness.Trained, exactness.Trained]]
+
+
+def write_example(root: Path) -> tuple[str, ...]:
+    """The script of docs/huggingface.md and its arguments: a GPT-2 with a tokenizer of bytes, and a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (root / "train.py").write_text(script, encoding="utf-8")
+    letters = {letter: i for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tiny.write("gpt2", root / "bytes", vocab_size=len(letters))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(root / "bytes")
+    (root / "text.txt").write_text("\n".join(f"{n} and {n} is {2 * n}" for n in range(20)))
+    return tuple(str(root / part) for part in ("train.py", "bytes", "text.txt", "tuned"))
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path) -> Everything:
+    """Mixtral in fp32 with activation checkpointing, tied GPT-2 with dropout in bf16, Mixtral as a scenario."""
+    jobs = [
+        Job(tiny.write("mixtral", root / "mixtral"), 2, moves("mixtral", 2), checkpoint_interval=1,
+            save_to=root / "saved" / "mixtral"),
+        Job(tiny.write("gpt2", root / "gpt2"), 2, moves("gpt2", 2), BF16_ZERO1, save_to=root / "saved" / "gpt2"),
+    ]  # fmt: skip
+    model: Any = PretrainedModel(path=str(root / "mixtral"), seq_len=16)
+    scenario = exactness.Job("moe_continual", {"aux_weight": 0.1}, model=model)
+    results = run_ranks(train_all, 2, jobs, scenario, write_example(root), timeout_s=240)
+    return Everything(jobs, [[rank[0][i] for rank in results] for i in range(2)], [rank[1] for rank in results])
+
+
+def test_stages_load_and_move_without_a_trace(trained: Everything) -> None:
+    for job, runs in zip(trained.jobs, trained.runs, strict=True):
+        check(job, runs)
+    for batch in trained.runs[0][0][1].loads:
+        assert all(sum(load) == 3 * 2 * 2 * tiny.LENGTH for load in batch.values()) and batch
+
+
+def test_continual_training_as_a_scenario(trained: Everything) -> None:
+    """The routers' load is reported, their loss is part of the loss, and moving changes nothing."""
+    (static, moved), *others = trained.scenario
+    for run in (moved, *(run for pair in others for run in pair)):
+        assert (run.losses, run.reports) == (static.losses, static.reports)
+    layers = [{item for pair in trained.scenario for item in pair[i].layers.items()} for i in (0, 1)]
+    assert layers[0] == layers[1] and len(layers[0]) == 6
+    rows = 2 * 3 * 2 * 16  # experts a token, micro-batches, samples, tokens
+    assert all([sum(row) for row in r["tokens per expert"]] == [0, *[rows] * 4, 0] for r in static.reports)
+    assert static.reports[0]["busiest expert"].endswith(" of mean")
+    # Uniform guesses cost log(64) nats; a balanced router adds 2 times its weight of 0.1.
+    assert abs(static.losses[0] - 4.16 - 0.2) < 0.1
+
+
+def test_transformers_loads_what_was_saved(trained: Everything) -> None:
+    for job, runs, dtype in zip(trained.jobs, trained.runs, (torch.float32, torch.bfloat16), strict=True):
+        check_saved(job, runs, dtype)
+    save_to = trained.jobs[1].save_to
+    assert save_to is not None
+    index = json.loads((save_to / "model.safetensors.index.json").read_text())
+    names = index["weight_map"]
+    assert len(set(names.values())) >= 2 and "lm_head.weight" not in names
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for file in set(names.values())
+        for tensor in safetensors.load_file(save_to / file).values()
+    )  # fmt: skip
+
+
+def test_the_example_of_the_page(trained: Everything, root: Path) -> None:
+    """What it saves is a model with its tokenizer that has learned the text."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(root / "tuned")
+    tokens = tokenizer("7 and 7 is 14", return_tensors="pt")
+    losses = []
+    for folder in ("bytes", "tuned"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(root / folder).eval()
+        with torch.no_grad():
+            losses.append(float(model(**tokens, labels=tokens["input_ids"]).loss))
+    assert model.dtype == torch.bfloat16
+    assert losses[1] < losses[0] - 0.1
+
+
+def test_the_page_lists_the_families() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows[1:]) == sorted(TO)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_freezing_fits_a_folder(tmp_path: Path, name: str) -> None:
+    """Also where what routers add up comes with a frozen stream."""
+    model: Any = PretrainedModel(path=str(tiny.write(name, tmp_path / name)), seq_len=16)
+    settings = {"batches": (2, 5), "frozen": (2, 4)}
+    static = exactness.assert_same_bits(exactness.Job("freezing", settings, model=model), 2)
+    assert static.reports[-1] != static.reports[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "settings", "padded"),
+    [
+        ("llama", 3, 3, ADAMW, True),
+        ("mixtral", 3, 3, ADAMW, True),
+        ("gpt2", 3, 3, ADAMW, True),
+        ("mixtral", 2, 4, BF16_ZERO1, True),
+        ("llama_moe", 2, 4, {**ADAMW, "zero_optimization": {"stage": 1}}, False),
+        ("llama_moe", 3, 3, ADAMW, True),
+    ],
+)
+def test_more_shapes(
+    tmp_path: Path, name: str, stages: int, ranks: int, settings: dict[str, Any], padded: bool
+) -> None:
+    model = tmp_path / name
+    folder = tiny.write_llama_moe(model) if name == "llama_moe" else tiny.write(name, model)
+    job = Job(folder, stages, moves(name, stages), settings, padded, 2, tmp_path / "saved")
+    runs = [rank[0][0] for rank in run_ranks(train_all, ranks, [job])]
+    check(job, runs)
+    check_saved(job, runs, torch.bfloat16 if "bf16" in settings else torch.float32)
