@@ -114,12 +114,13 @@ class PrunableLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[…, in]`` to ``[…, out]``."""
+        work = self.work if self.training else Work()  # evaluation is not counted
         if self.weight.dim() == 2:
-            return MaskedProduct.apply(x, self.weight, self.bias, self.mask, self.work)
+            return MaskedProduct.apply(x, self.weight, self.bias, self.mask, work)
         if self.weight.dim() == 1:
-            y = CSRProduct.apply(x, self.weight, self.bias, self.work, *self._pattern())
+            y = CSRProduct.apply(x, self.weight, self.bias, work, *self._pattern())
         else:
-            y = BlockProduct.apply(x, self.weight, self.bias, self.block_columns, self.work)
+            y = BlockProduct.apply(x, self.weight, self.bias, self.block_columns, work)
         return y if self.feature_major else y.contiguous()
 
     @property
