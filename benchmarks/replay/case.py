@@ -147,7 +147,8 @@ class Case:
 
     def workload(
         self, moment: TraceBatch, boundaries: Sequence[int], batch: int, *, replica: int = 0,
-        message_s: float | Sequence[float] = 0.0, instruction_s: float = 0.0, step_s: float | Sequence[float] = 0.0,
+        message_s: float | Sequence[float] = 0.0, late_s: tuple[float, float] = (0.0, 0.0),
+        step_s: float | Sequence[float] = 0.0,
     ) -> Workload:
         """What the simulator needs to know of a batch.
 
@@ -157,7 +158,7 @@ class Case:
             batch: number of the batch.
             replica: data-parallel replica.
             message_s: what a message takes on this machine, one number or one for each boundary.
-            instruction_s: what a forward or a backward takes beside the layers.
+            late_s: by how much a forward and a backward through a stage are longer than its layers were told.
             step_s: optimizer step of every stage.
         """
         factors = self.micro_batch_factors(moment, batch, replica)
@@ -168,13 +169,14 @@ class Case:
             table = np.array(seconds)[:, None] * factors
             return slow * np.array([table[low:high].sum(0) for low, high in cuts])
 
-        backward_s = stages(moment.backward_s)
+        trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
+        forward_s = stages(moment.forward_s) + late_s[0]
+        backward_s = stages(moment.backward_s) + late_s[1] * trains
         frozen = frozen_boundaries(moment, boundaries)
         activation_s, gradient_s = self.links_s(batch)
         own = np.broadcast_to(np.asarray(message_s, dtype=float), (self.num_stages - 1,))[:, None]
-        trains = (backward_s > 0).any(1, keepdims=True)
         return Workload(
-            stages(moment.forward_s) + instruction_s, backward_s + instruction_s * trains, self.num_micro_batches,
+            forward_s, backward_s, self.num_micro_batches,
             activation_link_s=activation_s + own, gradient_link_s=gradient_s + own, step_s=step_s,
             frozen_boundaries=frozen,
         )
@@ -265,8 +267,12 @@ class Result:
         parameter_scale: factor of the replay layers' parameter bytes against the trace's.
         first_boundaries: at the start.
         losses: of every batch (replay).
-        layers_s: forward and backward seconds of every layer as measured, in every batch (replay).
+        layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
+            backward] by layer.
         replicas: data-parallel replicas.
+        engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
+        step_s: median seconds of the optimizer step of every stage (replay).
+        message_s: seconds of one message over every boundary, measured before training (replay).
     """
 
     case: Case
@@ -282,8 +288,11 @@ class Result:
     parameter_scale: float
     first_boundaries: list[int]
     losses: list[float] = field(default_factory=list)
-    layers_s: list[list[float]] = field(default_factory=list)
+    layers_s: list[list[list[float]]] = field(default_factory=list)
     replicas: int = 1
+    engine_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    message_s: list[float] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:

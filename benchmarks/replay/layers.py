@@ -12,28 +12,53 @@ from torch import Tensor, nn
 WIDTH = 16  # numbers of a sample that travel from layer to layer
 
 
+class _Pass:
+    """When the layers of one forward or backward through a stage are over.
+
+    A layer begins when the one before it *should* have ended: a sleep that ends late, as all do on a busy machine,
+    then makes a pass late once and not once a layer.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._last: tuple[int, int, float] = (-2, -1, 0.0)
+
+    def until(self, layer: int, micro_batch: int, seconds: float) -> float:
+        """Time at which a layer that begins now is over."""
+        last_layer, last_micro_batch, ended = self._last
+        follows = (last_layer + self._step, last_micro_batch) == (layer, micro_batch)
+        end = (ended if follows else time.perf_counter()) + seconds
+        self._last = layer, micro_batch, end
+        return end
+
+
+_FORWARDS, _BACKWARDS = _Pass(1), _Pass(-1)  # a rank runs one pass at a time, whatever the engine
+
+
 class _Wait(torch.autograd.Function):
-    """``x (1 + mean(w))``, which lasts as long as it is told, counted from its own begin."""
+    """``x (1 + mean(w))``, which lasts as long as it is told; its own computing is part of that."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        until = time.perf_counter() + forward_s
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: int, micro_batch: int, forward_s: float, backward_s: float
+    ) -> Tensor:
+        until = _FORWARDS.until(layer, micro_batch, forward_s)
         ctx.save_for_backward(x, weight)
-        ctx.backward_s = backward_s
+        ctx.told = layer, micro_batch, backward_s
         y = x * (1.0 + weight.mean())
         _wait(until)
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        until = time.perf_counter() + ctx.backward_s
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        until = _BACKWARDS.until(*ctx.told)
         x, weight = ctx.saved_tensors
         to_x = gradient * (1.0 + weight.mean()) if ctx.needs_input_grad[0] else None
         to_weight = None
         if ctx.needs_input_grad[1]:
             to_weight = torch.full_like(weight, float((gradient * x).sum()) / weight.numel())
         _wait(until)
-        return to_x, to_weight, None, None
+        return to_x, to_weight, None, None, None, None
 
 
 def _wait(until: float) -> None:
@@ -45,7 +70,7 @@ class ReplayLayer(nn.Module):
     """Waits; owns a real parameter, which trains and moves as any other.
 
     Args:
-        index: layer of the model; decides the parameter's first values.
+        index: layer of the model; decides the parameter's first values, too.
         num_parameters: numbers of the parameter.
     """
 
@@ -53,6 +78,7 @@ class ReplayLayer(nn.Module):
         super().__init__()
         values = torch.arange(num_parameters, dtype=torch.float32)
         self.weight = nn.Parameter(0.01 * torch.sin(values * (1.0 + 0.01 * index) + index))
+        self.index = index
         self._forward_s: Sequence[float] = (0.0,)
         self._backward_s: Sequence[float] = (0.0,)
         self._micro_batch = 0
@@ -72,10 +98,11 @@ class ReplayLayer(nn.Module):
         Args:
             x: ``[samples, WIDTH]``.
         """
-        forward_s = self._forward_s[self._micro_batch % len(self._forward_s)]
-        backward_s = self._backward_s[self._micro_batch % len(self._backward_s)]
+        number = self._micro_batch
         self._micro_batch += 1
-        return _Wait.apply(x, self.weight, forward_s, backward_s)
+        forward_s = self._forward_s[number % len(self._forward_s)]
+        backward_s = self._backward_s[number % len(self._backward_s)]
+        return _Wait.apply(x, self.weight, self.index, number, forward_s, backward_s)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

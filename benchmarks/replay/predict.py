@@ -25,7 +25,7 @@ from dynpipe_ds.simulation import simulate
 
 
 def predict(
-    case: Case, *, replicas: int = 1, message_s: float = 0.0, instruction_s: float = 0.0, step_s: float = 0.0,
+    case: Case, *, replicas: int = 1, message_s: float = 0.0, late_s: tuple[float, float] = (0.0, 0.0), step_s: float = 0.0,
 ) -> Result:
     """Simulate a run.
 
@@ -33,7 +33,7 @@ def predict(
         case: the run.
         replicas: data-parallel replicas; each has dispersion of its own, and a batch ends with the slowest.
         message_s: what a message takes beside the case's links.
-        instruction_s: what a forward or a backward takes beside the layers.
+        late_s: by how much a forward and a backward through a stage are longer than its layers were told.
         step_s: optimizer step and gradient reduction.
 
     Returns:
@@ -44,7 +44,7 @@ def predict(
     controller = Controller(config)
     boundaries = first_boundaries(method, trace, case.num_stages)
     result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(boundaries), replicas=replicas)
-    overheads = {"message_s": message_s, "instruction_s": instruction_s, "step_s": step_s}
+    overheads = {"message_s": message_s, "late_s": late_s, "step_s": step_s}
     for batch in range(case.num_batches):
         moment = trace.at(batch, case.num_batches)
         runs = [

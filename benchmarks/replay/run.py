@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from benchmarks.replay.case import (
     first_boundaries,
     frozen_boundaries,
 )
-from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
+from benchmarks.replay.layers import WIDTH, ReplayLayer, loss_fn, micro_batches
 from benchmarks.traces import TraceBatch
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -73,7 +74,8 @@ class Replay:
 
     def run(self) -> Result:
         """Train all batches; the same result on every rank but for the clock of the first."""
-        case, batches_s, bubbles, stages_s, layers_s, losses = self.case, [], [], [], [], []
+        case, batches_s, losses, profiles = self.case, [], [], []
+        message_s = one_way_s(self.engine)
         for batch in range(case.num_batches):
             if batch == WARM_UP:
                 began, spent, first_moves = _now_s(), self._overheads(), len(self.moves)
@@ -82,18 +84,22 @@ class Replay:
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
             batches_s.append(time.perf_counter() - start_s)
-            profile = self.engine.last_batch_profile
-            bubbles.append(profile.bubble_ratio)
-            stages_s.append([stage.busy_s for stage in profile.stages])
-            layers_s.append([layer.seconds for layer in profile.layers])
+            profiles.append(self.engine.last_batch_profile)
         wall_s = _now_s() - began
         profiling_s, planning_s = (b - a for a, b in zip(spent, self._overheads(), strict=True))
         return Result(
-            case=case, kind="replay", wall_s=wall_s, batches_s=batches_s, bubbles=bubbles, stages_s=stages_s,
+            case=case, kind="replay", wall_s=wall_s, batches_s=batches_s,
+            bubbles=[profile.bubble_ratio for profile in profiles],
+            stages_s=[[stage.busy_s for stage in profile.stages] for profile in profiles],
             moves=self.moves, profiling_s=profiling_s, planning_s=planning_s,
             migrating_s=sum(move.migrate_s for move in self.moves[first_moves:]),
             parameter_scale=self.parameter_scale, first_boundaries=self.first_boundaries, losses=losses,
-            layers_s=layers_s,
+            layers_s=[[[layer.forward_s, layer.backward_s] for layer in profile.layers] for profile in profiles],
+            engine_s=[max(stage.batch_s for stage in profile.stages) for profile in profiles],
+            step_s=[
+                median(step_s) for step_s in zip(*([s.step_s for s in p.stages] for p in profiles), strict=True)
+            ],
+            message_s=message_s,
         )
 
     def _set(self, moment: TraceBatch, batch: int) -> None:
@@ -166,6 +172,36 @@ class _Links:
                 time.sleep(float(self._seconds[payload][boundary, number]))
 
         return run
+
+
+def one_way_s(engine: Any, rounds: int = 20) -> list[float]:
+    """Seconds of one message between neighbours, boundary by boundary, the same list on every rank.
+
+    Args:
+        engine: an engine before training.
+        rounds: there and back.
+    """
+    from deepspeed.runtime.pipe import p2p
+
+    stage, message = engine.stage_id, torch.zeros(1, WIDTH)
+    found = torch.zeros(engine.num_stages - 1, dtype=torch.float64)
+    for boundary in range(engine.num_stages - 1):
+        if stage not in (boundary, boundary + 1):
+            continue
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            if stage == boundary:
+                p2p.send(message, stage + 1)
+                p2p.recv(message, stage + 1)
+            else:
+                p2p.recv(message, stage - 1)
+                p2p.send(message, stage - 1)
+            times.append(time.perf_counter() - began)
+        if stage == boundary:
+            found[boundary] = median(times) / 2
+    dist.all_reduce(found)
+    return list(found.tolist())
 
 
 def _now_s() -> float:

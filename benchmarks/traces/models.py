@@ -1,4 +1,4 @@
-"""Load models of six kinds of dynamism, as traces made from equations: no run, no measurement.
+"""Load models of six kinds of dynamism (and of none), as traces made from equations: no run, no measurement.
 
     python -m benchmarks.traces.models --out outputs/traces
 
@@ -67,6 +67,16 @@ def global_magnitude(sparsity: float, sigmas: Sequence[float]) -> list[float]:
         shares = [math.erf(middle / (sigma * math.sqrt(2))) for sigma in sigmas]
         low, high = (middle, high) if sum(shares) / len(shares) < sparsity else (low, middle)
     return [math.erf(low / (sigma * math.sqrt(2))) for sigma in sigmas]
+
+
+def dense(depth: int, seed: int = 0) -> Trace:
+    """No dynamism: all blocks alike, all the time; the reference, and what unequal workers are shown with.
+
+    Args:
+        depth: L.
+        seed: not used, nothing is drawn.
+    """
+    return _trace("dense", depth, dense, [_moment(0, [1.0] * depth)], -1)
 
 
 def pruning(depth: int, seed: int = 0) -> Trace:
@@ -148,10 +158,9 @@ def early_exit(depth: int, seed: int = 0) -> Trace:
 def moe(depth: int, seed: int = 0) -> Trace:
     """Experts that tokens choose unevenly, anew in every batch (token choice, top-2 of 8, as Mixtral's).
 
-    A layer lasts as long as its fullest expert: MLP x ``min(E max_e p_e, capacity)``. ``p`` of a batch is
-    Dirichlet(50 q_l), around the layer's own popularity ``q_l``, a shuffled Zipf law ``r^-s_l``. Assumed: ``s_l``
-    uniform in 0..0.5, capacity factor 2, expert parallelism inside the stage, a tenth of dispersion among
-    micro-batches.
+    A layer lasts as long as its fullest expert: MLP x ``E max_e p_e`` (no token is dropped). ``p`` of a batch is
+    Dirichlet(50 q_l), around the layer's own popularity ``q_l``, a Zipf law ``r^-s_l``. Assumed: ``s_l``
+    uniform in 0..1, expert parallelism inside the stage, a tenth of dispersion among micro-batches.
 
     Args:
         depth: L.
@@ -159,13 +168,13 @@ def moe(depth: int, seed: int = 0) -> Trace:
     """
     rng, experts = np.random.default_rng(seed), 8
     popularity = []
-    for exponent in rng.uniform(0.0, 0.5, depth):
+    for exponent in rng.uniform(0.0, 1.0, depth):
         ranks = np.arange(1, experts + 1) ** -exponent
-        popularity.append(rng.permutation(ranks / ranks.sum()))
+        popularity.append(ranks / ranks.sum())
     mlp = operation_shares()[1]
     moments = []
     for batch in range(NUM_BATCHES):
-        loads = [min(experts * rng.dirichlet(50 * q).max(), 2.0) for q in popularity]
+        loads = [experts * float(rng.dirichlet(50 * q).max()) for q in popularity]
         costs = [1.0 - mlp + mlp * load for load in loads]
         moments.append(_moment(batch, costs, dispersion=[0.1 * mlp] * depth))
     return _trace("moe", depth, moe, moments, seed)
@@ -213,7 +222,7 @@ def sparse_attention(depth: int, seed: int = 0) -> Trace:
 
 
 MODELS: dict[str, Callable[..., Trace]] = {
-    model.__name__: model for model in (pruning, freezing, early_exit, moe, mod, sparse_attention)
+    model.__name__: model for model in (dense, pruning, freezing, early_exit, moe, mod, sparse_attention)
 }
 
 
