@@ -92,10 +92,11 @@ def plot_predictions(path: Path, comparisons: Sequence[Any], goal: float) -> Non
     axes.axhline(0, color="black", linewidth=0.8)
     axes.plot(places, [100 * c.told_error for c in comparisons], "s", color="#E69F00", label="as told")
     axes.plot(places, [100 * c.error for c in comparisons], "o", color="#0072B2", label="with overheads")
+    axes.plot(places, [100 * c.own_error for c in comparisons], "^", color="#009E73", label="from its own profile")
     names = [f"{c.case.trace.split(':')[1]}\n{c.case.num_stages} stages" for c in comparisons]
     axes.set_xticks(places, names, rotation=60, fontsize=7, ha="right")
     axes.set_ylabel("predicted / measured batch time - 1 (%)")
-    axes.legend(frameon=False, fontsize=8, ncols=3)
+    axes.legend(frameon=False, fontsize=8, ncols=4)
     axes.set_title("Simulator against the real engine (replay)", fontsize=10)
     _save(figure, path)
 

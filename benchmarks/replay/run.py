@@ -1,7 +1,7 @@
 """Replay traces on the real engine: real messages, profiles, decisions, migrations; layers that wait.
 
-    python -m benchmarks.replay.run --trace model:freezing:24 --stages 4 --batches 20 --methods all
-    python -m benchmarks.replay.run --trace benchmarks/traces/recorded/moe.json --stages 2 --methods "optimal:time, auto"
+python -m benchmarks.replay.run --trace model:freezing:24 --stages 4 --batches 20 --methods all
+python -m benchmarks.replay.run --trace benchmarks/traces/recorded/moe.json --stages 2 --methods "optimal:time, auto"
 """
 
 from __future__ import annotations

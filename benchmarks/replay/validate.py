@@ -7,7 +7,8 @@ The prediction knows the layers' declared seconds, batch by batch and micro-batc
 the run it is compared with. *As told* has nothing else in it. *With overheads* adds three measured numbers: one message
 over each boundary (sent back and forth before training), the optimizer step, and by how much a pass through a stage is
 longer than its layers were told (a sleep ends late; autograd): the medians of a run of equal layers in the same
-launch, the calibration, which is itself not among the cases.
+launch, the calibration, which is itself not among the cases. *From its own profile* is what a controller would
+say, which has profiled the batch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from statistics import median
 import numpy as np
 
 from benchmarks.paper.report import Report, plot_predictions
-from benchmarks.replay.case import WARM_UP, Case, Result
+from benchmarks.replay.case import WARM_UP, Case, Result, frozen_boundaries
 from benchmarks.replay.run import run_cases
-from dynpipe_ds.simulation import simulate
+from dynpipe_ds.simulation import Workload, simulate
 
 CALIBRATION = "model:dense:24"
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
@@ -41,6 +42,7 @@ class Comparison:
         measured_s: median seconds of its timed batches.
         told_error: median relative error of the prediction from declared seconds alone.
         error: the same with overheads.
+        own_error: the same from what this run's own profile says of each stage, as a controller has it.
         worst_error: the largest of any batch.
         bubble: measured, median.
         predicted_bubble: with overheads, median.
@@ -50,6 +52,7 @@ class Comparison:
     measured_s: float
     told_error: float
     error: float
+    own_error: float
     worst_error: float
     bubble: float
     predicted_bubble: float
@@ -82,7 +85,7 @@ def compare(result: Result, calibration: Result) -> Comparison:
         calibration: a run of the same launch.
     """
     case, trace, parts = result.case, result.case.load_trace(), result.boundaries_by_batch()
-    told, full, bubbles = [], [], []
+    told, full, own, bubbles = [], [], [], []
     for batch in range(WARM_UP, case.num_batches):
         moment = trace.at(batch, case.num_batches)
         plain = simulate(case.workload(moment, parts[batch], batch))
@@ -90,12 +93,19 @@ def compare(result: Result, calibration: Result) -> Comparison:
             moment, parts[batch], batch, message_s=calibration.message_s, late_s=late_s(calibration),
             step_s=calibration.step_s,
         ))
+        stages = [np.sum(result.layers_s[batch][low:high], axis=0).tolist() for low, high in pairwise(parts[batch])]
+        profiled = simulate(Workload(
+            [forward_s for forward_s, _ in stages], [backward_s for _, backward_s in stages], case.num_micro_batches,
+            activation_link_s=calibration.message_s, gradient_link_s=calibration.message_s, step_s=result.step_s,
+            frozen_boundaries=frozen_boundaries(moment, parts[batch]),
+        ))
         measured_s = result.engine_s[batch]
+        own.append(profiled.batch_s / measured_s - 1)
         told.append(plain.batch_s / measured_s - 1)
         full.append(whole.batch_s / measured_s - 1)
         bubbles.append(whole.bubble_ratio)
     return Comparison(
-        case, median(result.engine_s[WARM_UP:]), median(told), median(full), max(full, key=abs),
+        case, median(result.engine_s[WARM_UP:]), median(told), median(full), median(own), max(full, key=abs),
         median(result.bubbles[WARM_UP:]), median(bubbles),
     )
 
@@ -128,8 +138,8 @@ def run(stages: Sequence[int], batches: int, layer_ms: float) -> list[Comparison
 
 
 HEADER = (
-    "| stages | micro-batches | trace | measured, s | as told | with overheads (worst batch) | bubble measured | predicted |\n"
-    "|---|---|---|---|---|---|---|---|"
+    "| stages | micro-batches | trace | measured, s | as told | with overheads (worst batch) "
+    "| from its own profile | bubble measured | predicted |\n|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -141,7 +151,7 @@ def row(c: Comparison) -> str:
     """
     return (
         f"| {c.case.num_stages} | {c.case.num_micro_batches} | {c.case.trace} | {c.measured_s:.3f} | {c.told_error:+.1%} "
-        f"| {c.error:+.1%} ({c.worst_error:+.1%}) | {c.bubble:.3f} | {c.predicted_bubble:.3f} |"
+        f"| {c.error:+.1%} ({c.worst_error:+.1%}) | {c.own_error:+.1%} | {c.bubble:.3f} | {c.predicted_bubble:.3f} |"
     )
 
 
@@ -162,7 +172,13 @@ def main() -> None:
     report.title = "Simulated against measured batches"
     report.text = (__doc__ or "").split("\n\n")[2]
     report.table = "\n".join([HEADER, *map(row, found)])
-    report.notes = [f"Goal: median error within {GOAL:.0%}; reached in {within} of {len(found)} cases."]
+    report.notes = [
+        f"Goal: median error within {GOAL:.0%}; reached in {within} of {len(found)} cases with overheads, in "
+        f"{sum(abs(c.own_error) <= GOAL for c in found)} from the run's own profile.",
+        "What remains: other work on the machine delays sleepers by more in one run than in the calibration (compare "
+        "the last but two column, which knows the delays); the mean of a stage hides which micro-batch was late; "
+        "loading a micro-batch and the broadcast of the loss are not simulated.",
+    ]
     report.values = [json.loads(json.dumps(c, default=lambda o: o.__dict__)) for c in found]
     report.save(lambda path: plot_predictions(path, found, GOAL))
 

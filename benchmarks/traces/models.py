@@ -90,7 +90,7 @@ def pruning(depth: int, seed: int = 0) -> Trace:
         depth: L.
         seed: not used, nothing is drawn.
     """
-    sigmas = [2.0 - l / max(1, depth - 1) for l in range(depth)]
+    sigmas = [2.0 - block / max(1, depth - 1) for block in range(depth)]
     weights = sum(operation_shares()[:2])
     moments = []
     for batch in (0, 10, 16, 22, 28, 34):
@@ -115,7 +115,7 @@ def freezing(depth: int, seed: int = 0) -> Trace:
     moments = []
     for step in range(int(0.6 * 12) + 1):
         frozen = round(depth * step / 12)
-        backward = [0.0 if l < frozen else BACKWARD_FACTOR for l in range(depth)]
+        backward = [0.0 if block < frozen else BACKWARD_FACTOR for block in range(depth)]
         moments.append(_moment(1 + 5 * step if step else 0, [1.0] * depth, backward, frozen=frozen))
     return _trace("freezing", depth, freezing, moments, -1)
 
@@ -149,7 +149,7 @@ def early_exit(depth: int, seed: int = 0) -> Trace:
     moments = []
     for batch in (0, *range(8, NUM_BATCHES, 4)):
         progress = min(1.0, batch / 40)
-        costs = [min(1.0, survival(l, depth, progress) + 0.02) for l in range(depth)]
+        costs = [min(1.0, survival(block, depth, progress) + 0.02) for block in range(depth)]
         spread = [0.1 if batch else 0.0] * depth
         moments.append(_moment(batch, costs, dispersion=spread))
     return _trace("early_exit", depth, early_exit, moments, -1)
@@ -194,7 +194,7 @@ def mod(depth: int, seed: int = 0) -> Trace:
     moments = [_moment(0, [1.0] * depth)]
     for batch in range(6, NUM_BATCHES):
         shares = np.minimum(1.0, 0.125 * np.exp(rng.normal(0.0, 0.3, depth)))
-        costs = [min(1.0, float(share) + 0.02) if l % 2 else 1.0 for l, share in enumerate(shares)]
+        costs = [min(1.0, float(share) + 0.02) if block % 2 else 1.0 for block, share in enumerate(shares)]
         moments.append(_moment(batch, costs))
     return _trace("mod", depth, mod, moments, seed)
 
@@ -246,7 +246,7 @@ def _moment(
 def _trace(name: str, depth: int, model: Callable[..., Trace], moments: list[TraceBatch], seed: int) -> Trace:
     text = " ".join((model.__doc__ or "").split("Args:")[0].split())
     source = Source("model", f"benchmarks.traces.models.{name}: {text}", seed)
-    layers = ("embedding", *(f"block {l}" for l in range(depth)), "head")
+    layers = ("embedding", *(f"block {block}" for block in range(depth)), "head")
     return Trace(f"{name}, {depth} blocks", source, layers, NUM_BATCHES, tuple(moments))
 
 
