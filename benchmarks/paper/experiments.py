@@ -45,11 +45,22 @@ class Size:
 FULL = Size(
     {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 24, (4, 8), (24, 32, 40, 48), 1.0
 )
-QUICK = Size({2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5)
+QUICK = Size(
+    {2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5
+)
 
 # Forward and backward of a dense block, so that a stage's micro-batch lasts long beside the engine's own work,
 # S ranks of which share the machine's cores.
 LAYER_MS = {2: 6.0, 4: 8.0, 8: 12.0, 16: 20.0, 24: 30.0}
+
+
+def scenario_of(trace: str) -> str:
+    """``"moe"`` of ``"model:moe:24"`` or of a file's name.
+
+    Args:
+        trace: of a case.
+    """
+    return trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
 
 
 def micro_batches(num_stages: int) -> int:
@@ -71,7 +82,7 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
         size: its batches.
         **options: further fields of the case.
     """
-    changing = any(name in trace for name in CHANGING_EVERY_BATCH)
+    changing = scenario_of(trace) in CHANGING_EVERY_BATCH
     layer_ms = size.pace * LAYER_MS.get(num_stages, 30.0)
     return Case(
         trace, method, num_stages, micro_batches(num_stages), size.batches, layer_ms, 1 if changing else EVERY,
@@ -100,17 +111,16 @@ def network(size: Size) -> list[Case]:
     Args:
         size: how much.
     """
-    found = []
-    for num_stages in size.few:
-        for name in ("early_exit", "freezing") if len(size.scenarios) > 2 else ("freezing",):
-            for link, spread in ((0.0, 0.0), (1.0, 0.0), (1.0, LINK_SPREAD)):
-                for method in (UNIFORM, "balanced:time", OPTIMAL, AUTO) if len(size.scenarios) > 2 else (UNIFORM, OPTIMAL):
-                    # A mean delay of a fifth of a dense stage's forward.
-                    stage_ms = size.pace * LAYER_MS[num_stages] * 24 / num_stages
-                    found.append(case(
-                        f"model:{name}:24", method, num_stages, size, link_ms=link * stage_ms / 15, link_spread=spread
-                    ))
-    return found
+    full = len(size.scenarios) > 2
+    # A mean delay of a fifth of a dense stage's forward, which is a third of the stage's time.
+    delay_ms = {s: size.pace * LAYER_MS[s] * 24 / s / 15 for s in size.few}
+    return [
+        case(f"model:{name}:24", method, num_stages, size, link_ms=link * delay_ms[num_stages], link_spread=spread)
+        for num_stages in size.few
+        for name in (("early_exit", "freezing") if full else ("freezing",))
+        for link, spread in ((0.0, 0.0), (1.0, 0.0), (1.0, LINK_SPREAD))
+        for method in ((UNIFORM, "balanced:time", OPTIMAL, AUTO) if full else (UNIFORM, OPTIMAL))
+    ]
 
 
 def workers(size: Size) -> list[Case]:
@@ -171,6 +181,8 @@ def _complete(cases: Sequence[Case], raw: Path, make: Callable[[Sequence[Case]],
     done = {result.case: result for result in read(raw)}
     raw.parent.mkdir(parents=True, exist_ok=True)
     missing = [c for c in dict.fromkeys(cases) if c not in done]
+    if len(missing) < len(set(cases)):
+        print(f"{len(set(cases)) - len(missing)} runs of {len(set(cases))} are in {raw} already", flush=True)
     for number, result in enumerate(make(missing) if missing else (), start=1):
         print(f"{number}/{len(missing)} {describe(result)}", flush=True)
         done[result.case] = result

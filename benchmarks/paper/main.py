@@ -11,12 +11,14 @@
     python -m benchmarks.paper.main replicas       # 8 and 30 data-parallel replicas, simulation
     python -m benchmarks.replay.validate           # simulator against engine
 
-Every run is kept in ``--raw`` and not made again: a command that was interrupted goes on where it was.
+Every run is kept in ``--raw`` and not made again: a command that was interrupted goes on where it was, and one whose
+runs shall be made anew begins with deleting the folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +49,8 @@ def recorded(options: argparse.Namespace) -> None:
     size = replace(options.size, stages={s: 0 for s in options.size.stages if s <= 4})
     cases = experiments.throughput(size, [str(file.relative_to(Path.cwd())) for file in files])
     results = experiments.run(cases, options.raw / "recorded.jsonl")
-    report = Report("recorded", options.out, "replay", options.quick, "Throughput, traces recorded from this project's scenarios")
+    title = "Throughput, traces recorded from this project's scenarios"
+    report = Report("recorded", options.out, "replay", options.quick, title)
     report.notes = [f"{file.name}: {Trace.load(file).source.description}" for file in files]
     tables.throughput(report, results)
 
@@ -67,8 +70,8 @@ def network(options: argparse.Namespace) -> None:
     results = experiments.run(experiments.network(options.size), options.raw / "network.jsonl")
     report = Report("network", options.out, "replay", options.quick, "Unstable network (DynPipe D.2)")
     report.text = (
-        "Both sides of every message wait after they have met: *steady delays* a fifth of a dense stage's forward, *delays vary* "
-        "the same times N(1, 1) cut off at 0 and 4, anew for every message."
+        "Both sides of every message wait after they have met: *steady delays* a fifth of a dense stage's forward, "
+        "*delays vary* the same times N(1, 1) cut off at 0 and 4, anew for every message."
     )
     report.notes = ["No partition avoids a delay that every boundary has; what ours gains, it gains by the layers."]
     tables.conditions(report, results, plain="no delays")
@@ -76,10 +79,11 @@ def network(options: argparse.Namespace) -> None:
 
 def workers(options: argparse.Namespace) -> None:
     results = experiments.run(experiments.workers(options.size), options.raw / "workers.jsonl")
-    report = Report("workers", options.out, "replay", options.quick, "Unequal workers: the second stage is 1.5 times slower")
+    title = "Unequal workers: the second stage is 1.5 times slower"
+    report = Report("workers", options.out, "replay", options.quick, title)
     report.text = (
-        "*optimal* and *simulated* are told the speeds (`stage_speeds`); the paper's balancers only see that layers on the "
-        "slow stage take longer."
+        "*optimal* and *simulated* are told the speeds (`stage_speeds`); the paper's balancers only see that layers on "
+        "the slow stage take longer."
     )
     tables.conditions(report, results, plain="equal workers")
 
@@ -101,22 +105,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=[*TABLES, "all"])
     parser.add_argument("--quick", action="store_true", help="few batches, scenarios and methods on 2 stages")
-    parser.add_argument("--stages", type=int, nargs="+", help="some of 2 4 8 16 24")
+    parser.add_argument("--stages", type=int, nargs="+", choices=sorted(experiments.FULL.stages))
     parser.add_argument("--batches", type=int)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--raw", type=Path, help="default: outputs/paper, or outputs/paper_quick")
+    parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
     options = parser.parse_args()
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
         size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages})
     options.size = replace(size, batches=options.batches or size.batches)
-    options.raw = options.raw or Path("outputs/paper_quick" if options.quick else "outputs/paper")
     print(environment(), *KINDS.values(), sep="\n", flush=True)
     chosen = list(TABLES) if options.table == "all" else [options.table]
     if options.table == "all" and not any(FOLDER.glob("*.json")):
         chosen.remove("recorded")
-    for name in chosen:
-        TABLES[name](options)
+    with tempfile.TemporaryDirectory() as folder:
+        options.raw = options.raw or (Path(folder) if options.quick else Path("outputs/paper"))
+        for name in chosen:
+            TABLES[name](options)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from __future__ import annotations
 UNKNOWN = "n/a"
 
 SPEEDUP_SETTING = (
-    "the paper's abstract: largest end-to-end speedup of any GPT, depth and pipeline over static training (Megatron-LM, "
-    "DeepSpeed), on GPUs; per depth and stage count: n/a"
+    "the paper's abstract: largest end-to-end speedup of any GPT, depth and pipeline over static training "
+    "(Megatron-LM, DeepSpeed), on GPUs; per depth and stage count: n/a"
 )
 LARGEST_SPEEDUP = {
     "moe": 1.23, "pruning": 3.18, "freezing": 2.23, "sparse_attention": 4.02, "early_exit": 4.52, "mod": 1.17,

@@ -17,8 +17,8 @@ from benchmarks.paper.plots import plot_predictions
 __all__ = ["Report", "plot_predictions"]
 
 KINDS = {
-    "replay": "REPLAY: layers wait as long as a trace says and do not compute; engine, messages, profiles, decisions and "
-    "migrations are real",
+    "replay": "REPLAY: layers wait as long as a trace says and do not compute; engine, messages, profiles, decisions "
+    "and migrations are real",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
 }
 
@@ -95,8 +95,8 @@ class Report:
         lines = [
             f"# {self.title}{quick}", f"**{about['kind']}.**", self.text, self.table,
             "\n".join(f"- {note}" for note in self.notes), "\n".join(f"![]({name})" for name in self.pictures),
-            f"{about['machine']}; commit {about['commit']}; {about['date']}; load of the machine {about['load_before']} "
-            f"before, {about['load_after']} after (the run's own included).",
+            f"{about['machine']}; commit {about['commit']}; {about['date']}; load of the machine "
+            f"{about['load_before']} before, {about['load_after']} after (the run's own included).",
         ]
         text = "\n\n".join(line for line in lines if line) + "\n"
         (self.folder / f"{self.stem}.md").write_text(text, encoding="utf-8")

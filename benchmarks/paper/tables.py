@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from benchmarks.paper import published
-from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped
+from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenario_of
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
 from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, Result, best
@@ -20,15 +19,6 @@ STATIC_LABELS = [m.label for m in STATIC]
 PAPER_LABELS = [m.label for m in PAPERS]
 OUR_LABELS = [m.label for m in OURS]
 Groups = Mapping[tuple[str, int, str], dict[str, Result]]
-
-
-def scenario_of(trace: str) -> str:
-    """``"moe"`` of ``"model:moe:24"`` or of a file's name.
-
-    Args:
-        trace: of a case.
-    """
-    return trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
 
 
 def blocks_of(result: Result) -> int:
@@ -93,14 +83,14 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "Throughput in micro-batches a second"
         + (" of all replicas" if any(r.replicas > 1 for r in results) else "")
         + ". *static uniform*: as many blocks on every stage (Megatron-LM's rule); *static parameters*: DeepSpeed's; "
-        "*balanced*, *diffusion*: the paper's balancers, at a fixed interval; *optimal:time*: ours at the same interval; "
-        "*auto*: ours, moving when it pays."
+        "*balanced*, *diffusion*: the paper's balancers, at a fixed interval; *optimal:time*: ours at the same "
+        "interval; *auto*: ours, moving when it pays, which it can know after four batches at the soonest."
     )
     report.notes += [
-        f"Paper: {published.SPEEDUP_SETTING}. Their models, GPUs and amounts of dynamism differ from these traces', so the "
-        "figures can't be compared one to one.",
-        "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks differ "
-        "by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
+        f"Paper: {published.SPEEDUP_SETTING}. Their models, GPUs and amounts of dynamism differ from these traces', so "
+        "the figures can't be compared one to one.",
+        "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
+        "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
     if any(v["same_losses"] is not None for v in values):
         same = sum(bool(v["same_losses"]) for v in values)
@@ -176,8 +166,8 @@ def bubbles(report: Report, results: Sequence[Result]) -> None:
     ]
     report.table, report.values = _markdown(header, rows), values
     report.text = (
-        "Idle share of a stage, mean over the stages; static and dynamic ones of the last quarter of the run. *Before it "
-        "changes* is the same model before its first change (MoE: its first batches, which are uneven already)."
+        "Idle share of a stage, mean over the stages; static and dynamic ones of the last quarter of the run. *Before "
+        "it changes* is the same model before its first change (MoE: its first batches, which are uneven already)."
     )
     report.notes.append("The numbers of the paper's Figure 1 are not at hand.")
     report.save(lambda path: plot_bars(
@@ -216,21 +206,21 @@ def overhead(report: Report, results: Sequence[Result]) -> None:
                 "moved_bytes": [move.bytes_moved for move in run.moves], "parameter_scale": run.parameter_scale,
             })
     header = [
-        "scenario", "stages", "method", "batch, s", "moves", "profiling", "planning", "moving", "together", "paper (Figure 4)",
-        "one re-balance, iterations (worst)", "paper (Table 1)",
+        "scenario", "stages", "method", "batch, s", "moves", "profiling", "planning", "moving", "together",
+        "paper (Figure 4)", "one re-balance, iterations (worst)", "paper (Table 1)",
     ]
     costs = [cost for v in values for cost in v["iterations_of_one_rebalance"]]
     report.table, report.values = _markdown(header, rows), values
     report.text = (
-        "Overheads are the first rank's, of the timed batches; one re-balance is the seconds from the decision to the end of "
-        "the move, over the median batch, median and worst of the run."
+        "Overheads are the first rank's, of the timed batches; one re-balance is the seconds from the decision to the "
+        "end of the move, over the median batch, median and worst of the run."
     )
     scale = results[0].parameter_scale
     report.notes += [
         f"Figure 4: {published.OVERHEAD_SETTING}. Table 1: {published.ITERATIONS_SETTING}; goal: ours below 1.",
-        f"Largest of all {len(costs)} re-balances here: {max(costs):.3f} iterations." if costs else "No re-balance here.",
-        f"Replay layers hold {scale:.3g} of the trace's parameter bytes, so bytes cost less than they would; the cost of "
-        "moving real sizes: benchmarks/migration.",
+        f"Largest of all {len(costs)} re-balances: {max(costs):.3f} iterations." if costs else "No re-balance here.",
+        f"Replay layers hold {scale:.3g} of the trace's parameter bytes, so bytes cost less than they would; the cost "
+        "of moving real sizes: benchmarks/migration.",
     ]
     report.save(lambda path: plot_bars(
         path, panels, ylabel="share of the\ntraining time (%)", title=report.title, xlabel="scenario, stages (replay)",
@@ -257,7 +247,8 @@ def conditions(report: Report, results: Sequence[Result], *, plain: str) -> None
         rows.append([
             name, str(num_stages), what or plain, *(f"{runs[label].throughput:.2f}" for label in labels),
             f"**{ours.throughput / static.throughput:.2f}x**", f"{kept[static.case.method]:.0%}",
-            f"{kept[ours.case.method]:.0%}", f"{static.last_bubble():.1%}", f"{ours.last_bubble():.1%}", published.UNKNOWN,
+            f"{kept[ours.case.method]:.0%}", f"{static.last_bubble():.1%}", f"{ours.last_bubble():.1%}",
+            published.UNKNOWN,
         ])
         bars = {label: run.throughput / undisturbed[UNIFORM].throughput for label, run in runs.items()}
         panels.setdefault(f"{name}, {num_stages} stages", {})[what or plain] = bars

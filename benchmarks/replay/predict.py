@@ -25,7 +25,8 @@ from dynpipe_ds.simulation import simulate
 
 
 def predict(
-    case: Case, *, replicas: int = 1, message_s: float = 0.0, late_s: tuple[float, float] = (0.0, 0.0), step_s: float = 0.0,
+    case: Case, *, replicas: int = 1, message_s: float = 0.0, late_s: tuple[float, float] = (0.0, 0.0),
+    step_s: float = 0.0,
 ) -> Result:
     """Simulate a run.
 

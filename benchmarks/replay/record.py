@@ -130,7 +130,8 @@ def _rank(config: DictConfig) -> None:
     settings = Settings.from_mapping(values)
     choose_threads(settings.run.threads)
     start_distributed()
-    trace = record(settings, "python -m benchmarks.replay.record " + " ".join(a for a in sys.argv[1:] if "record.out" not in a))
+    overrides = " ".join(word for word in sys.argv[1:] if "record.out" not in word)
+    trace = record(settings, f"python -m benchmarks.replay.record {overrides}")
     if torch.distributed.get_rank() == 0:
         print(trace.save(out or FOLDER / f"{settings.scenario}.json"), flush=True)
     torch.distributed.barrier()

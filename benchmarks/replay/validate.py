@@ -150,8 +150,9 @@ def row(c: Comparison) -> str:
         c: the case.
     """
     return (
-        f"| {c.case.num_stages} | {c.case.num_micro_batches} | {c.case.trace} | {c.measured_s:.3f} | {c.told_error:+.1%} "
-        f"| {c.error:+.1%} ({c.worst_error:+.1%}) | {c.own_error:+.1%} | {c.bubble:.3f} | {c.predicted_bubble:.3f} |"
+        f"| {c.case.num_stages} | {c.case.num_micro_batches} | {c.case.trace} | {c.measured_s:.3f} "
+        f"| {c.told_error:+.1%} | {c.error:+.1%} ({c.worst_error:+.1%}) | {c.own_error:+.1%} | {c.bubble:.3f} "
+        f"| {c.predicted_bubble:.3f} |"
     )
 
 
