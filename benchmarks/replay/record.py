@@ -20,6 +20,7 @@ from typing import Any
 
 import hydra
 import torch
+from deepspeed.accelerator import get_accelerator
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -96,6 +97,7 @@ def record(settings: Settings, command: str) -> Trace:
     )
     contender = build_contender(settings, tokens, dynamic=False)
     engine, batches = contender.engine, []
+    kind = "cpu" if engine.device.type == "cpu" else "gpu"
     times, loads = _ForwardTimes(engine.local_layers()), []
     for batch in range(settings.run.batches):
         contender.scenario.before_batch(engine, batch)
@@ -104,14 +106,16 @@ def record(settings: Settings, command: str) -> Trace:
         spread = gather_by_layer(engine, times.take(), 1)[:, 0] / engine.mpu.get_data_parallel_world_size()
         profile = engine.last_batch_profile
         if profile is not None:
-            batches.append(trace_batch(batch, profile, spread.tolist()))
+            # Hooks see a device's launches, not its work, so only a CPU's dispersion is known.
+            batches.append(trace_batch(batch, profile, spread.tolist() if kind == "cpu" else ()))
         loads.append(os.getloadavg()[0])
     ranks = torch.distributed.get_world_size()
     load = statistics.median(loads)
     busy = "others computed as well, so times are too long and noisy" if load > ranks + QUIET_LOAD else "quiet"
     source = Source(
-        "cpu",
-        f"{command}; {environment()}; {ranks} ranks of {torch.get_num_threads()} thread, partition "
+        kind,
+        f"{command}; {environment()}; {get_accelerator().device_name()}; "
+        f"{ranks} ranks of {torch.get_num_threads()} thread, partition "
         f"{list(engine.partition)}, {engine.gradient_accumulation_steps()} micro-batches; load {load:.1f} ({busy}); "
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         settings.seed,
