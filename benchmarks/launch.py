@@ -30,7 +30,7 @@ def _lines(path: str) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no other run on this machine uses now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -48,7 +48,7 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
     command = [
-        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(_free_port()),
+        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(free_port()),
         "--log_level", "error", "--module", module, *args,
     ]
     subprocess.run(command, check=True, env=environment)

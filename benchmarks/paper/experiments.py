@@ -1,0 +1,217 @@
+"""Which runs the tables are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.paper.published import CHANGING_EVERY_BATCH
+from benchmarks.replay.case import METHODS, OURS, STATIC, Case, Result
+from benchmarks.replay.predict import predict
+from benchmarks.replay.run import describe, run_cases
+
+SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
+UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
+EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
+LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
+SLOW = 1 / 1.5  # speed of the slow worker
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Args:
+        stages: numbers of stages, each with the blocks of its model.
+        scenarios: which.
+        methods: labels.
+        batches: of a run.
+        few: stages for the tables of network and workers.
+        depths: blocks of the simulated tables.
+        pace: times all layers' milliseconds.
+    """
+
+    stages: dict[int, int]
+    scenarios: tuple[str, ...]
+    methods: tuple[str, ...]
+    batches: int
+    few: tuple[int, ...]
+    depths: tuple[int, ...]
+    pace: float
+
+
+FULL = Size(
+    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 24, (4, 8), (24, 32, 40, 48), 1.0
+)
+QUICK = Size(
+    {2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5
+)
+
+# Forward and backward of a dense block, so that a stage's micro-batch lasts long beside the engine's own work,
+# S ranks of which share the machine's cores.
+LAYER_MS = {2: 6.0, 4: 8.0, 8: 12.0, 16: 20.0, 24: 30.0}
+
+
+def scenario_of(trace: str) -> str:
+    """``"moe"`` of ``"model:moe:24"`` or of a file's name.
+
+    Args:
+        trace: of a case.
+    """
+    return trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
+
+
+def micro_batches(num_stages: int) -> int:
+    """M: four a stage, two with many stages, where a batch would get long.
+
+    Args:
+        num_stages: S.
+    """
+    return (4 if num_stages <= 8 else 2) * num_stages
+
+
+def case(trace: str, method: str, num_stages: int, size: Size, **options: object) -> Case:
+    """One run of an experiment.
+
+    Args:
+        trace: file or model.
+        method: label.
+        num_stages: S.
+        size: its batches.
+        **options: further fields of the case.
+    """
+    changing = scenario_of(trace) in CHANGING_EVERY_BATCH
+    layer_ms = size.pace * LAYER_MS.get(num_stages, 30.0)
+    return Case(
+        trace, method, num_stages, micro_batches(num_stages), size.batches, layer_ms, 1 if changing else EVERY,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def throughput(size: Size, traces: Sequence[str] = ()) -> list[Case]:
+    """Every scenario, method and pipeline (DynPipe Table 2, Figure 3).
+
+    Args:
+        size: how much.
+        traces: recorded ones to replay instead of the load models.
+    """
+    return [
+        case(trace, method, num_stages, size)
+        for num_stages, depth in size.stages.items()
+        for trace in traces or [f"model:{name}:{depth}" for name in size.scenarios]
+        for method in size.methods
+    ]
+
+
+def network(size: Size) -> list[Case]:
+    """Link delays that are steady, and drawn anew for every message up to four times as long (DynPipe D.2).
+
+    Args:
+        size: how much.
+    """
+    full = len(size.scenarios) > 2
+    # A mean delay of a fifth of a dense stage's forward, which is a third of the stage's time.
+    delay_ms = {s: size.pace * LAYER_MS[s] * 24 / s / 15 for s in size.few}
+    return [
+        case(f"model:{name}:24", method, num_stages, size, link_ms=link * delay_ms[num_stages], link_spread=spread)
+        for num_stages in size.few
+        for name in (("early_exit", "freezing") if full else ("freezing",))
+        for link, spread in ((0.0, 0.0), (1.0, 0.0), (1.0, LINK_SPREAD))
+        for method in ((UNIFORM, "balanced:time", OPTIMAL, AUTO) if full else (UNIFORM, OPTIMAL))
+    ]
+
+
+def workers(size: Size) -> list[Case]:
+    """One stage, the second, 1.5 times slower.
+
+    Args:
+        size: how much.
+    """
+    full = len(size.scenarios) > 2
+    return [
+        case(f"model:{name}:24", method, num_stages, size, speeds=speeds)
+        for num_stages in size.few
+        for name in (("dense", "freezing", "early_exit") if full else ("dense",))
+        for speeds in ((1.0,) * num_stages, tuple(SLOW if s == 1 else 1.0 for s in range(num_stages)))
+        for method in (size.methods if full else (UNIFORM, OPTIMAL))
+    ]
+
+
+def replicas(size: Size) -> list[tuple[Case, int]]:
+    """16 stages with 8 data-parallel replicas, 24 with 30 (Figure 3), for the simulator.
+
+    Args:
+        size: how much.
+    """
+    methods = (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+    pipelines = ((16, 8), (24, 30)) if len(size.scenarios) > 2 else ((16, 8),)
+    return [
+        (case(f"model:{name}:{depth}", method, num_stages, size), count)
+        for num_stages, count in pipelines
+        for depth in size.depths
+        for name in size.scenarios
+        for method in methods
+    ]
+
+
+def run(cases: Sequence[Case], raw: Path) -> list[Result]:
+    """Replay the cases that ``raw`` does not hold yet, and add them there.
+
+    Args:
+        cases: runs.
+        raw: file of JSON lines.
+    """
+    return _complete(cases, raw, lambda missing: run_cases(missing))
+
+
+def simulate_all(cases: Sequence[tuple[Case, int]], raw: Path) -> list[Result]:
+    """Simulate the cases that ``raw`` does not hold yet.
+
+    Args:
+        cases: runs and their replicas.
+        raw: file of JSON lines.
+    """
+    count = {c: n for c, n in cases}
+    return _complete([c for c, _ in cases], raw, lambda missing: (predict(c, replicas=count[c]) for c in missing))
+
+
+def _complete(cases: Sequence[Case], raw: Path, make: Callable[[Sequence[Case]], Iterable[Result]]) -> list[Result]:
+    done = {result.case: result for result in read(raw)}
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    missing = [c for c in dict.fromkeys(cases) if c not in done]
+    if len(missing) < len(set(cases)):
+        print(f"{len(set(cases)) - len(missing)} runs of {len(set(cases))} are in {raw} already", flush=True)
+    for number, result in enumerate(make(missing) if missing else (), start=1):
+        print(f"{number}/{len(missing)} {describe(result)}", flush=True)
+        done[result.case] = result
+        with raw.open("a") as file:
+            file.write(json.dumps(result.as_values()) + "\n")
+    return [done[c] for c in dict.fromkeys(cases)]
+
+
+def read(raw: Path) -> Iterator[Result]:
+    """Results of an earlier run.
+
+    Args:
+        raw: file of JSON lines; may be missing.
+    """
+    for line in raw.read_text().splitlines() if raw.exists() else ():
+        yield Result.from_values(json.loads(line))
+
+
+def grouped(results: Iterable[Result]) -> dict[tuple[str, int, str], dict[str, Result]]:
+    """Results by (trace, stages, what else differs), then by method.
+
+    Args:
+        results: of one experiment.
+    """
+    found: dict[tuple[str, int, str], dict[str, Result]] = {}
+    for result in results:
+        c = result.case
+        what = "slow worker" if len(set(c.speeds)) > 1 else ""
+        if c.link_ms:
+            what = "delays vary" if c.link_spread else "steady delays"
+        found.setdefault((c.trace, c.num_stages, what), {})[c.method] = result
+    return found

@@ -1,0 +1,128 @@
+"""The paper's tables and figures, one command each; results go to ``benchmarks/results/paper/``.
+
+    python -m benchmarks.paper.main all --quick    # about 2 minutes on two idle cores
+    python -m benchmarks.paper.main throughput     # DynPipe Table 2, Figure 3: 2 to 24 stages, replay (about 3 hours)
+    python -m benchmarks.paper.main throughput --stages 2 4 8 --batches 24
+    python -m benchmarks.paper.main recorded       # the same for the recorded traces, 2 and 4 stages
+    python -m benchmarks.paper.main bubbles        # Figure 1, from the runs of 'throughput'
+    python -m benchmarks.paper.main overhead       # Figure 4, DynPipe Table 1, from the runs of 'throughput'
+    python -m benchmarks.paper.main network        # DynPipe D.2, replay
+    python -m benchmarks.paper.main workers        # one stage 1.5 times slower, replay
+    python -m benchmarks.paper.main replicas       # 8 and 30 data-parallel replicas, simulation
+    python -m benchmarks.replay.validate           # simulator against engine
+
+Every run is kept in ``--raw`` and not made again: a command that was interrupted goes on where it was, and one whose
+runs shall be made anew begins with deleting the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.launch import environment
+from benchmarks.paper import experiments, tables
+from benchmarks.paper.report import KINDS, Report
+from benchmarks.replay.record import FOLDER
+from benchmarks.traces import Trace
+
+RESULTS = Path(__file__).parents[1] / "results" / "paper"
+
+
+def throughput(options: argparse.Namespace) -> None:
+    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
+    report = Report("throughput", options.out, "replay", options.quick, "Throughput (DynPipe Table 2, Figure 3)")
+    report.text = "Load models of the six kinds of dynamism. "
+    report.pictures += tables.heat_maps(report, results)
+    tables.throughput(report, results)
+
+
+def recorded(options: argparse.Namespace) -> None:
+    files = sorted(FOLDER.glob("*.json"))
+    if not files:
+        raise SystemExit(f"no traces in {FOLDER}: record them with python -m benchmarks.replay.record all")
+    if options.quick:
+        files = [file for file in files if file.stem in options.size.scenarios]
+    size = replace(options.size, stages={s: 0 for s in options.size.stages if s <= 4})
+    cases = experiments.throughput(size, [str(file.relative_to(Path.cwd())) for file in files])
+    results = experiments.run(cases, options.raw / "recorded.jsonl")
+    title = "Throughput, traces recorded from this project's scenarios"
+    report = Report("recorded", options.out, "replay", options.quick, title)
+    report.notes = [f"{file.name}: {Trace.load(file).source.description}" for file in files]
+    tables.throughput(report, results)
+
+
+def bubbles(options: argparse.Namespace) -> None:
+    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
+    tables.bubbles(Report("bubbles", options.out, "replay", options.quick, "Bubble ratios (Figure 1)"), results)
+
+
+def overhead(options: argparse.Namespace) -> None:
+    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
+    title = "Overheads (Figure 4) and what one re-balance costs (DynPipe Table 1)"
+    tables.overhead(Report("overhead", options.out, "replay", options.quick, title), results)
+
+
+def network(options: argparse.Namespace) -> None:
+    results = experiments.run(experiments.network(options.size), options.raw / "network.jsonl")
+    report = Report("network", options.out, "replay", options.quick, "Unstable network (DynPipe D.2)")
+    report.text = (
+        "Both sides of every message wait after they have met: *steady delays* a fifth of a dense stage's forward, "
+        "*delays vary* the same times N(1, 1) cut off at 0 and 4, anew for every message."
+    )
+    report.notes = ["No partition avoids a delay that every boundary has; what ours gains, it gains by the layers."]
+    tables.conditions(report, results, plain="no delays")
+
+
+def workers(options: argparse.Namespace) -> None:
+    results = experiments.run(experiments.workers(options.size), options.raw / "workers.jsonl")
+    title = "Unequal workers: the second stage is 1.5 times slower"
+    report = Report("workers", options.out, "replay", options.quick, title)
+    report.text = (
+        "*optimal* and *simulated* are told the speeds (`stage_speeds`); the paper's balancers only see that layers on "
+        "the slow stage take longer."
+    )
+    tables.conditions(report, results, plain="equal workers")
+
+
+def replicas(options: argparse.Namespace) -> None:
+    results = experiments.simulate_all(experiments.replicas(options.size), options.raw / "replicas.jsonl")
+    report = Report("replicas", options.out, "simulation", options.quick, "Data-parallel replicas (Figure 3)")
+    report.text = "16 stages with 8 replicas, 24 with 30; a batch ends with the slowest replica. "
+    report.notes = ["Links, gradient reduction, profiling and moving take no time here."]
+    tables.throughput(report, results)
+
+
+TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
+    f.__name__: f for f in (throughput, recorded, bubbles, overhead, network, workers, replicas)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=[*TABLES, "all"])
+    parser.add_argument("--quick", action="store_true", help="few batches, scenarios and methods on 2 stages")
+    parser.add_argument("--stages", type=int, nargs="+", choices=sorted(experiments.FULL.stages))
+    parser.add_argument("--batches", type=int)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
+    options = parser.parse_args()
+    size = experiments.QUICK if options.quick else experiments.FULL
+    if options.stages:
+        size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages})
+    options.size = replace(size, batches=options.batches or size.batches)
+    print(environment(), *KINDS.values(), sep="\n", flush=True)
+    chosen = list(TABLES) if options.table == "all" else [options.table]
+    if options.table == "all" and not any(FOLDER.glob("*.json")):
+        chosen.remove("recorded")
+    with tempfile.TemporaryDirectory() as folder:
+        options.raw = options.raw or (Path(folder) if options.quick else Path("outputs/paper"))
+        for name in chosen:
+            TABLES[name](options)
+
+
+if __name__ == "__main__":
+    main()

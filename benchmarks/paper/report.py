@@ -1,0 +1,103 @@
+"""A table with its environment, as JSON, Markdown and picture."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import environment
+from benchmarks.paper.plots import plot_predictions
+
+__all__ = ["Report", "plot_predictions"]
+
+KINDS = {
+    "replay": "REPLAY: layers wait as long as a trace says and do not compute; engine, messages, profiles, decisions "
+    "and migrations are real",
+    "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
+}
+
+
+def commit() -> str:
+    """The checkout's commit, marked if files differ from it; "unknown" outside of one."""
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@dataclass
+class Report:
+    """What a command writes: ``<name>.json``, ``<name>.md``, ``<name>.png`` (``<name>_quick`` for a quick run).
+
+    Args:
+        name: of the files.
+        folder: where they go.
+        kind: ``"replay"`` or ``"simulation"``.
+        quick: whether this is a short run, whose numbers are rough.
+        title: heading.
+        text: what the table shows.
+        table: Markdown.
+        notes: lines below it.
+        values: all numbers.
+        pictures: further pictures, by file name.
+    """
+
+    name: str
+    folder: Path
+    kind: str
+    quick: bool = False
+    title: str = ""
+    text: str = ""
+    table: str = ""
+    notes: list[str] = field(default_factory=list)
+    values: Any = None
+    pictures: list[str] = field(default_factory=list)
+    began: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc))
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+
+    @property
+    def stem(self) -> str:
+        """File name without ending."""
+        return f"{self.name}_quick" if self.quick else self.name
+
+    def environment(self) -> dict[str, Any]:
+        """What the numbers depend on."""
+        return {
+            "kind": KINDS[self.kind], "machine": environment(), "commit": commit(),
+            "date": f"{self.began:%Y-%m-%d %H:%M} UTC", "load_before": round(self.load_before, 1),
+            "load_after": round(os.getloadavg()[0], 1), "quick": self.quick,
+        }
+
+    def save(self, plot: Callable[[Path], None] | None = None) -> None:
+        """Write all files and print the Markdown.
+
+        Args:
+            plot: draws the picture into a file; None for no picture.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if plot is not None:
+            plot(self.folder / f"{self.stem}.png")
+            self.pictures.insert(0, f"{self.stem}.png")
+        about = self.environment()
+        values = {"title": self.title, "environment": about, "notes": self.notes, "values": self.values}
+        (self.folder / f"{self.stem}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        quick = "\n\n*Quick run: few batches, few pipelines; the numbers are rough.*" if self.quick else ""
+        lines = [
+            f"# {self.title}{quick}", f"**{about['kind']}.**", self.text, self.table,
+            "\n".join(f"- {note}" for note in self.notes), "\n".join(f"![]({name})" for name in self.pictures),
+            f"{about['machine']}; commit {about['commit']}; {about['date']}; load of the machine "
+            f"{about['load_before']} before, {about['load_after']} after (the run's own included).",
+        ]
+        text = "\n\n".join(line for line in lines if line) + "\n"
+        (self.folder / f"{self.stem}.md").write_text(text, encoding="utf-8")
+        print(text, flush=True)

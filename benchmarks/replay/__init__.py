@@ -1,0 +1,1 @@
+"""Replay: the real engine with layers that wait as long as a trace says. They do not compute: see README.md."""

@@ -1,0 +1,351 @@
+"""One replayed training run as a value: trace, pipeline, method, network, workers; and what came out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.traces import Trace, TraceBatch
+from benchmarks.traces.models import MODELS
+from dynpipe_ds.partition import balanced
+from dynpipe_ds.simulation import Workload
+
+PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
+WARM_UP = 2  # batches that are not timed
+
+
+@dataclass(frozen=True)
+class Method:
+    """Who decides about the partition.
+
+    Args:
+        label: for tables.
+        start: the first partition: ``"blocks"`` (as many blocks on every stage, Megatron-LM's) or
+            ``"parameters"`` (DeepSpeed's).
+        partitioner: at run time; empty for a static partition.
+        cost: ``"time"`` or ``"parameters"``.
+        auto: our controller instead of a fixed interval.
+        knows_speeds: whether it is told of slower workers.
+    """
+
+    label: str
+    start: str = "blocks"
+    partitioner: str = ""
+    cost: str = "time"
+    auto: bool = False
+    knows_speeds: bool = False
+
+    def section(self, every: int, speeds: Sequence[float]) -> dict[str, Any]:
+        """The ``dynamic_pipeline`` section.
+
+        Args:
+            every: interval of the methods that have one, in batches.
+            speeds: relative speed of every stage.
+        """
+        section: dict[str, Any] = {"enabled": True}
+        if not self.partitioner:
+            return section | {"rebalance_every": "never"}
+        section |= {"partitioner": self.partitioner, "cost": self.cost}
+        if not self.auto:
+            # A fixed interval, one profiled batch, any gain: what DynMo does.
+            section |= {"rebalance_every": every, "profile_batches": 1, "min_gain": 0.0}
+        if self.knows_speeds and len(set(speeds)) > 1:
+            section["stage_speeds"] = list(speeds)
+        return section
+
+
+STATIC = (Method("static uniform"), Method("static parameters", start="parameters"))
+PAPERS = tuple(
+    Method(f"{partitioner}:{cost}", partitioner=partitioner, cost=cost)
+    for partitioner in ("balanced", "diffusion") for cost in ("parameters", "time")
+)
+OURS = (
+    Method("optimal:time", partitioner="optimal", knows_speeds=True),
+    Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
+    Method("simulated:time, auto", partitioner="simulated", auto=True, knows_speeds=True),
+)
+METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Args:
+        trace: a JSON file, or ``"model:<scenario>:<depth>"``.
+        method: label of a :class:`Method`.
+        num_stages: S.
+        num_micro_batches: M.
+        num_batches: length; the trace is stretched or squeezed to it.
+        layer_ms: forward and backward milliseconds of a mean layer in the first batch, which all times are
+            scaled to; 0: as the trace says.
+        every: interval of methods that have one, in batches.
+        speeds: relative speed of every stage; empty for all alike.
+        link_ms: mean delay of a message; 0 for the machine's own.
+        link_spread: the delays of messages are ``link_ms`` x N(1, spread), within 0 and 4 (0: none vary).
+        seed: of dispersion and links.
+    """
+
+    trace: str
+    method: str
+    num_stages: int
+    num_micro_batches: int
+    num_batches: int
+    layer_ms: float = 0.0
+    every: int = 1
+    speeds: tuple[float, ...] = ()
+    link_ms: float = 0.0
+    link_spread: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "speeds", tuple(self.speeds) or (1.0,) * self.num_stages)
+        if self.method not in METHODS:
+            raise ValueError(f"method = {self.method!r}: must be one of {', '.join(METHODS)}")
+        if len(self.speeds) != self.num_stages:
+            raise ValueError(f"speeds = {self.speeds}: need one for each of {self.num_stages} stages")
+        if self.num_batches <= WARM_UP:
+            raise ValueError(f"num_batches = {self.num_batches}: must be more than the {WARM_UP} untimed ones")
+
+    def load_trace(self) -> Trace:
+        """Read or make the trace, its seconds scaled."""
+        trace = load_trace(self.trace)
+        return trace.scaled(self.layer_ms / 1e3 / trace.mean_layer_s()) if self.layer_ms else trace
+
+    def micro_batch_factors(self, moment: TraceBatch, batch: int, replica: int = 0) -> np.ndarray:
+        """``(L, M)`` factors of the layers' seconds, log-normal with mean 1 and the trace's dispersion.
+
+        Args:
+            moment: the trace's batch.
+            batch: number of the batch in this run.
+            replica: data-parallel replica, which has other data.
+        """
+        num_layers = len(moment.forward_s)
+        if not moment.dispersion:
+            return np.ones((num_layers, self.num_micro_batches))
+        sigma = np.sqrt(np.log1p(np.square(moment.dispersion)))[:, None]
+        draws = np.random.default_rng((self.seed, batch, replica)).normal(size=(num_layers, self.num_micro_batches))
+        return np.exp(sigma * draws - sigma**2 / 2)
+
+    def links_s(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(S - 1, M)`` seconds of activations and of gradients over every boundary.
+
+        Args:
+            batch: number of the batch.
+        """
+        shape = (2, self.num_stages - 1, self.num_micro_batches)
+        draws = np.random.default_rng((self.seed, batch, 1 << 20)).normal(1.0, self.link_spread, shape)
+        activation_s, gradient_s = self.link_ms / 1e3 * draws.clip(0.0, 4.0)
+        return activation_s, gradient_s
+
+    def workload(
+        self, moment: TraceBatch, boundaries: Sequence[int], batch: int, *, replica: int = 0,
+        message_s: float | Sequence[float] = 0.0, late_s: tuple[float, float] = (0.0, 0.0),
+        step_s: float | Sequence[float] = 0.0,
+    ) -> Workload:
+        """What the simulator needs to know of a batch.
+
+        Args:
+            moment: the trace's batch.
+            boundaries: S + 1 layer indices.
+            batch: number of the batch.
+            replica: data-parallel replica.
+            message_s: what a message takes on this machine, one number or one for each boundary.
+            late_s: by how much a forward and a backward through a stage are longer than its layers were told.
+            step_s: optimizer step of every stage.
+        """
+        factors = self.micro_batch_factors(moment, batch, replica)
+        slow = 1.0 / np.array(self.speeds)[:, None]
+        cuts = list(pairwise(boundaries))
+
+        def stages(seconds: Sequence[float]) -> np.ndarray:
+            table = np.array(seconds)[:, None] * factors
+            return slow * np.array([table[low:high].sum(0) for low, high in cuts])
+
+        trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
+        forward_s = stages(moment.forward_s) + late_s[0]
+        backward_s = stages(moment.backward_s) + late_s[1] * trains
+        frozen = frozen_boundaries(moment, boundaries)
+        activation_s, gradient_s = self.links_s(batch)
+        own = np.broadcast_to(np.asarray(message_s, dtype=float), (self.num_stages - 1,))[:, None]
+        return Workload(
+            forward_s, backward_s, self.num_micro_batches,
+            activation_link_s=activation_s + own, gradient_link_s=gradient_s + own, step_s=step_s,
+            frozen_boundaries=frozen,
+        )
+
+
+@cache
+def load_trace(spec: str) -> Trace:
+    """Read a file, or make ``"model:<scenario>:<depth>"``.
+
+    Args:
+        spec: which.
+
+    Raises:
+        ValueError: for a model that does not exist.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind != "model":
+        return Trace.load(spec)
+    name, _, depth = rest.partition(":")
+    if name not in MODELS or not depth.isdigit():
+        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(MODELS)}>:<blocks>")
+    return MODELS[name](int(depth))
+
+
+def frozen_boundaries(moment: TraceBatch, boundaries: Sequence[int]) -> int:
+    """How many boundaries, from the first on, no gradient crosses.
+
+    Args:
+        moment: the trace's batch.
+        boundaries: S + 1 layer indices.
+    """
+    return sum(cut <= moment.frozen_layers for cut in boundaries[1:-1])
+
+
+def first_boundaries(method: Method, trace: Trace, num_stages: int) -> list[int]:
+    """Where a run begins.
+
+    Args:
+        method: whose ``start``.
+        trace: its layers; the first and the last are embedding and head.
+        num_stages: S.
+
+    Returns:
+        S + 1 layer indices.
+    """
+    if method.start == "parameters":
+        return list(balanced(trace.batches[0].parameter_bytes, num_stages).boundaries)
+    blocks = len(trace.layers) - 2
+    size, rest = divmod(blocks, num_stages)
+    inner = [1 + stage * size + min(stage, rest) for stage in range(1, num_stages)]
+    return [0, *inner, blocks + 2]
+
+
+@dataclass
+class Move:
+    """One re-partition.
+
+    Args:
+        batch: batches trained before it.
+        boundaries: after it.
+        plan_s: seconds to decide.
+        migrate_s: seconds to move.
+        bytes_moved: what travelled.
+    """
+
+    batch: int
+    boundaries: list[int]
+    plan_s: float
+    migrate_s: float
+    bytes_moved: int
+
+
+@dataclass
+class Result:
+    """What one run took.
+
+    Args:
+        case: the run.
+        kind: ``"replay"`` or ``"simulation"``.
+        wall_s: seconds of the timed batches, from barrier to barrier, everything included.
+        batches_s: seconds of every batch on the first rank, rebalancing included.
+        bubbles: bubble ratio of every batch.
+        stages_s: busy seconds of every stage in every batch.
+        moves: re-partitions.
+        profiling_s: seconds profiling took, on the timed batches.
+        planning_s: seconds planning took.
+        migrating_s: seconds moving took.
+        parameter_scale: factor of the replay layers' parameter bytes against the trace's.
+        first_boundaries: at the start.
+        losses: of every batch (replay).
+        layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
+            backward] by layer.
+        replicas: data-parallel replicas.
+        engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
+        step_s: median seconds of the optimizer step of every stage (replay).
+        message_s: seconds of one message over every boundary, measured before training (replay).
+    """
+
+    case: Case
+    kind: str
+    wall_s: float
+    batches_s: list[float]
+    bubbles: list[float]
+    stages_s: list[list[float]]
+    moves: list[Move]
+    profiling_s: float
+    planning_s: float
+    migrating_s: float
+    parameter_scale: float
+    first_boundaries: list[int]
+    losses: list[float] = field(default_factory=list)
+    layers_s: list[list[list[float]]] = field(default_factory=list)
+    replicas: int = 1
+    engine_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    message_s: list[float] = field(default_factory=list)
+
+    @property
+    def throughput(self) -> float:
+        """Micro-batches a second over the timed batches, of all replicas."""
+        return self.replicas * self.case.num_micro_batches * (self.case.num_batches - WARM_UP) / self.wall_s
+
+    @property
+    def timed_batches_s(self) -> list[float]:
+        """Seconds of the timed batches."""
+        return self.batches_s[WARM_UP:]
+
+    def last_throughput(self) -> float:
+        """The same over the last quarter of the run, where the model has changed most."""
+        last = self.batches_s[-max(1, len(self.batches_s) // 4) :]
+        return self.replicas * self.case.num_micro_batches * len(last) / math.fsum(last)
+
+    def last_bubble(self) -> float:
+        """Mean bubble ratio of the last quarter of the run."""
+        return fmean(self.bubbles[-max(1, len(self.bubbles) // 4) :])
+
+    def overhead(self) -> float:
+        """Share of the time that went into profiling, planning and moving."""
+        return (self.profiling_s + self.planning_s + self.migrating_s) / self.wall_s
+
+    def boundaries_by_batch(self) -> list[list[int]]:
+        """The partition that every batch ran on."""
+        found = []
+        for batch in range(self.case.num_batches):
+            past = [move.boundaries for move in self.moves if move.batch <= batch]
+            found.append(past[-1] if past else self.first_boundaries)
+        return found
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Result:
+        """Undo :meth:`as_values`.
+
+        Args:
+            values: what it gave.
+        """
+        case = Case(**values["case"])
+        return cls(**(values | {"case": case, "moves": [Move(**move) for move in values["moves"]]}))
+
+
+def best(results: Iterable[Result], labels: Iterable[str]) -> Result:
+    """The run with the highest throughput among some methods.
+
+    Args:
+        results: runs of one scenario and pipeline.
+        labels: methods to look at.
+    """
+    wanted = set(labels)
+    return max((r for r in results if r.case.method in wanted), key=lambda r: r.throughput)

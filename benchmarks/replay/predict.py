@@ -1,0 +1,103 @@
+"""The same training run on paper: the simulator for batches, the pure controller and partitioners for decisions.
+
+No engine, no communication: for more replicas or longer runs than the machine can replay. What a move and a profile
+cost is not known here and left out; link times are the case's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_boundaries
+from benchmarks.traces import Trace, TraceBatch
+from benchmarks.traces.trace import as_profile
+from dynpipe_ds.config import parse_config
+from dynpipe_ds.controller import Controller
+from dynpipe_ds.partition import run_partitioner
+from dynpipe_ds.partition.registry import get_partitioner, wants_profile
+from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.simulation import simulate
+
+
+def predict(
+    case: Case, *, replicas: int = 1, message_s: float = 0.0, late_s: tuple[float, float] = (0.0, 0.0),
+    step_s: float = 0.0,
+) -> Result:
+    """Simulate a run.
+
+    Args:
+        case: the run.
+        replicas: data-parallel replicas; each has dispersion of its own, and a batch ends with the slowest.
+        message_s: what a message takes beside the case's links.
+        late_s: by how much a forward and a backward through a stage are longer than its layers were told.
+        step_s: optimizer step and gradient reduction.
+
+    Returns:
+        Its result, of kind ``"simulation"``; ``wall_s`` has neither profiling nor moving in it.
+    """
+    trace, method = case.load_trace(), METHODS[case.method]
+    config = parse_config({"dynamic_pipeline": method.section(case.every, case.speeds)})
+    controller = Controller(config)
+    boundaries = first_boundaries(method, trace, case.num_stages)
+    result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(boundaries), replicas=replicas)
+    overheads = {"message_s": message_s, "late_s": late_s, "step_s": step_s}
+    for batch in range(case.num_batches):
+        moment = trace.at(batch, case.num_batches)
+        runs = [
+            simulate(case.workload(moment, boundaries, batch, replica=replica, **overheads))  # type: ignore[arg-type]
+            for replica in range(replicas)
+        ]
+        result.batches_s.append(max(run.batch_s for run in runs))
+        result.bubbles.append(fmean(run.bubble_ratio for run in runs))
+        result.stages_s.append([fmean(s) for s in zip(*([t.busy_s for t in r.stages] for r in runs), strict=True)])
+        profile = _measured(case, trace, moment, boundaries, batch, replicas)
+        controller.observe(profile)
+        if controller.due(batch):
+            boundaries = _decide(case, controller, profile, boundaries, batch, result)
+    result.wall_s = sum(result.batches_s[WARM_UP:])
+    return result
+
+
+def _measured(
+    case: Case, trace: Trace, moment: TraceBatch, boundaries: Sequence[int], batch: int, replicas: int
+) -> PipelineProfile:
+    """What the engine would have profiled: means over micro-batches and replicas, on workers of their speed."""
+    factors = np.mean([case.micro_batch_factors(moment, batch, r).mean(1) for r in range(replicas)], axis=0)
+    stage_of = np.searchsorted(np.array(boundaries[1:-1]), np.arange(len(trace.layers)), side="right")
+    slow = factors / np.array(case.speeds)[stage_of]
+    here = replace(
+        moment, forward_s=tuple((slow * moment.forward_s).tolist()),
+        backward_s=tuple((slow * moment.backward_s).tolist()),
+    )
+    return as_profile(trace, here, boundaries, case.num_micro_batches, batch)
+
+
+def _decide(
+    case: Case, controller: Controller, profile: PipelineProfile, boundaries: Sequence[int], batch: int, result: Result
+) -> list[int]:
+    """Plan as the engine does; note a move."""
+    method, began = METHODS[case.method], time.perf_counter()
+    speeds = case.speeds if method.knows_speeds and len(set(case.speeds)) > 1 else None
+    smoothed = controller.smoothed()
+    assert smoothed is not None
+    partitioner = get_partitioner(method.partitioner)
+    extra = {"profile": smoothed} if wants_profile(partitioner) else {}
+    plan = run_partitioner(
+        partitioner, smoothed.costs(method.cost), case.num_stages, current=boundaries,  # type: ignore[arg-type]
+        layer_bytes=smoothed.moved_bytes(), speeds=speeds, **extra,
+    )
+    decision = controller.worth_it(plan, smoothed)
+    plan_s = time.perf_counter() - began
+    if batch >= WARM_UP:
+        result.planning_s += plan_s
+    if not decision.rebalance or list(plan.boundaries) == list(boundaries):
+        return list(boundaries)
+    controller.record_cost(0.0, plan.bytes_to_move)
+    controller.record_rebalance(batch)
+    result.moves.append(Move(batch + 1, list(plan.boundaries), plan_s, 0.0, plan.bytes_to_move))
+    return list(plan.boundaries)

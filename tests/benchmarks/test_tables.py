@@ -1,0 +1,71 @@
+"""The paper's tables, from simulated runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import experiments, published, tables
+from benchmarks.paper.report import Report
+from benchmarks.replay.case import Case, Result
+from benchmarks.replay.predict import predict
+
+SIZE = replace(experiments.QUICK, stages={2: 24}, scenarios=("freezing",), batches=8)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Result]:
+    return [predict(case) for case in experiments.throughput(SIZE)]
+
+
+def _report(folder: Path, name: str) -> Report:
+    return Report(name, folder, "simulation", quick=True, title="A title")
+
+
+def test_the_throughput_table_says_what_it_is_and_compares_with_the_best_static(
+    tmp_path: Path, runs: list[Result]
+) -> None:
+    tables.throughput(_report(tmp_path, "throughput"), runs)
+    text = (tmp_path / "throughput_quick.md").read_text()
+    assert "SIMULATION: nothing ran" in text and "DeepSpeed" in text and "commit" in text
+    assert "up to 2.23x" in text and "Quick run" in text
+    (row,) = json.loads((tmp_path / "throughput_quick.json").read_text())["values"]
+    by_label = {run.case.method: run.throughput for run in runs}
+    static = max(by_label["static uniform"], by_label["static parameters"])
+    assert row["speedups"]["optimal:time"] == pytest.approx(by_label["optimal:time"] / static) and static > 0
+    assert row["speedups"]["optimal:time"] > 1.05
+    assert (tmp_path / "throughput_quick.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_figures_that_are_not_known_are_not_invented(tmp_path: Path, runs: list[Result]) -> None:
+    tables.bubbles(_report(tmp_path, "bubbles"), runs)
+    row = (tmp_path / "bubbles_quick.md").read_text().split("| freezing |")[1].split("\n")[0]
+    assert row.rstrip(" |").endswith("n/a")
+    assert published.overhead("freezing") == published.largest_speedup("walking") == "n/a"
+    assert published.overhead("moe") == "2% to 13%"
+
+
+def test_conditions_are_compared_with_the_undisturbed_run(tmp_path: Path) -> None:
+    results = [predict(case) for case in experiments.workers(SIZE)]
+    tables.conditions(_report(tmp_path, "workers"), results, plain="equal workers")
+    equal, slow = json.loads((tmp_path / "workers_quick.json").read_text())["values"]
+    assert equal["kept"] == {"static uniform": 1.0, "optimal:time": 1.0}
+    assert slow["kept"]["static uniform"] < 0.75 < slow["kept"]["optimal:time"]
+    assert slow["partitions"]["optimal:time"][1] > 13, "the second stage is slow and should hold fewer layers"
+
+
+def test_finished_runs_are_not_made_again(tmp_path: Path) -> None:
+    cases = [(Case("model:dense:8", "static uniform", 2, 4, 4), 1), (Case("model:moe:8", "static uniform", 2, 4, 4), 2)]
+    first = experiments.simulate_all(cases[:1], tmp_path / "raw.jsonl")
+    both = experiments.simulate_all(cases, tmp_path / "raw.jsonl")
+    assert both[0] == first[0] and [run.replicas for run in both] == [1, 2]
+    assert len((tmp_path / "raw.jsonl").read_text().splitlines()) == 2
+
+
+def test_intervals_follow_the_scenario() -> None:
+    cases = {name: experiments.case(f"model:{name}:24", "optimal:time", 2, SIZE) for name in experiments.SCENARIOS}
+    every = {name: case.every for name, case in cases.items()}
+    assert every == {"pruning": 4, "freezing": 4, "early_exit": 4, "moe": 1, "mod": 1, "sparse_attention": 1}
