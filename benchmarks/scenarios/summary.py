@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.record import table
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s
+from dynpipe_ds.reporting.table import same_bits
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Summary:
         whole_share: the same over all timed windows, while the model changes and layers move.
         overhead: share of the whole run's time spent profiling, planning, migrating.
         ideal_boundaries: the best partition of the last window.
+        equal_bits: whether ours and the static runs had the same losses in every batch, to the bit.
     """
 
     tokens_per_s: Mapping[str, Spread]
@@ -59,6 +61,7 @@ class Summary:
     whole_share: float
     overhead: float
     ideal_boundaries: tuple[int, ...]
+    equal_bits: bool
 
 
 def summarise(values: Mapping[str, Any]) -> Summary:
@@ -92,6 +95,7 @@ def summarise(values: Mapping[str, Any]) -> Summary:
         whole_share=sum(seconds for seconds, _ in ideals) / sum(ours_s),
         overhead=spent_s / sum(ours_s),
         ideal_boundaries=ideals[-1][1],
+        equal_bits=all(same_bits(runs[name]["losses"], runs[OURS]["losses"]) for name in statics),
     )
 
 
@@ -114,8 +118,8 @@ def _num_batches(windows: Sequence[Sequence[int]]) -> int:
 
 HEAD = (
     "scenario", "dense, tokens/s", "static uniform", "static parameters", "ours", "ideal",
-    "ours / best static (least to greatest)", "ours / ideal", "whole run: ours / best static", "ours / ideal ",
-    "own overhead",
+    "ours / best static (least to greatest)", "ours / ideal (least to greatest)",
+    "whole run: ours / best static", "whole run: ours / ideal", "own overhead", "losses",
 )
 
 
@@ -130,7 +134,7 @@ def row(name: str, values: Mapping[str, Any]) -> list[str]:
         name, rate(DENSE), rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
         f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})",
         f"{s.share.median:.1%} ({s.share.least:.1%} to {s.share.greatest:.1%})", f"{s.whole_speedup:.2f}x",
-        f"{s.whole_share:.1%}", f"{s.overhead:.2%}",
+        f"{s.whole_share:.1%}", f"{s.overhead:.2%}", "equal bits" if s.equal_bits else "DIFFER",
     ]
 
 
