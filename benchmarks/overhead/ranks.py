@@ -72,7 +72,7 @@ def argument_list(options: argparse.Namespace) -> list[str]:
         if value is True:
             arguments.append(flag)
         elif isinstance(value, list):
-            arguments += [flag, *map(str, value)]
+            arguments += [flag, *map(str, value)] if value else []
         elif value is not None and value is not False:
             arguments += [flag, str(value)]
     return arguments

@@ -110,5 +110,6 @@ def test_options_survive_the_launcher() -> None:
     parser.add_argument("--hidden", type=int, nargs="+")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--set", nargs="+", default=[])
+    parser.add_argument("--none", nargs="+", default=[])
     options = parser.parse_args(["--hidden", "1", "2", "--quick", "--set", "a.b=[1,2]"])
     assert parser.parse_args(ranks.argument_list(options)) == options
