@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.record import new_figure, save_figure
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
@@ -16,6 +18,7 @@ from dynpipe_ds.reporting.timeline import save_gantt
 from dynpipe_ds.simulation import Workload, simulate
 
 _BARS = ((DENSE, "#999999", ".."), (UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))
+_OUTLINE = withStroke(linewidth=5, foreground="black")
 _LATE = 5  # batches at the end that a picture of one batch is the mean of
 
 
@@ -63,23 +66,23 @@ def save_heat_map(name: str, values: Mapping[str, Any], path: Path) -> Path:
     top = float(np.quantile(cost_ms, 0.99))  # one slow batch must not darken all others
     image = axes.imshow(cost_ms, aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=top)
     figure.colorbar(image, label="forward and backward of a micro-batch (ms)")
-    _draw_cuts(axes, values["runs"][UNIFORM]["boundaries"], "--", "static uniform")
-    _draw_cuts(axes, ours["boundaries"], "-", "ours")
+    _draw_cuts(axes, ours["boundaries"], "-", "white", "ours")
+    _draw_cuts(axes, values["runs"][UNIFORM]["boundaries"], "--", "#E69F00", "static uniform")
     axes.set(xlabel="batch", ylabel="layer", title=f"{name.replace('_', ' ')}: cost of every layer while training")
-    axes.set_yticks(range(len(cost_ms)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=20, integer=True))
     figure.legend(ncols=2, fontsize=8, loc="outside lower center", frameon=False)
     return save_figure(figure, path)
 
 
-def _draw_cuts(axes: Any, boundaries: list[list[int]], line: str, label: str) -> None:
-    """Draw the inner boundaries over the batches, readable on light and dark cells."""
+def _draw_cuts(axes: Any, boundaries: list[list[int]], line: str, colour: str, label: str) -> None:
+    """Draw the inner boundaries over the batches, outlined so that they show on light and dark cells."""
     places = np.arange(len(boundaries) + 1) - 0.5
     for cut in range(1, len(boundaries[0]) - 1):
         heights = [b[cut] - 0.5 for b in boundaries]
         steps = [*heights, heights[-1]]
-        axes.step(places, steps, where="post", color="black", linewidth=4)
         axes.step(
-            places, steps, where="post", color="white", linestyle=line, linewidth=2,
+            places, steps, where="post", color=colour, linestyle=line, linewidth=2.5, path_effects=[_OUTLINE],
             label=f"stage boundary, {label}" if cut == 1 else None,
         )
 
