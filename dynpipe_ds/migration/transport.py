@@ -20,6 +20,11 @@ DIRECT_BYTES = 256 * 2**10
 Smaller ones share a message: below this, a message of its own costs more than copying twice.
 """
 
+FIRST_BYTES = 64 * 2**10
+"""Size of the message that byte strings of unknown length begin with; more follows only if it is too short."""
+
+_LENGTH_BYTES = 8
+
 
 def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> None:
     """Send contiguous tensors to some ranks and fill others from some; blocks until all have travelled.
@@ -38,7 +43,7 @@ def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Seque
 def exchange_bytes(
     sends: Mapping[int, bytes], sources: Sequence[int], device: torch.device
 ) -> dict[int, bytes]:
-    """Exchange byte strings whose lengths the receivers don't know.
+    """Exchange byte strings whose lengths the receivers don't know; one message each unless they are long.
 
     Args:
         sends: bytes by destination rank.
@@ -48,21 +53,31 @@ def exchange_bytes(
     Returns:
         The bytes by source rank.
     """
-    sizes = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in sources}
+    first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=device) for rank in sources}
+    whole = {rank: _with_length(data) for rank, data in sends.items()}
     exchange(
-        {rank: [torch.tensor([len(data)], device=device)] for rank, data in sends.items()},
-        {rank: [size] for rank, size in sizes.items()},
+        {rank: [data[:FIRST_BYTES].to(device)] for rank, data in whole.items()},
+        {rank: [data] for rank, data in first.items()},
     )
-    received = {
-        rank: torch.empty(int(size.item()), dtype=torch.uint8, device=device) for rank, size in sizes.items()
+    started = {rank: data.cpu().numpy().tobytes() for rank, data in first.items()}
+    sizes = {rank: int.from_bytes(data[:_LENGTH_BYTES], "little") for rank, data in started.items()}
+    missing = {rank: size + _LENGTH_BYTES - FIRST_BYTES for rank, size in sizes.items()}
+    rest = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in missing.items() if n > 0}
+    exchange(
+        {rank: [data[FIRST_BYTES:].to(device)] for rank, data in whole.items() if data.numel() > FIRST_BYTES},
+        {rank: [data] for rank, data in rest.items()},
+    )
+    return {
+        rank: data[_LENGTH_BYTES : _LENGTH_BYTES + sizes[rank]]
+        + (rest[rank].cpu().numpy().tobytes() if rank in rest else b"")
+        for rank, data in started.items()
     }
-    payloads = {
-        rank: [torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)]
-        for rank, data in sends.items()
-        if data
-    }
-    exchange(payloads, {rank: [data] for rank, data in received.items() if data.numel()})
-    return {rank: data.cpu().numpy().tobytes() for rank, data in received.items()}
+
+
+def _with_length(data: bytes) -> Tensor:
+    """The number of bytes, then the bytes, in at least as many as the first message has."""
+    text = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    return torch.frombuffer(bytearray(text.ljust(FIRST_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def memory_order(stride: Sequence[int]) -> list[int]:

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynpipe_ds.migration.transport import DIRECT_BYTES, _Stream, exchange, exchange_bytes, exchange_tensors
+from dynpipe_ds.migration.transport import (
+    DIRECT_BYTES,
+    FIRST_BYTES,
+    _Stream,
+    exchange,
+    exchange_bytes,
+    exchange_tensors,
+)
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -79,6 +86,10 @@ def send_bytes(rank: int) -> None:
     received = exchange_bytes({r: bytes([rank]) * (100 * rank + r) for r in others}, others, CPU)
     assert received == {r: bytes([r]) * (100 * r + rank) for r in others}
     assert exchange_bytes({}, [], CPU) == {}
+    for size in (FIRST_BYTES - 9, FIRST_BYTES - 8, FIRST_BYTES - 7, 3 * FIRST_BYTES):  # its end and around it
+        data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+        received = exchange_bytes({r: data + bytes([rank]) for r in others}, others, CPU)
+        assert received == {r: data + bytes([r]) for r in others}
     received = exchange_bytes({(rank + 1) % world: b""}, [(rank - 1) % world], CPU)
     assert received == {(rank - 1) % world: b""}
 
