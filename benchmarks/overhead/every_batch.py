@@ -107,7 +107,7 @@ def draw(values: dict[str, Any], folder: Path) -> None:
     figure = new_figure(8, 4)
     axes = figure.subplots()
     rows, base = values["rows"], [0.0] * len(values["rows"])
-    labels = [f"{r['scenario'].replace('_', ' ')}\n{'moves' if r['always'] else 'decides'}" for r in rows]
+    labels = [f"{r['scenario']}\n{'moves' if r['always'] else 'decides'}".replace("_", "\n") for r in rows]
     for number, part in enumerate(PARTS, start=1):
         heights = [100 * row["overhead_s"][part] / sum(row["batches_s"]) for row in rows]
         axes.bar(
