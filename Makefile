@@ -3,6 +3,8 @@
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
+# make bench   the quick benchmarks, under 10 minutes; rewrites benchmarks/results and the README's table
+# make bench-full  all benchmarks, hours
 # Each makes the environment in .venv first if it is missing.
 
 PYTHON   ?= python3
@@ -14,7 +16,7 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run repack-demo test test-all lint bench clean
+.PHONY: env run repack-demo test test-all lint bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -51,8 +53,10 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.migration.main
-	$(BIN)/python -m benchmarks.profiling.main
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-full: $(READY)
+	$(BIN)/python -m benchmarks.run --full $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info outputs

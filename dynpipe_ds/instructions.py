@@ -191,8 +191,8 @@ def _swap(engine: Any, tensor: Tensor, sizes: dict[int, int]) -> dict[int, Tenso
     rank_of = engine.grid.stage_to_global
     received = {s: tensor.new_empty(size) for s, size in sizes.items()}
     exchange(
-        {rank_of(stage_id=s): tensor.contiguous() for s in sizes},
-        {rank_of(stage_id=s): t for s, t in received.items()},
+        {rank_of(stage_id=s): [tensor.contiguous()] for s in sizes},
+        {rank_of(stage_id=s): [t] for s, t in received.items()},
     )
     return received
 

@@ -274,9 +274,9 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             return
         rank_of = self._grid.stage_to_global
         if self.stage_id == owner:
-            exchange({rank_of(stage_id=s): weights[0].contiguous() for s in others}, {})
+            exchange({rank_of(stage_id=s): [weights[0].contiguous()] for s in others}, {})
         else:
-            exchange({}, {rank_of(stage_id=owner): weights[0]})
+            exchange({}, {rank_of(stage_id=owner): [weights[0]]})
         for weight in weights[1:]:
             weight.copy_(weights[0])
 

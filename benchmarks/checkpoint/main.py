@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import environment, launch
-from benchmarks.migration.main import OPTIMIZERS
+from benchmarks.overhead.migration import OPTIMIZERS
 
 COMPARED = ("AdamW", "ZeRO-1", "bf16 + ZeRO-1")
 

@@ -1,7 +1,7 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases, each ended by a vote of all ranks: pack what leaves, allocate for what comes, transfer, put the
-layers together, take them into module and optimizer. Until the last vote every rank can go back.
+Phases, each ended by a vote of all ranks: pack what leaves; allocate for what comes; transfer it, put the
+layers together and take them into module and optimizer. Until the last vote every rank can go back.
 """
 
 from __future__ import annotations
@@ -60,18 +60,13 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
-        self._commit(self._exchange_layers())
-
-    def _exchange_layers(self) -> dict[int, _Arrival]:
-        """Everything up to the layers that came, put together but not yet in use."""
         packages = self._together(self._pack)
         skeletons = self._exchange_skeletons(packages)
         tensors = self._together(lambda: self._allocate(skeletons))
         self._transfer(packages, tensors)
-        arrivals = self._together(lambda: self._unpack(skeletons, tensors))
+        self._commit(skeletons, tensors)
         for package in packages.values():
             warn_lost(package.warnings)
-        return arrivals
 
     def _together(self, action: Callable[[], T]) -> T:
         """Do something on every rank; if it fails on one, fail on all."""
@@ -143,25 +138,28 @@ class Migration:
 
     # -- the point of no return ---------------------------------------------------------------
 
-    def _commit(self, arrivals: dict[int, _Arrival]) -> None:
+    def _commit(self, skeletons: dict[int, bytes], tensors: dict[int, list[Tensor]]) -> None:
         module = self._module
         old_layers = module.local_layers()
-        layers, departed, arrived, states = self._new_stage(old_layers, arrivals)
 
-        def take_in() -> None:
+        def take_in() -> dict[nn.Parameter, State] | None:
+            arrivals = self._unpack(skeletons, tensors)
+            layers, departed, arrived, states = self._new_stage(old_layers, arrivals)
             module.install(self._target, layers)
             self._engine.name_parameters()
             if departed or arrived:
                 self._optimizer.prepare(departed, arrived)
+                return states
+            return None
 
         try:
-            self._together(take_in)
+            states = self._together(take_in)
         except MigrationError:
             self._optimizer.rollback()
             module.install(self._before, old_layers)
             self._engine.name_parameters()
             raise
-        if departed or arrived:
+        if states is not None:
             self._optimizer.fill(states)
 
     def _new_stage(

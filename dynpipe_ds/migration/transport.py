@@ -1,4 +1,4 @@
-"""Point-to-point transfers among ranks that can't deadlock and use bounded buffers.
+"""Point-to-point transfers among ranks that can't deadlock and use bounded buffers, or none.
 
 Every rank takes part in the same numbered rounds. In one round it posts all its sends and receives,
 then waits for them; a rank in round ``r`` waits only for partners that are in round ``r`` or on their
@@ -8,21 +8,33 @@ way to it, so no cycle of waiting can form, however many stages send in whatever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+DIRECT_BYTES = 256 * 2**10
+"""Tensors of at least so many bytes travel from and into their own memory.
 
-def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-    """Send one contiguous tensor to each of some ranks and fill one from each of others; blocks.
+Smaller ones share a message: below this, a message of its own costs more than copying twice.
+"""
+
+FIRST_BYTES = 64 * 2**10
+"""Size of the message that byte strings of unknown length begin with; more follows only if it is too short."""
+
+_LENGTH_BYTES = 8
+
+
+def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> None:
+    """Send contiguous tensors to some ranks and fill others from some; blocks until all have travelled.
 
     Args:
-        sends: tensor by destination rank.
-        receives: tensor to fill by source rank; same size and dtype as the sender's.
+        sends: tensors by destination rank.
+        receives: tensors to fill by source rank; in number, size, dtype and order the sender's.
     """
-    operations = [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in sorted(receives.items())]
-    operations += [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sorted(sends.items())]
+    operations = [dist.P2POp(dist.irecv, t, rank) for rank, tensors in sorted(receives.items()) for t in tensors]
+    operations += [dist.P2POp(dist.isend, t, rank) for rank, tensors in sorted(sends.items()) for t in tensors]
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -31,7 +43,7 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Non
 def exchange_bytes(
     sends: Mapping[int, bytes], sources: Sequence[int], device: torch.device
 ) -> dict[int, bytes]:
-    """Exchange byte strings whose lengths the receivers don't know.
+    """Exchange byte strings whose lengths the receivers don't know; one message each unless they are long.
 
     Args:
         sends: bytes by destination rank.
@@ -41,18 +53,31 @@ def exchange_bytes(
     Returns:
         The bytes by source rank.
     """
-    sizes = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in sources}
-    exchange({rank: torch.tensor([len(data)], device=device) for rank, data in sends.items()}, sizes)
-    received = {
-        rank: torch.empty(int(size.item()), dtype=torch.uint8, device=device) for rank, size in sizes.items()
+    first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=device) for rank in sources}
+    whole = {rank: _with_length(data) for rank, data in sends.items()}
+    exchange(
+        {rank: [data[:FIRST_BYTES].to(device)] for rank, data in whole.items()},
+        {rank: [data] for rank, data in first.items()},
+    )
+    started = {rank: data.cpu().numpy().tobytes() for rank, data in first.items()}
+    sizes = {rank: int.from_bytes(data[:_LENGTH_BYTES], "little") for rank, data in started.items()}
+    missing = {rank: size + _LENGTH_BYTES - FIRST_BYTES for rank, size in sizes.items()}
+    rest = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in missing.items() if n > 0}
+    exchange(
+        {rank: [data[FIRST_BYTES:].to(device)] for rank, data in whole.items() if data.numel() > FIRST_BYTES},
+        {rank: [data] for rank, data in rest.items()},
+    )
+    return {
+        rank: data[_LENGTH_BYTES : _LENGTH_BYTES + sizes[rank]]
+        + (rest[rank].cpu().numpy().tobytes() if rank in rest else b"")
+        for rank, data in started.items()
     }
-    payloads = {
-        rank: torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        for rank, data in sends.items()
-        if data
-    }
-    exchange(payloads, {rank: data for rank, data in received.items() if data.numel()})
-    return {rank: data.cpu().numpy().tobytes() for rank, data in received.items()}
+
+
+def _with_length(data: bytes) -> Tensor:
+    """The number of bytes, then the bytes, in at least as many as the first message has."""
+    text = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    return torch.frombuffer(bytearray(text.ljust(FIRST_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def memory_order(stride: Sequence[int]) -> list[int]:
@@ -73,34 +98,75 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.detach().permute(memory_order(tensor.stride())).view(-1)
 
 
+@dataclass(frozen=True)
+class _Round:
+    """What one partner gets, or gives, at a time.
+
+    Attributes:
+        small: parts of tensors that share a message.
+        direct: parts of tensors that are a message each.
+    """
+
+    small: list[Tensor]
+    direct: list[Tensor]
+
+    @property
+    def small_bytes(self) -> int:
+        return sum(part.numel() for part in self.small)
+
+
 class _Stream:
-    """A list of tensors read or written as one run of bytes, a bounded piece at a time."""
+    """A list of tensors sent or received in rounds of bounded size.
 
-    def __init__(self, tensors: Sequence[Tensor], buffer_bytes: int, device: torch.device) -> None:
-        self._views = [flat_view(t).view(torch.uint8) for t in tensors if t.numel()]
-        self.num_bytes = sum(view.numel() for view in self._views)
-        self._buffer = torch.empty(min(buffer_bytes, self.num_bytes), dtype=torch.uint8, device=device)
-        self._position = (0, 0)  # view, offset in it
+    Sender and receiver cut alike: by sizes and kinds of device, which both know.
+    """
 
-    def next_piece(self, start: int) -> Tensor:
-        return self._buffer[: min(self._buffer.numel(), self.num_bytes - start)]
+    def __init__(
+        self, tensors: Sequence[Tensor], round_bytes: int, direct_bytes: int, device: torch.device
+    ) -> None:
+        self.rounds: list[_Round] = []
+        free_bytes = 0
+        for view in (flat_view(t).view(torch.uint8) for t in tensors if t.numel()):
+            start = 0
+            while start < view.numel():
+                if free_bytes == 0:
+                    self.rounds.append(_Round([], []))
+                    free_bytes = round_bytes
+                part = view[start : start + free_bytes]
+                is_direct = part.numel() >= direct_bytes and part.device.type == device.type
+                (self.rounds[-1].direct if is_direct else self.rounds[-1].small).append(part)
+                start += part.numel()
+                free_bytes -= part.numel()
+        shared_bytes = max((r.small_bytes for r in self.rounds), default=0)
+        self._buffer = torch.empty(shared_bytes, dtype=torch.uint8, device=device)
 
-    def copy(self, piece: Tensor, *, into_tensors: bool) -> None:
-        index, offset = self._position
-        done = 0
-        while done < piece.numel():
-            view = self._views[index]
-            count = min(view.numel() - offset, piece.numel() - done)
-            ours, theirs = view[offset : offset + count], piece[done : done + count]
-            if into_tensors:
-                ours.copy_(theirs)
-            else:
-                theirs.copy_(ours)
-            done += count
-            offset += count
-            if offset == view.numel():
-                index, offset = index + 1, 0
-        self._position = (index, offset)
+    def messages(self, number: int, *, fill: bool) -> list[Tensor]:
+        """The messages of a round, in the order in which they travel.
+
+        Args:
+            number: of the round.
+            fill: copy the small parts into their message, in order to send it.
+        """
+        current = self.rounds[number]
+        shared = self._buffer[: current.small_bytes]
+        if fill:
+            _copy(current.small, shared, into_parts=False)
+        return ([shared] if current.small else []) + current.direct
+
+    def take(self, number: int) -> None:
+        """Copy the small parts out of a round's received message."""
+        _copy(self.rounds[number].small, self._buffer, into_parts=True)
+
+
+def _copy(parts: Sequence[Tensor], buffer: Tensor, *, into_parts: bool) -> None:
+    start = 0
+    for part in parts:
+        place = buffer[start : start + part.numel()]
+        if into_parts:
+            part.copy_(place)
+        else:
+            place.copy_(part)
+        start += part.numel()
 
 
 def exchange_tensors(
@@ -109,23 +175,28 @@ def exchange_tensors(
     *,
     buffer_bytes: int,
     device: torch.device,
+    direct_bytes: int = DIRECT_BYTES,
 ) -> None:
-    """Exchange lists of tensors of known shapes through buffers of bounded size.
+    """Exchange lists of tensors of known shapes in rounds of bounded size.
+
+    Large tensors on a device of the back-end's kind are sent from, and received into, their own memory;
+    the others share a message a round, through a buffer.
 
     Args:
         sends: dense tensors by destination rank.
-        receives: dense tensors to fill by source rank, in the sender's order.
-        buffer_bytes: largest buffer for one partner; the same on every rank.
+        receives: dense tensors to fill by source rank, in the sender's order, on the same kinds of device.
+        buffer_bytes: most bytes to or from one partner at a time; the same on every rank.
         device: device that the back-end communicates from.
+        direct_bytes: least size of a message of its own; the same on every rank.
     """
-    out = {rank: _Stream(tensors, buffer_bytes, device) for rank, tensors in sends.items()}
-    into = {rank: _Stream(tensors, buffer_bytes, device) for rank, tensors in receives.items()}
-    longest = max((stream.num_bytes for stream in (*out.values(), *into.values())), default=0)
-    for start in range(0, longest, buffer_bytes):
-        sending = {rank: s.next_piece(start) for rank, s in out.items() if start < s.num_bytes}
-        receiving = {rank: s.next_piece(start) for rank, s in into.items() if start < s.num_bytes}
-        for rank, piece in sending.items():
-            out[rank].copy(piece, into_tensors=False)
-        exchange(sending, receiving)
-        for rank, piece in receiving.items():
-            into[rank].copy(piece, into_tensors=True)
+    out = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in sends.items()}
+    into = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in receives.items()}
+    num_rounds = max((len(stream.rounds) for stream in (*out.values(), *into.values())), default=0)
+    for number in range(num_rounds):
+        receiving = {rank: s for rank, s in into.items() if number < len(s.rounds)}
+        exchange(
+            {r: s.messages(number, fill=True) for r, s in out.items() if number < len(s.rounds)},
+            {r: s.messages(number, fill=False) for r, s in receiving.items()},
+        )
+        for stream in receiving.values():
+            stream.take(number)

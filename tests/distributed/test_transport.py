@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynpipe_ds.migration.transport import exchange, exchange_bytes, exchange_tensors
+from dynpipe_ds.migration.transport import (
+    DIRECT_BYTES,
+    FIRST_BYTES,
+    _Stream,
+    exchange,
+    exchange_bytes,
+    exchange_tensors,
+)
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,14 +40,14 @@ def filled(source: int, destination: int, turn: int) -> list[Tensor]:
     ]
 
 
-def send_to_all(rank: int) -> None:
+def send_to_all(rank: int, direct_bytes: int) -> None:
     """Every rank sends to every other at once, in as many turns as there are size lists."""
     others = [r for r in range(dist.get_world_size()) if r != rank]
     for turn in range(len(SIZES)):
         sends = {r: filled(rank, r, turn) for r in others}
         wanted = {r: filled(r, rank, turn) for r in others}
         into = {r: [torch.full_like(t, 255) for t in tensors] for r, tensors in wanted.items()}
-        exchange_tensors(sends, into, buffer_bytes=BUFFER, device=CPU)
+        exchange_tensors(sends, into, buffer_bytes=BUFFER, device=CPU, direct_bytes=direct_bytes)
         assert all(torch.equal(a, b) for r in others for a, b in zip(into[r], wanted[r], strict=True))
         for r in others:
             assert all(torch.equal(a, b) for a, b in zip(sends[r], filled(rank, r, turn), strict=True))
@@ -79,6 +86,10 @@ def send_bytes(rank: int) -> None:
     received = exchange_bytes({r: bytes([rank]) * (100 * rank + r) for r in others}, others, CPU)
     assert received == {r: bytes([r]) * (100 * r + rank) for r in others}
     assert exchange_bytes({}, [], CPU) == {}
+    for size in (FIRST_BYTES - 9, FIRST_BYTES - 8, FIRST_BYTES - 7, 3 * FIRST_BYTES):  # its end and around it
+        data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+        received = exchange_bytes({r: data + bytes([rank]) for r in others}, others, CPU)
+        assert received == {r: data + bytes([r]) for r in others}
     received = exchange_bytes({(rank + 1) % world: b""}, [(rank - 1) % world], CPU)
     assert received == {(rank - 1) % world: b""}
 
@@ -86,16 +97,43 @@ def send_bytes(rank: int) -> None:
 def send_single(rank: int) -> None:
     others = [r for r in range(dist.get_world_size()) if r != rank]
     into = {r: torch.empty(2, dtype=torch.int64) for r in others}
-    exchange({r: torch.tensor([rank, r]) for r in others}, into)
+    exchange({r: [torch.tensor([rank, r])] for r in others}, {r: [t] for r, t in into.items()})
     assert {r: t.tolist() for r, t in into.items()} == {r: [r, rank] for r in others}
     exchange({}, {})
 
 
+def send_in_order(rank: int) -> None:
+    """Messages of one size between the same two ranks, all under way at once, keep their order."""
+    parts = [torch.full((DIRECT_BYTES,), i, dtype=torch.uint8) for i in range(20)]
+    into = [torch.full_like(part, 255) for part in parts]
+    exchange_tensors(
+        {1: parts} if rank == 0 else {}, {0: into} if rank == 1 else {}, buffer_bytes=2**30, device=CPU
+    )
+    assert rank != 1 or all(torch.equal(a, b) for a, b in zip(parts, into, strict=True))
+
+
 def everything(rank: int) -> None:
-    for check in (send_to_all, send_round, send_one_way, send_bytes, send_single):
+    for direct_bytes in (1, 8, 50, BUFFER + 1):  # all, some and none in messages of their own
+        send_to_all(rank, direct_bytes)
+    for check in (send_round, send_one_way, send_in_order, send_bytes, send_single):
         check(rank)
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_all_directions_at_once(num_ranks: int) -> None:
     run_ranks(everything, num_ranks, timeout_s=60)
+
+
+def test_large_tensors_are_never_copied() -> None:
+    """A tensor of its own message is what is sent; only small ones go through a buffer, as large as they are."""
+    large, small = torch.zeros(100, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8)
+    stream = _Stream([small, large, small + 10], round_bytes=200, direct_bytes=50, device=CPU)
+    shared, own = stream.messages(0, fill=True)
+    assert own.data_ptr() == large.data_ptr() and own.numel() == 100
+    assert shared.tolist() == list(range(20)) and len(stream.rounds) == 1
+
+
+def test_rounds_are_bounded() -> None:
+    stream = _Stream([torch.zeros(25, dtype=torch.uint8)] * 3, round_bytes=30, direct_bytes=10, device=CPU)
+    sizes = [[m.numel() for m in stream.messages(i, fill=True)] for i in range(len(stream.rounds))]
+    assert sizes == [[5, 25], [20, 10], [15]]

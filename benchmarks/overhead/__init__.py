@@ -1,0 +1,1 @@
+"""What the library itself costs: profiling, planning, moving layers, and all of it in every batch."""

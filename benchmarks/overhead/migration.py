@@ -1,0 +1,169 @@
+"""What one re-partition costs: its rate next to plain messages of the same bytes, by optimizer and by layer size.
+
+python -m benchmarks.overhead.migration [--hidden 256 512 1024 --moves 9 --quick]
+
+Rank 0 gives a block to rank 1 and gets it back, again and again, with a batch in between. In turns with it, as many
+bytes travel by one send and one recv between buffers that exist already: the least that a move can take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import launch
+from benchmarks.overhead.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from scenarios.compare import silence
+
+NAME = "migration"
+LEAST_BYTES = 10 * 10**6  # of parameters; the goal is for layers as large as this
+GOAL = 0.8
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD with momentum": {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}},
+    "AdamW": {"optimizer": ADAMW},
+    "DeepSpeedCPUAdam": {},
+    "ZeRO-1": {"optimizer": ADAMW, "zero_optimization": {"stage": 1}},
+    "bf16": {"optimizer": ADAMW, "bf16": {"enabled": True}},
+    "bf16 + ZeRO-1": {
+        "optimizer": ADAMW, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}
+QUICK = ("AdamW", "ZeRO-1", "bf16")
+
+
+def build(optimizer: str, hidden: int) -> Any:
+    """A two-stage GPT of four blocks, with one micro-batch of few tokens: only its weights are large."""
+    import deepspeed
+
+    from dynpipe_ds import DynamicPipelineModule
+    from scenarios.gpt import GPTConfig, gpt_layers, loss_fn
+
+    torch.manual_seed(1)
+    model = GPTConfig(depth=4, hidden=hidden, seq_len=8)
+    module = DynamicPipelineModule(gpt_layers(model), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"}, **OPTIMIZERS[optimizer],
+    }
+    client = {}
+    if optimizer == "DeepSpeedCPUAdam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        client = {"optimizer": DeepSpeedCPUAdam(module.parameters(), lr=1e-3)}
+    return deepspeed.initialize(model=module, config=config, **client)[0]
+
+
+def measure(optimizer: str, hidden: int, num_moves: int) -> dict[str, Any]:
+    """Seconds of moves of one block and of plain messages of as many bytes, in turns."""
+    with silence():
+        engine = build(optimizer, hidden)
+    tokens = torch.randint(256, (1, 9))
+    batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
+    start = engine.partition
+    without = (start[0], start[1] - 1, start[2])
+    engine.train_batch(batches)
+    engine.train_batch(batches)
+    block = engine.profile.layers[start[1] - 1]
+    move_s: list[float] = []
+    plain_s: list[float] = []
+    message = torch.zeros(1, dtype=torch.uint8)
+    for number in range(-2, num_moves):  # the first two warm up, one in each direction
+        source = number % 2
+        event: list[Any] = []
+        seconds = timed(lambda e=event, to=start if source else without: e.append(engine.repartition(to)))
+        num_bytes = event[0].bytes_moved
+        if message.numel() != num_bytes:
+            message = torch.zeros(num_bytes, dtype=torch.uint8, device=engine.device)
+        plain = timed(lambda m=message, s=source: dist.send(m, 1 - s) if dist.get_rank() == s else dist.recv(m, s))
+        if number >= 0:
+            move_s.append(seconds)
+            plain_s.append(plain)
+        engine.train_batch(batches)
+    return {
+        "optimizer": optimizer, "hidden": hidden, "layer_bytes": block.parameter_bytes, "bytes_moved": num_bytes,
+        "move_s": move_s, "plain_s": plain_s,
+    }
+
+
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds of an action on all ranks, until the last one is done."""
+    start_s = now_s()
+    action()
+    return now_s() - start_s
+
+
+def rate(row: dict[str, Any]) -> float:
+    """Share of the plain messages' rate that moves reach: median of the pairs."""
+    return statistics.median(p / m for p, m in zip(row["plain_s"], row["move_s"], strict=True))
+
+
+def report(values: dict[str, Any], folder: Path) -> None:
+    """Write the table and the picture."""
+    head = (
+        "optimizer", "layer, MB", "moved, MB", "move, median ms (worst)", "send and recv, median ms",
+        "of the plain rate (goal 80%)",
+    )
+    rows = [
+        [
+            row["optimizer"], f"{row['layer_bytes'] / 1e6:.1f}", f"{row['bytes_moved'] / 1e6:.1f}",
+            f"{1e3 * statistics.median(row['move_s']):.1f} ({1e3 * max(row['move_s']):.1f})",
+            f"{1e3 * statistics.median(row['plain_s']):.1f}", f"{rate(row):.0%}",
+        ]
+        for row in values["rows"]
+    ]
+    save(folder, NAME, values, table(head, rows))
+    draw(values, folder)
+
+
+def draw(values: dict[str, Any], folder: Path) -> None:
+    """The share of the plain rate over the bytes moved, a line an optimizer."""
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    for number, name in enumerate(dict.fromkeys(row["optimizer"] for row in values["rows"])):
+        rows = [row for row in values["rows"] if row["optimizer"] == name]
+        axes.plot(
+            [row["bytes_moved"] / 1e6 for row in rows], [100 * rate(row) for row in rows], "osD^vP"[number % 6] + "-",
+            color=COLOURS[number % len(COLOURS)], label=name,
+        )
+    axes.axhline(100 * GOAL, color="#555555", linestyle=":", label="goal, for layers of 10 MB or more")
+    axes.set(xscale="log", ylim=(0, 110), xlabel="bytes moved (MB)", ylabel="share of the rate of send and recv (%)")
+    ticks = sorted({round(row["bytes_moved"] / 1e6) for row in values["rows"]})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
+    axes.minorticks_off()
+    axes.set_title("Moving one layer with its optimizer state")
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, folder / f"{NAME}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
+    parser.add_argument("--moves", type=int, default=9)
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--quick", action="store_true", help="two sizes, three optimizers")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    options = parser.parse_args()
+    if options.quick:
+        options.hidden, options.optimizers = [256, 512], list(QUICK)
+    if "RANK" not in os.environ:
+        values = {"environment": environment()}
+        launch("benchmarks.overhead.migration", 2, *argument_list(options))
+        report(values | take(options.out, NAME), options.out)
+        return
+    start_rank()
+    rows = [measure(name, hidden, options.moves) for name in options.optimizers for hidden in options.hidden]
+    leave(options.out, NAME, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What profiling every batch costs: batches with the recorder on against batches with it off, in turns.
+
+python -m benchmarks.overhead.profiling [--batches 30 --hidden 512 --quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.launch import launch
+from benchmarks.overhead.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from scenarios.compare import silence
+
+NAME = "profiling"
+WARM_UP = 4
+
+
+def build(options: argparse.Namespace) -> Any:
+    """A two-stage GPT engine that profiles every batch and never moves."""
+    import deepspeed
+
+    from dynpipe_ds import DynamicPipelineModule
+    from scenarios.gpt import GPTConfig, gpt_layers, loss_fn
+
+    torch.manual_seed(1)
+    model = GPTConfig(depth=options.depth, hidden=options.hidden, seq_len=options.length)
+    module = DynamicPipelineModule(
+        gpt_layers(model), num_stages=2, loss_fn=loss_fn, partition_method="uniform"
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+    }
+    return deepspeed.initialize(model=module, config=config)[0]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of batches with profiling and without, in turns."""
+    with silence():
+        engine = build(options)
+    tokens = torch.randint(256, (2, options.length + 1))
+    batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    spent_s = 0.0
+    for number in range(2 * options.batches + WARM_UP):
+        # on, off, off, on: a drift of the machine hurts both alike
+        engine.profiling = number % 4 in (0, 3)
+        if number == WARM_UP:
+            spent_s = engine.overhead.profiling_s
+        start_s = now_s()
+        engine.train_batch(batches)
+        if number >= WARM_UP:
+            seconds[engine.profiling].append(now_s() - start_s)
+    return {
+        "hidden": options.hidden, "with_s": seconds[True], "without_s": seconds[False],
+        "layer_s": statistics.median(layer.seconds for layer in engine.profile.layers[1:-1]),
+        "accounted_s": engine.overhead.profiling_s - spent_s,
+    }
+
+
+def report(values: dict[str, Any], folder: Path) -> None:
+    """Write the table and the picture."""
+    pairs = [100 * (a / b - 1) for a, b in zip(values["with_s"], values["without_s"], strict=True)]
+    low, median, high = statistics.quantiles(pairs, n=4)
+    accounted = values["accounted_s"] / sum(values["with_s"])
+    head = (
+        "layer, ms", "batch without profiling, ms", "with", "difference, median of pairs (quartiles)", "own accounting",
+    )
+    row = [
+        f"{1e3 * values['layer_s']:.1f}", f"{1e3 * statistics.median(values['without_s']):.1f}",
+        f"{1e3 * statistics.median(values['with_s']):.1f}", f"{median:+.2f}% ({low:+.2f}% to {high:+.2f}%)",
+        f"{accounted:.2%}",
+    ]
+    save(folder, NAME, values, table(head, [row]))
+    figure = new_figure(5, 3.5)
+    axes = figure.subplots()
+    axes.boxplot(pairs, orientation="horizontal", widths=0.5, medianprops={"color": COLOURS[2], "linewidth": 2})
+    axes.plot(pairs, [1] * len(pairs), "|", color=COLOURS[1], markersize=12)
+    axes.axvline(0, color="#555555", linestyle=":")
+    axes.set(yticks=[], xlabel="batch with profiling against the next one without (%)", title="Profiling every batch")
+    save_figure(figure, folder / f"{NAME}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("depth", 4), ("hidden", 512), ("length", 256), ("batches", 30)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--quick", action="store_true", help="fewer batches")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    options = parser.parse_args()
+    if options.quick:
+        options.batches = 12
+    if "RANK" not in os.environ:
+        values = {"environment": environment()}
+        launch("benchmarks.overhead.profiling", 2, *argument_list(options))
+        report(values | take(options.out, NAME), options.out)
+        return
+    start_rank()
+    leave(options.out, NAME, measure(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What profiling every batch costs."""

@@ -1,0 +1,113 @@
+"""Write the README's performance table from ``benchmarks/results/``.
+
+python -m benchmarks.readme            rewrite what stands between the markers in README.md
+python -m benchmarks.readme --check    say whether it is up to date (exit code 1 if not)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import every_batch, migration
+from benchmarks.record import RESULTS, ROOT, in_words, load, table
+from benchmarks.scenarios.summary import summarise
+
+BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+
+
+def performance(results: Path = RESULTS) -> str:
+    """The text between the markers.
+
+    Args:
+        results: folder of all results.
+
+    Returns:
+        Markdown; what was never measured is left out.
+    """
+    parts = [_scenarios(load(results / "scenarios", "scenarios")), _overhead(results / "overhead")]
+    return "\n\n".join(part for part in parts if part) or "Not measured yet: `make bench`."
+
+
+def _scenarios(values: dict[str, Any] | None) -> str:
+    if values is None:
+        return ""
+    rows = []
+    for name, scenario in values["scenarios"].items():
+        s = summarise(scenario)
+        rows.append([
+            f"`{name}`", f"{s.tokens_per_s[s.best_static].median:,.0f}", f"{s.tokens_per_s['ours'].median:,.0f}",
+            f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})", f"{s.share.median:.0%}",
+            f"{s.whole_speedup:.2f}x", f"{s.overhead:.2%}",
+        ])
+    head = (
+        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (least to greatest window)", "of the ideal",
+        "speedup, whole run", "own overhead",
+    )
+    words = (
+        "Two stages of one thread, real compute, runs in turns; the best static partition is the better of uniform and "
+        "by parameters. *Ideal*: the best partition of the measured layer times, with hindsight, fill and drain "
+        "included, without overhead."
+    )
+    return f"{words}\n\n{table(head, rows)}\n\n{in_words(values['environment'])}."
+
+
+def _overhead(folder: Path) -> str:
+    lines = []
+    profiling, moves = load(folder, "profiling"), load(folder, migration.NAME)
+    batches = load(folder, every_batch.NAME)
+    if profiling is not None:
+        pairs = zip(profiling["with_s"], profiling["without_s"], strict=True)
+        median = statistics.median(a / b - 1 for a, b in pairs)
+        share = profiling["accounted_s"] / sum(profiling["with_s"])
+        lines.append(f"- profiling every batch: {median:+.1%} by paired batches, {share:.2%} by its own accounting")
+    if moves is not None:
+        rows = [row for row in moves["rows"] if row["layer_bytes"] >= migration.LEAST_BYTES]
+        rates = ", ".join(
+            f"{row['optimizer']} {1e3 * statistics.median(row['move_s']):.0f} ms for {row['bytes_moved'] / 1e6:.0f} MB "
+            f"({migration.rate(row):.0%})"
+            for row in rows
+        )
+        lines.append(f"- moving one layer, and its rate against one plain `send` and `recv` of the same bytes: {rates}")
+    if batches is not None:
+        shares = ", ".join(
+            f"{row['scenario'].replace('_', ' ')} {every_batch.share_at_goal(row):.1%}"
+            for row in batches["rows"] if not row["always"]
+        )
+        lines.append(f"- deciding after every batch, at 20 ms a layer: {shares}")
+    return "What the library itself costs:\n\n" + "\n".join(lines) if lines else ""
+
+
+def insert(readme: str, text: str) -> str:
+    """Put a text between the markers.
+
+    Args:
+        readme: the whole README.
+        text: to insert.
+
+    Raises:
+        ValueError: if the markers are missing or in the wrong order.
+    """
+    begin, end = readme.find(BEGIN), readme.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"README.md needs {BEGIN} and, after it, {END}: the table goes between them")
+    return f"{readme[:begin + len(BEGIN)]}\n{text}\n{readme[end:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it is out of date")
+    options = parser.parse_args()
+    path = ROOT / "README.md"
+    before = path.read_text(encoding="utf-8")
+    after = insert(before, performance())
+    if options.check:
+        sys.exit(None if before == after else "README.md is out of date: python -m benchmarks.readme")
+    path.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

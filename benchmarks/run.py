@@ -1,0 +1,138 @@
+"""Run the benchmarks one after the other and keep what they say in ``benchmarks/results/``.
+
+python -m benchmarks.run                       the quick set, under 10 minutes on two idle cores
+python -m benchmarks.run --full                everything, about two hours
+python -m benchmarks.run --only scenarios      some of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, ROOT, environment, in_words, table
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One benchmark.
+
+    Attributes:
+        name: folder of its results.
+        quick: module and arguments for the quick set; empty: not part of it.
+        full: the same for the full set; empty: as in the quick set.
+        writes: whether it writes its results itself; else what it prints is kept as ``output.md``.
+    """
+
+    name: str
+    quick: str
+    full: str = ""
+    writes: bool = True
+
+    def command(self, *, full: bool) -> list[str]:
+        """What to start; empty if it is not part of the set."""
+        words = shlex.split(self.full or self.quick if full else self.quick)
+        return [sys.executable, "-m", *words] if words else []
+
+
+EXPERIMENTS = (
+    Experiment("scenarios", "benchmarks.scenarios.main --quick", "benchmarks.scenarios.main"),
+    Experiment("overhead", "benchmarks.overhead.main --quick", "benchmarks.overhead.main"),
+    Experiment("planner", "", "benchmarks.planner.main", writes=False),
+    Experiment("simulation", "", "benchmarks.simulation.main --scale 2", writes=False),
+    Experiment("layers", "", "benchmarks.layers.main", writes=False),
+    Experiment("plain", "", "benchmarks.plain.main", writes=False),
+    Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),
+)
+
+
+def run(experiment: Experiment, command: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run one benchmark, showing and keeping what it prints.
+
+    Args:
+        experiment: the benchmark.
+        command: to start.
+        folder: for all results.
+
+    Returns:
+        Its seconds and exit code.
+    """
+    print(f"\n# {experiment.name}: {' '.join(command[1:])}\n", flush=True)
+    before, started = environment(), time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    code = process.wait()
+    if not experiment.writes and code == 0:
+        own = folder / experiment.name
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "output.md").write_text("".join(lines) + f"\n{in_words(before)}\n", encoding="utf-8")
+    return {
+        "name": experiment.name, "command": " ".join(command[1:]), "seconds": time.perf_counter() - started,
+        "exit_code": code, "environment": before,
+    }
+
+
+def overview(runs: Sequence[dict[str, Any]]) -> str:
+    """The table of what ran."""
+    rows = [
+        [
+            r["name"], f"`python {r['command']}`", f"{r['seconds'] / 60:.1f}",
+            "yes" if r["exit_code"] == 0 else f"failed ({r['exit_code']})", r["environment"]["commit"],
+            r["environment"]["date"], str(r["environment"]["load"]),
+        ]
+        for r in runs
+    ]
+    return table(("benchmark", "command", "minutes", "done", "commit", "date", "load before"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full", action="store_true", help="everything instead of the quick set")
+    parser.add_argument("--only", nargs="+", choices=[e.name for e in EXPERIMENTS], help="some of them")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    runs = []
+    for experiment in EXPERIMENTS:
+        if options.only is not None and experiment.name not in options.only:
+            continue
+        command = experiment.command(full=options.full or (options.only is not None and not experiment.quick))
+        if command:
+            runs.append(run(experiment, command, RESULTS))
+    keep(runs, RESULTS)
+    subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
+    print(f"\n{overview(runs)}\n\n{sum(r['seconds'] for r in runs) / 60:.1f} minutes; results are in {RESULTS}")
+    if any(r["exit_code"] for r in runs):
+        sys.exit(1)
+
+
+def keep(runs: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write what ran, beside what earlier calls ran of the other benchmarks.
+
+    Args:
+        runs: of this call.
+        folder: for all results.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "runs.json"
+    known = {r["name"]: r for r in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
+    known |= {r["name"]: r for r in runs}
+    merged = [known[e.name] for e in EXPERIMENTS if e.name in known]
+    path.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(f"# Results\n\n{overview(merged)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The four runs of one scenario: dense, static uniform, static parameters, ours; trained in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from scenarios.compare import Contender, build_contender
+from scenarios.data import Tokens, load_tokens
+from scenarios.settings import Settings, config_folder
+
+SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
+DENSE, UNIFORM, PARAMETERS, OURS = "dense", "static uniform", "static parameters", "ours"
+RUNS = (DENSE, UNIFORM, PARAMETERS, OURS)
+
+# Schedules that are over after six batches.
+EARLY: Mapping[str, tuple[str, ...]] = {
+    "pruning": ("scenario.start_batch=1", "scenario.end_batch=5", "scenario.every=1"),
+    "freezing": ("scenario.batches=[2,4]",),
+    "early_exit": ("scenario.first_batch=2",),
+    "moe": (),
+    "mod": ("scenario.batches=[2]",),
+    "sparse_attention": ("scenario.batches=[2,4]",),
+}
+
+
+def read_settings(overrides: Sequence[str]) -> Settings:
+    """The settings that ``conf/config.yaml`` gives with some overrides.
+
+    Args:
+        overrides: Hydra's, for example ``"scenario=mod"``.
+    """
+    with initialize_config_dir(version_base=None, config_dir=str(config_folder())):
+        values: Any = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+    return Settings.from_mapping(values)
+
+
+def settings_of(run: str, settings: Settings) -> tuple[Settings, bool]:
+    """What one of the runs trains, and whether it re-partitions.
+
+    Args:
+        run: one of :data:`RUNS`.
+        settings: the scenario's.
+    """
+    if run == DENSE:
+        return replace(settings, scenario="none", scenario_settings={}, partition_method="parameters"), False
+    method = "uniform" if run == UNIFORM else "parameters"
+    return replace(settings, partition_method=method), run == OURS
+
+
+@dataclass
+class Measured:
+    """One of the runs while it is trained.
+
+    Attributes:
+        contender: engine, scenario and data.
+        windows_s: seconds of every timed window.
+        profiles: one a batch, warm-up included.
+        hooks_s: seconds that the scenario's own hooks took around every batch, the same for all runs' code.
+    """
+
+    contender: Contender
+    windows_s: list[float] = field(default_factory=list)
+    profiles: list[Any] = field(default_factory=list)
+    hooks_s: list[float] = field(default_factory=list)
+
+    def train(self, window: range, *, timed: bool) -> None:
+        """Train a window of batches."""
+        before_s = self.contender.timed_s
+        for _ in self.contender.train_window(window, timed=timed):
+            self.profiles.append(self.contender.engine.last_batch_profile)
+        if timed:
+            self.windows_s.append(self.contender.timed_s - before_s)
+
+
+def build_runs(settings: Settings) -> dict[str, Measured]:
+    """Build the runs; they read the same data.
+
+    Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
+    """
+    tokens: Tokens = load_tokens(
+        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
+        max_tokens=settings.data_max_tokens,
+    )
+    runs: dict[str, Measured] = {}
+    for name in RUNS:
+        own, dynamic = settings_of(name, settings)
+        contender = build_contender(own, tokens, dynamic=dynamic)
+        if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:
+            continue
+        contender.label = name
+        runs[name] = Measured(contender)
+        _time_hooks(runs[name])
+    return runs
+
+
+def _time_hooks(run: Measured) -> None:
+    """Add up what the scenario does between batches: training needs it, wherever the stages end."""
+    scenario: Any = run.contender.scenario
+
+    def timed(hook: Callable[..., None], begins_batch: bool) -> Callable[..., None]:
+        def call(engine: Any, batch: int) -> None:
+            if begins_batch:
+                run.hooks_s.append(0.0)
+            start_s = time.perf_counter()
+            hook(engine, batch)
+            run.hooks_s[-1] += time.perf_counter() - start_s
+
+        return call
+
+    scenario.before_batch = timed(scenario.before_batch, True)
+    scenario.after_batch = timed(scenario.after_batch, False)
+
+
+def train_in_turns(runs: Mapping[str, Measured], settings: Settings) -> None:
+    """Train all runs in alternating windows; each window begins with another run, in both directions."""
+    names = list(runs)
+    for number, window in enumerate(settings.run.windows()):
+        shift = number // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if number % 2 == 0 else reversed(order):
+            runs[name].train(window, timed=window.start >= settings.run.warmup_batches)
+
+
+def as_values(run: Measured) -> dict[str, Any]:
+    """What was measured as values that JSON can hold; collective, since overheads differ between ranks."""
+    contender, summary = run.contender, run.contender.summary()
+    hooks_s = torch.tensor(run.hooks_s, dtype=torch.float64, device=contender.engine.device)
+    dist.all_reduce(hooks_s, op=dist.ReduceOp.MIN)  # the others contain waiting
+    return {
+        "windows_s": run.windows_s,
+        "losses": contender.losses,
+        "hooks_s": hooks_s.tolist(),
+        "tokens_per_batch": contender.data.shape.tokens,
+        "profiling_s": summary.profiling_s,
+        "planning_s": summary.planning_s,
+        "migrating_s": summary.migrating_s,
+        "rebalanced_at": contender.rebalanced_at,
+        "boundaries": [list(profile.boundaries) for profile in run.profiles],
+        "layers_s": [[[x.forward_s, x.backward_s] for x in profile.layers] for profile in run.profiles],
+        "steps_s": [[stage.step_s for stage in profile.stages] for profile in run.profiles],
+        "bubbles": [profile.bubble_ratio for profile in run.profiles],
+        "stages": [[asdict(stage) for stage in profile.stages] for profile in run.profiles[-1:]],
+        "num_micro_batches": run.profiles[-1].num_micro_batches,
+        "names": [layer.name for layer in run.profiles[-1].layers],
+    }

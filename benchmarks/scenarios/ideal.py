@@ -1,0 +1,89 @@
+"""The least time that a batch could have taken: the best partition of the measured layer times, on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from math import comb, fsum
+
+from dynpipe_ds.partition import optimal, simulated
+from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.simulation import Workload, simulate
+
+MOST_PARTITIONS = 2000  # as many are tried one by one; beyond, the partitioners' best is taken
+
+Layers = Sequence[Sequence[float]]
+"""Forward and backward seconds of every layer, one micro-batch."""
+
+
+def batch_s(layers_s: Layers, boundaries: Sequence[int], num_micro_batches: int, step_s: Sequence[float]) -> float:
+    """Seconds of a batch on paper: the simulator's fill, drain and waiting, links that take no time.
+
+    Args:
+        layers_s: forward and backward seconds of every layer.
+        boundaries: S + 1 layer indices.
+        num_micro_batches: M.
+        step_s: seconds of the optimizer step of every stage.
+    """
+    forward_s, backward_s = (
+        [fsum(layer[part] for layer in layers_s[low:high]) for low, high in pairwise(boundaries)] for part in (0, 1)
+    )
+    trains = [any(layer[1] > 0 for layer in layers_s[low:high]) for low, high in pairwise(boundaries)]
+    frozen = trains.index(True) if any(trains) else 0
+    load = Workload(forward_s, backward_s, num_micro_batches, step_s=step_s, frozen_boundaries=frozen)
+    return simulate(load).batch_s
+
+
+def partitions(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """All partitions without an empty stage."""
+    for cuts in combinations(range(1, num_layers), num_stages - 1):
+        yield (0, *cuts, num_layers)
+
+
+def best(batches: Sequence[Layers], num_micro_batches: int, num_stages: int) -> tuple[int, ...]:
+    """The partition that would have been best for some batches together, chosen when they are over.
+
+    Args:
+        batches: layer seconds of each batch.
+        num_micro_batches: M.
+        num_stages: S.
+
+    Returns:
+        Its boundaries.
+    """
+    mean: list[list[float]] = [
+        [fsum(batch[i][part] for batch in batches) / len(batches) for part in (0, 1)] for i in range(len(batches[0]))
+    ]
+    no_step = [0.0] * num_stages
+    if comb(len(mean) - 1, num_stages - 1) <= MOST_PARTITIONS:
+        candidates = list(partitions(len(mean), num_stages))
+    else:
+        costs = [fsum(layer) for layer in mean]
+        layers = tuple(LayerProfile(f"layer {i}", f, b, 0, 0, 0, 0, 0) for i, (f, b) in enumerate(mean))
+        first = optimal(costs, num_stages).boundaries
+        profile = PipelineProfile(0, first, num_micro_batches, layers, ())
+        candidates = [first, simulated(costs, num_stages, profile=profile).boundaries]
+    return min(candidates, key=lambda cut: batch_s(mean, cut, num_micro_batches, no_step))
+
+
+def ideal_s(
+    batches: Sequence[Layers], steps_s: Sequence[Sequence[float]], hooks_s: Sequence[float], num_micro_batches: int
+) -> tuple[float, tuple[int, ...]]:
+    """Least seconds of a window of batches, without any overhead, and the partition that would have reached them.
+
+    The scenario's own work between batches counts, since training needs it whatever the partition.
+
+    Args:
+        batches: layer seconds of each batch, as measured.
+        steps_s: seconds of the optimizer step by batch and stage; the least counts, since the others contain
+            waiting for the norm of the gradients.
+        hooks_s: seconds of the scenario's own work around each batch.
+        num_micro_batches: M.
+    """
+    num_stages = len(steps_s[0])
+    boundaries = best(batches, num_micro_batches, num_stages)
+    seconds = [
+        batch_s(layers, boundaries, num_micro_batches, [min(step)] * num_stages) + hook_s
+        for layers, step, hook_s in zip(batches, steps_s, hooks_s, strict=True)
+    ]
+    return fsum(seconds), boundaries

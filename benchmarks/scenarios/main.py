@@ -1,0 +1,82 @@
+"""All scenarios with real compute: dense, static uniform, static parameters and ours, in turns, next to the ideal.
+
+python -m benchmarks.scenarios.main [--quick] [--only pruning moe] [--set model.depth=8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import launch
+from benchmarks.overhead.ranks import argument_list, leave, start_rank, take
+from benchmarks.record import RESULTS, environment, save
+from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
+from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
+from benchmarks.scenarios.summary import text
+
+NAME = "scenarios"
+FULL = ("run.batches=62", "run.window=6", "run.warmup_batches=2")
+QUICK = ("run.batches=20", "run.window=2", "run.warmup_batches=2", "ds.gradient_accumulation_steps=4")
+SETTLED_FULL, SETTLED_QUICK = 32, 10
+"""First batch of the windows at the end: all changes are over, and ours had time to notice."""
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Train one scenario's runs on this rank; the first writes what came out."""
+    start_rank()
+    overrides = [f"scenario={options.scenario}", *(QUICK if options.quick else FULL)]
+    if options.quick:
+        overrides += EARLY[options.scenario]
+    settings = read_settings([*overrides, *options.set])
+    runs = build_runs(settings)
+    train_in_turns(runs, settings)
+    _, *windows = settings.run.windows()
+    values = {
+        "windows": [[window.start, window.stop] for window in windows],
+        "settled": SETTLED_QUICK if options.quick else SETTLED_FULL,
+        "num_batches": settings.run.batches,
+        "runs": {name: as_values(run) for name, run in runs.items()},
+    }
+    leave(options.out, f"{NAME}.{options.scenario}", values)
+
+
+def measure(scenario: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks for one scenario and read what they measured."""
+    started = time.perf_counter()
+    launch("benchmarks.scenarios.main", 2, "--scenario", scenario, *argument_list(options))
+    values = take(options.out, f"{NAME}.{scenario}")
+    print(f"{scenario}: {time.perf_counter() - started:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+    return values
+
+
+def report(values: dict[str, Any], folder: Path) -> None:
+    """Write the table and the pictures."""
+    save(folder, NAME, values, text(values["scenarios"]))
+    save_rates(values["scenarios"], folder / f"{NAME}.png")
+    for name, scenario in values["scenarios"].items():
+        save_heat_map(name, scenario, folder / f"layers_{name}.png")
+        save_timeline(name, scenario, folder / f"timeline_{name}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short runs whose models change at once")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")
+    parser.add_argument("--scenario", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(options)
+        return
+    values = {"environment": environment()}
+    values["scenarios"] = {name: measure(name, options) for name in options.only}
+    report(values, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What the windows say: rates, speedups, share of the ideal. Pure: values in, values out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.record import table
+from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
+from benchmarks.scenarios.ideal import ideal_s
+from dynpipe_ds.reporting.table import same_bits
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the least and the greatest of its values.
+
+    Attributes:
+        median: of the windows.
+        least: the same.
+        greatest: the same.
+    """
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Sum up some values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One scenario.
+
+    Attributes:
+        tokens_per_s: of each run, over the windows at the end.
+        whole_tokens_per_s: of each run, over all timed windows.
+        best_static: the static run with the greater throughput at the end.
+        speedup: ours over it at the end, window by window.
+        whole_speedup: ours over the best static of the whole run.
+        ideal_tokens_per_s: of the best partition, at the end.
+        share: of the ideal that ours reaches at the end, window by window, all overhead included.
+        whole_share: the same over all timed windows, while the model changes and layers move.
+        overhead: share of the whole run's time spent profiling, planning, migrating.
+        ideal_boundaries: the best partition of the last window.
+        equal_bits: whether ours and the static runs had the same losses in every batch, to the bit.
+    """
+
+    tokens_per_s: Mapping[str, Spread]
+    whole_tokens_per_s: Mapping[str, float]
+    best_static: str
+    speedup: Spread
+    whole_speedup: float
+    ideal_tokens_per_s: float
+    share: Spread
+    whole_share: float
+    overhead: float
+    ideal_boundaries: tuple[int, ...]
+    equal_bits: bool
+
+
+def summarise(values: Mapping[str, Any]) -> Summary:
+    """Sum up what was measured in one scenario.
+
+    Args:
+        values: ``windows`` ([first, last + 1] of every timed window), ``settled`` (first batch of the end), ``runs``.
+    """
+    runs, windows = values["runs"], values["windows"]
+    late = [i for i, (first, _) in enumerate(windows) if first >= values["settled"]]
+    tokens = runs[OURS]["tokens_per_batch"]
+    rates = {
+        name: [tokens * (last - first) / s for (first, last), s in zip(windows, run["windows_s"], strict=True)]
+        for name, run in runs.items()
+    }
+    whole = {name: tokens * _num_batches(windows) / sum(run["windows_s"]) for name, run in runs.items()}
+    at_end = {name: Spread.of([rate[i] for i in late]) for name, rate in rates.items()}
+    statics = [name for name in (UNIFORM, PARAMETERS) if name in runs]
+    best = max(statics, key=lambda name: at_end[name].median)
+    ideals = [ideal(runs[OURS], window) for window in windows]
+    ours_s = runs[OURS]["windows_s"]
+    spent_s = sum(runs[OURS][f"{what}_s"] for what in ("profiling", "planning", "migrating"))
+    return Summary(
+        tokens_per_s=at_end,
+        whole_tokens_per_s=whole,
+        best_static=best,
+        speedup=Spread.of([rates[OURS][i] / rates[best][i] for i in late]),
+        whole_speedup=whole[OURS] / max(whole[name] for name in statics),
+        ideal_tokens_per_s=statistics.median(tokens * (windows[i][1] - windows[i][0]) / ideals[i][0] for i in late),
+        share=Spread.of([ideals[i][0] / ours_s[i] for i in late]),
+        whole_share=sum(seconds for seconds, _ in ideals) / sum(ours_s),
+        overhead=spent_s / sum(ours_s),
+        ideal_boundaries=ideals[-1][1],
+        equal_bits=all(same_bits(runs[name]["losses"], runs[OURS]["losses"]) for name in statics),
+    )
+
+
+def ideal(run: Mapping[str, Any], window: Sequence[int]) -> tuple[float, tuple[int, ...]]:
+    """Least seconds of a window of a run, and the partition that would have reached them.
+
+    Args:
+        run: its values.
+        window: first batch, last batch + 1.
+    """
+    batches = slice(*window)
+    return ideal_s(
+        run["layers_s"][batches], run["steps_s"][batches], run["hooks_s"][batches], run["num_micro_batches"]
+    )
+
+
+def _num_batches(windows: Sequence[Sequence[int]]) -> int:
+    return sum(last - first for first, last in windows)
+
+
+HEAD = (
+    "scenario", "dense, tokens/s", "static uniform", "static parameters", "ours", "ideal",
+    "ours / best static (least to greatest)", "ours / ideal (least to greatest)",
+    "whole run: ours / best static", "whole run: ours / ideal", "own overhead", "losses",
+)
+
+
+def row(name: str, values: Mapping[str, Any]) -> list[str]:
+    """A scenario's line of the table, under :data:`HEAD`."""
+    s = summarise(values)
+
+    def rate(run: str) -> str:
+        return f"{s.tokens_per_s[run].median:,.0f}" if run in s.tokens_per_s else "the same cut"
+
+    return [
+        name, rate(DENSE), rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
+        f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})",
+        f"{s.share.median:.1%} ({s.share.least:.1%} to {s.share.greatest:.1%})", f"{s.whole_speedup:.2f}x",
+        f"{s.whole_share:.1%}", f"{s.overhead:.2%}", "equal bits" if s.equal_bits else "DIFFER",
+    ]
+
+
+def text(all_values: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of all scenarios, and what its columns are.
+
+    Args:
+        all_values: by scenario.
+    """
+    first = next(iter(all_values.values()))
+    late = [window for window in first["windows"] if window[0] >= first["settled"]]
+    words = (
+        f"Two stages of one thread, {first['num_batches']} batches each run, in turns of {late[0][1] - late[0][0]}. "
+        f"Medians of the last {len(late)} windows, when the model has changed; *whole run* includes changing, "
+        "deciding and moving. *Ideal*: the partition that is best for the layer times as measured in the very "
+        "window, chosen with hindsight, with the schedule's fill and drain, without any overhead. "
+        "*Dense* is the model without the dynamism, statically cut by parameters."
+    )
+    return f"{words}\n\n{table(HEAD, [row(name, values) for name, values in all_values.items()])}"

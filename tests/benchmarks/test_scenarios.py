@@ -1,0 +1,147 @@
+"""The comparison of the scenarios: what is computed from windows, and one tiny run of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.record import environment
+from benchmarks.scenarios.contenders import (
+    DENSE,
+    EARLY,
+    OURS,
+    PARAMETERS,
+    SCENARIOS,
+    UNIFORM,
+    as_values,
+    build_runs,
+    read_settings,
+    settings_of,
+    train_in_turns,
+)
+from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
+from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
+from benchmarks.scenarios.summary import summarise
+from tests.distributed.ranks import run_ranks
+
+EQUAL = [[1.0, 2.0]] * 4
+
+
+def test_a_batch_of_equal_stages_takes_the_closed_form() -> None:
+    assert batch_s(EQUAL, (0, 2, 4), 3, [0.5, 0.5]) == pytest.approx((3 + 2 - 1) * 6 + 0.5)
+
+
+def test_a_frozen_stage_sends_nothing_back() -> None:
+    frozen = [[1.0, 0.0], [1.0, 0.0], [1.0, 2.0]]
+    # stage 1 is busy from 2 on, three micro-batches of 3 seconds
+    assert batch_s(frozen, (0, 2, 3), 3, [0.0, 0.0]) == pytest.approx(2 + 3 * 3)
+
+
+def test_the_best_partition_is_the_best_of_all() -> None:
+    rng = np.random.default_rng(1)
+    for num_stages in (2, 3):
+        batches = [rng.lognormal(0, 0.7, (7, 2)).tolist() for _ in range(3)]
+        chosen = best(batches, 4, num_stages)
+        mean = np.mean(batches, axis=0).tolist()
+        all_s = {cut: batch_s(mean, cut, 4, [0.0] * num_stages) for cut in partitions(7, num_stages)}
+        assert all_s[chosen] == min(all_s.values()) and len(all_s) == {2: 6, 3: 15}[num_stages]
+
+
+def test_with_many_partitions_the_partitioners_choose() -> None:
+    layers = np.random.default_rng(2).lognormal(0, 0.7, (60, 2)).tolist()
+    chosen = best([layers], 8, 4)
+    uniform_s = batch_s(layers, (0, 15, 30, 45, 60), 8, [0.0] * 4)
+    assert batch_s(layers, chosen, 8, [0.0] * 4) < uniform_s
+
+
+def test_the_ideal_counts_steps_and_hooks_once() -> None:
+    seconds, cut = ideal_s([EQUAL, EQUAL], [[0.5, 0.9], [0.7, 0.5]], [0.1, 0.2], 3)
+    assert cut == (0, 2, 4)
+    assert seconds == pytest.approx(2 * 24 + 0.5 + 0.5 + 0.3)
+
+
+def measured(windows_s: list[float], losses: list[float]) -> dict[str, Any]:
+    return {
+        "windows_s": windows_s, "losses": losses, "hooks_s": [0.0] * 6, "tokens_per_batch": 100,
+        "profiling_s": 0.3, "planning_s": 0.2, "migrating_s": 0.5, "layers_s": [EQUAL] * 6,
+        "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3,
+    }
+
+
+def example() -> dict[str, Any]:
+    """Windows of two batches; the ideal batch takes 24 s."""
+    losses = [1.0, 2.0]
+    return {
+        "windows": [[0, 2], [2, 4], [4, 6]], "settled": 2, "num_batches": 6,
+        "runs": {
+            DENSE: measured([100.0, 100.0, 100.0], [0.0]), UNIFORM: measured([80.0, 100.0, 60.0], losses),
+            PARAMETERS: measured([80.0, 90.0, 120.0], losses), OURS: measured([100.0, 50.0, 60.0], losses),
+        },
+    }
+
+
+def test_summary() -> None:
+    s = summarise(example())
+    assert s.best_static == UNIFORM  # 2 and 10/3 tokens/s against 20/9 and 5/3
+    assert (s.speedup.least, s.speedup.greatest) == pytest.approx((1.0, 2.0))
+    assert s.whole_speedup == pytest.approx(240 / 210)
+    assert s.share.median == pytest.approx((48 / 50 + 48 / 60) / 2)
+    assert s.whole_share == pytest.approx(3 * 48 / 210)
+    assert s.ideal_tokens_per_s == pytest.approx(200 / 48)
+    assert s.overhead == pytest.approx(1.0 / 210)
+    assert s.equal_bits
+
+
+def test_other_losses_are_told() -> None:
+    values = example()
+    values["runs"][PARAMETERS]["losses"] = [1.0, 2.0 + 2**-51]
+    assert not summarise(values).equal_bits
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_end_is_after_all_changes(scenario: str) -> None:
+    for overrides, settled in ((FULL, SETTLED_FULL), ((*QUICK, *EARLY[scenario]), SETTLED_QUICK)):
+        settings = read_settings([f"scenario={scenario}", *overrides])
+        known = settings.scenario_settings
+        changes = [*known.get("batches", []), known.get("end_batch") or 0, known.get("first_batch") or 0]
+        assert max(changes) < settled
+        assert sum(window.start >= settled for window in settings.run.windows()) >= 5
+        static, moves = settings_of(UNIFORM, settings)
+        assert (static.partition_method, moves, static.scenario) == ("uniform", False, scenario)
+        assert settings_of(DENSE, settings)[0].scenario == "none"
+
+
+TINY = (
+    "scenario=freezing", "model=gpt_tiny", "run.batches=8", "run.window=2", "ds.gradient_accumulation_steps=2",
+    "scenario.batches=[2]", "scenario.frozen=[0.5]", "ds.dynamic_pipeline.rebalance_every=3",
+    "ds.dynamic_pipeline.min_gain=0",
+)
+
+
+def train_tiny(_: int) -> dict[str, Any]:
+    settings = read_settings(TINY)
+    runs = build_runs(settings)
+    train_in_turns(runs, settings)
+    windows = [[w.start, w.stop] for w in settings.run.windows()[1:]]
+    return {
+        "windows": windows, "settled": 4, "num_batches": 8,
+        "runs": {name: as_values(run) for name, run in runs.items()},
+    }
+
+
+def test_a_tiny_run(tmp_path: Path) -> None:
+    values, other = run_ranks(train_tiny, 2)
+    assert list(values["runs"]) == [DENSE, UNIFORM, OURS]  # by parameters the cut is the same
+    ours = values["runs"][OURS]
+    assert ours["boundaries"] == other["runs"][OURS]["boundaries"]
+    assert len(ours["windows_s"]) == 3 and len(ours["layers_s"]) == 8 and len(ours["hooks_s"]) == 8
+    summary = summarise(values)
+    assert summary.equal_bits and 0 < summary.share.least <= summary.share.greatest < 1
+    report({"environment": environment(), "scenarios": {"freezing": json.loads(json.dumps(values))}}, tmp_path)
+    pictures = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
+    assert "the same cut" in (tmp_path / "scenarios.md").read_text()
