@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other and keep what they say in ``benchmarks/results/``.
 
 python -m benchmarks.run                       the quick set, under 10 minutes on two idle cores
-python -m benchmarks.run --full                everything, about two hours
+python -m benchmarks.run --full                everything, about five hours
 python -m benchmarks.run --only scenarios      some of them
 """
 
@@ -52,6 +52,8 @@ EXPERIMENTS = (
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),
+    Experiment("replay", "", "benchmarks.replay.validate", writes=False),
+    Experiment("paper", "", "benchmarks.paper.main all"),
 )
 
 
