@@ -18,8 +18,18 @@ from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, Slot
 from dynpipe_ds.migration.optimizer_state import State
 from dynpipe_ds.migration.restore import Pieces
 
+
+def _zero_stage(owner: Any, name: str) -> ZeroStageEnum:
+    """Stands in for ``getattr``, by which Python before 3.11.4 pickles a member of an enum."""
+    if owner is not ZeroStageEnum:
+        raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is not allowed")
+    return ZeroStageEnum[name]
+
+
 # What DeepSpeed's own files hold besides tensors and plain values. None of them runs code when it is read.
-_DEEPSPEED_CLASSES: list[Any] = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+_DEEPSPEED_CLASSES: list[Any] = [
+    DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (_zero_stage, "builtins.getattr"),
+]
 
 
 class Reader:
