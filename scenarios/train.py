@@ -60,8 +60,13 @@ def start_distributed() -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # With this variable DeepSpeed's operation for inference would take 66 MB of shared memory for each rank, and leave
+    # it in /dev/shm for ever, under another name for every port.
+    local_size = os.environ.pop("LOCAL_SIZE", None)
     with silence():
         deepspeed.init_distributed(verbose=False)
+    if local_size is not None:
+        os.environ["LOCAL_SIZE"] = local_size
 
 
 def build(settings: Settings) -> tuple[Contender, Contender]:
