@@ -49,8 +49,9 @@ def table(name: str) -> str:
         Markdown.
     """
     model, prefix = SECTIONS[name]
-    rows = [" | ".join(cells) for cells in _rows(model, prefix)]
-    return "\n".join(["| key | default | a value must be | meaning |", "|---|---|---|---|", *(f"| {r} |" for r in rows)])
+    rows = [("key", "default", "a value must be", "meaning"), *_rows(model, prefix)]
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([lines[0], "|---|---|---|---|", *lines[1:]])
 
 
 def _rows(model: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -101,6 +102,7 @@ def rewritten(page: str) -> tuple[str, str]:
 
 
 def main() -> None:
+    """Rewrite the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
