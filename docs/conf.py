@@ -13,6 +13,17 @@ release = version = re.findall(r'^__version__ = "(.+)"$', _package, re.MULTILINE
 extensions = ["myst_parser"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+highlight_language = "text"  # of blocks that do not name theirs
 
 html_theme = "furo"
 html_title = f"dynpipe_ds {release}"
+
+
+def _link_files(_app, _page, source):
+    """Pages outside this folder are no part of the site: offer them as files, as other files are."""
+    source[0] = re.sub(r"\]\((\.\./[^)#\s]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", _link_files)
