@@ -21,7 +21,7 @@ from tests.docs.pages import ROOT
 
 ENTRIES = ("scenarios.train", "scenarios.repack")
 _GROUPS = "scenario|data|run|model|ds|deepspeed|output_dir|partition_method|seed|experiment"
-_OVERRIDE = re.compile(rf"\+?(?:{_GROUPS})(?:\.\w+)*=.*")
+_OVERRIDE = re.compile(rf"\+?(?:{_GROUPS})(?:\.\w+)*=.+")
 
 
 def commands(page: str) -> list[str]:
@@ -55,17 +55,16 @@ def problem(command: str, page: str) -> str | None:
 
 def _make(words: Sequence[str], page: str) -> str | None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for word in words:
-        name, given, value = word.partition("=")
-        if given and not re.search(rf"^{name} *\?=", makefile, re.MULTILINE):
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    for name in given:
+        if not re.search(rf"^{name} *\?=", makefile, re.MULTILINE):
             return f"the Makefile has no variable {name}"
-        if not given and not re.search(rf"^{re.escape(name)}:", makefile, re.MULTILINE):
-            return f"the Makefile has no target {name}"
-        if name == "SCENARIO" and (wrong := _overrides([f"scenario={value}"], page)):
-            return wrong
-        if name == "ARGS" and (wrong := _overrides(shlex.split(value), page)):
-            return wrong
-    return None
+    for target in (word for word in words if "=" not in word):
+        if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE):
+            return f"the Makefile has no target {target}"
+    scenario = [f"scenario={given['SCENARIO']}"] if "SCENARIO" in given else []
+    overrides = [*scenario, *shlex.split(given.get("ARGS", ""))]
+    return _overrides(overrides, page) if overrides else None
 
 
 def _python(words: Sequence[str], _page: str) -> str | None:

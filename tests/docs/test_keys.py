@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import pytest
 
-from docs import keys
 from dynpipe_ds.config import DynamicPipelineConfig
+from tests.docs.pages import DOCS
+
+spec: Any = importlib.util.spec_from_file_location("keys", DOCS / "keys.py")
+keys: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(keys)
 
 
 @pytest.mark.parametrize("page", keys.PAGES)

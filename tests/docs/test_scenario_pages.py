@@ -17,7 +17,7 @@ PAGES = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 def test_page(name: str) -> None:
     page = f"docs/{name}.md"
     text = pages.read(page)
-    assert re.search(r" \d{4}\)", text), "a paper, with its year"
+    assert re.search(r"\b20\d\d\b", text) and "hat differs" in text, "a paper with its year, and what differs from it"
     assert "## Measured\n" in text
     assert [command for command in commands.commands(page) if re.search(rf"(?i:scenario)={name}( |$)", command)]
     pictures = [target for target in pages.links(page) if target.endswith(".png")]
