@@ -27,6 +27,7 @@ from dynpipe_ds.controller import (
 )
 from dynpipe_ds.partition import Plan
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from tests.matrix import mostly
 
 RECORDING = Path(__file__).parent / "data" / "recorded_freezing.json"
 Boundaries = tuple[int, ...]
@@ -157,21 +158,24 @@ def half_gets_cheaper(num_layers: int, at: int) -> Model:
 
 @pytest.mark.parametrize("noise", NOISES, ids=str)
 @pytest.mark.parametrize(
-    ("start", "seeds"),
+    "start",
     [
-        ((0, 4, 8), range(2)),
-        ((0, 4, 9), range(3)),  # (0, 5, 9) is exactly as good: nothing but noise between the two
-        ((0, 5, 10, 14, 18), range(1)),  # many others are as good
-        ((0, 2, 4, 6, 8, 10, 12, 14, 16), range(1)),
+        (0, 4, 8),
+        (0, 4, 9),  # (0, 5, 9) is exactly as good: nothing but noise between the two
+        (0, 5, 10, 14, 18),  # many others are as good
+        (0, 2, 4, 6, 8, 10, 12, 14, 16),
     ],
     ids=str,
 )
+@pytest.mark.parametrize(
+    ("num_batches", "seed"),
+    mostly([(150, 0), *((500, seed) for seed in range(1, 4))], {(150, 0)}),
+)
 def test_balanced_static_model_is_never_rebalanced(
-    start: Boundaries, seeds: range, noise: Noise
+    num_batches: int, seed: int, start: Boundaries, noise: Noise
 ) -> None:
-    for seed in seeds:
-        run = train(equal_layers(start[-1]), start, num_batches=500, noise=noise, seed=seed)
-        assert run.moved_at == [], (seed, run.decisions[-1])
+    run = train(equal_layers(start[-1]), start, num_batches=num_batches, noise=noise, seed=seed)
+    assert run.moved_at == [], run.decisions[-1]
 
 
 @pytest.mark.parametrize("noise", NOISES[:3], ids=str)
