@@ -220,9 +220,7 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
     from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
-    with contextlib.suppress(PermissionError):
-        # Ranks sleep nearly all the time; where allowed, they wake up before whatever else computes here.
-        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    _wake_first()
     for case in cases:
         with contextlib.redirect_stdout(io.StringIO()):
             # A world of its own for every run: an engine makes process groups and never gives them back.
@@ -232,6 +230,15 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
             with out.open("a") as file:
                 file.write(json.dumps(result.as_values()) + "\n")
         _leave()
+
+
+def _wake_first() -> None:
+    """Ranks sleep nearly all the time; where allowed, they wake up before whatever else computes here."""
+    with contextlib.suppress(PermissionError):
+        if hasattr(os, "sched_setscheduler"):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        else:
+            os.setpriority(os.PRIO_PROCESS, 0, -15)
 
 
 def _leave() -> None:
