@@ -12,7 +12,7 @@ from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenar
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
 from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
-from benchmarks.replay.predict import ideal_s
+from benchmarks.replay.predict import ideal_s, told_s
 from dynpipe_ds.reporting.timeline import save_gantt
 from dynpipe_ds.simulation import simulate
 
@@ -80,7 +80,8 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         ])
         panels.setdefault(f"{num_stages} stages, {blocks_of(any_run)} blocks", {})[name.replace("_", "\n")] = speedups
         values.append({
-            "scenario": name, "blocks": blocks_of(any_run), "replicas": any_run.replicas, "speedups": speedups,
+            "scenario": name, "blocks": blocks_of(any_run), "stages": num_stages, "replicas": any_run.replicas,
+            "speedups": speedups,
             "throughputs": {label: run.throughput for label, run in runs.items()}, "last_quarter": last,
             "ideal": ideal, "reached": reached,
             "same_losses": len({tuple(run.losses) for run in runs.values()}) == 1 if any_run.losses else None,
@@ -100,6 +101,12 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
         "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
+    longer = [run.wall_s / told_s(run) for run in results if run.kind == "replay"]
+    if longer:
+        report.notes.append(
+            f"Everything but the layers (messages, the engine, other work on the machine, overheads) makes the runs "
+            f"{median(longer):.2f} times as long as the layers say, at worst {max(longer):.2f} times."
+        )
     if any(v["same_losses"] is not None for v in values):
         same = sum(bool(v["same_losses"]) for v in values)
         report.notes.append(f"Losses of all batches have equal bits whatever the method: {same} of {len(values)} rows.")
