@@ -3,6 +3,7 @@
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
+# make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, under 10 minutes; rewrites benchmarks/results and the README's table
 # make bench-full  all benchmarks, hours
 # Each makes the environment in .venv first if it is missing.
@@ -16,7 +17,7 @@ VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run repack-demo test test-all lint bench bench-full clean
+.PHONY: env run repack-demo test test-all lint docs bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -51,6 +52,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs-ready
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+$(VENV)/.docs-ready: setup.py $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
@@ -58,4 +67,4 @@ bench-full: $(READY)
 	$(BIN)/python -m benchmarks.run --full $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs
+	rm -rf $(VENV) build dist *.egg-info outputs docs/_build
