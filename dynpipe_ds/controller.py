@@ -41,10 +41,13 @@ With half as many, the measured noise is too often by chance half of the true on
 """
 
 EVIDENCE = 4
-"""Fewest batches that confirm a gain; the newest so many must each agree with it.
+"""Batches that confirm a gain where a mistake is dear; the newest so many must each agree with it.
 
 Two odd batches can mislead a median of three; four in a row are no accident.
 """
+
+LEAST_EVIDENCE = 2
+"""The same where moves are known to be cheap, see :func:`evidence_for`."""
 
 CONFIDENCE = 4.5
 """A gain that the median of n batches shows must exceed ``CONFIDENCE * noise / n ** (1/3)``.
@@ -131,7 +134,7 @@ class Controller:
             return False
         if every == "auto":
             gains = self._gains(self._newest[-1].boundaries, None)
-            return confirming_batches(gains, 0.0, config.min_gain) > 0
+            return confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE) > 0
         return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
 
     def observe(self, profile: PipelineProfile) -> None:
@@ -274,9 +277,10 @@ class Controller:
         )
         if saved_s <= cost_s or saved_s <= 0:
             return False, f"does not pay: {money}"
-        num_batches = confirming_batches(gains, noise, self._config.min_gain)
+        evidence = evidence_for(saved_s / self._config.horizon_batches, cost_s)
+        num_batches = confirming_batches(gains, noise, self._config.min_gain, evidence)
         if not num_batches:
-            seen = median(gains[-EVIDENCE:]) if gains else 0.0
+            seen = median(gains[-evidence:]) if gains else 0.0
             return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
         return True, f"pays: {money}; gain confirmed by {num_batches} batches"
 
@@ -359,25 +363,42 @@ def noise_of(series: Sequence[float]) -> float:
     return caution * fmean(quiet) / (_QUIET_MEAN * math.sqrt(2.0))
 
 
-def confirming_batches(gains: Sequence[float], noise: float, min_gain: float) -> int:
+def evidence_for(saved_a_batch_s: float, cost_s: float) -> int:
+    """How many batches must agree before a move: no longer a wait than a mistake costs.
+
+    A mistaken move is paid twice, there and back; a batch of waiting costs what the move would have
+    saved. Stopping when both are equal loses at most twice what hindsight would (ski rental).
+
+    Args:
+        saved_a_batch_s: predicted seconds saved in a batch, positive.
+        cost_s: expected seconds for moving.
+
+    Returns:
+        From :data:`LEAST_EVIDENCE` to :data:`EVIDENCE`.
+    """
+    return min(EVIDENCE, max(LEAST_EVIDENCE, math.ceil(2.0 * cost_s / saved_a_batch_s)))
+
+
+def confirming_batches(gains: Sequence[float], noise: float, min_gain: float, evidence: int) -> int:
     """Find the fewest newest batches that show a gain beyond doubt.
 
     Their median must exceed both ``min_gain`` and the noise (:data:`CONFIDENCE`), and each of the
-    newest :data:`EVIDENCE` must show half of that. Judged by batches that the plan was not made
+    newest ``evidence`` must show half of that. Judged by batches that the plan was not made
     from as well, a plan that merely fits the noise of the newest ones fails.
 
     Args:
         gains: relative gain of the plan in each batch, oldest first.
         noise: standard deviation of one batch's gain.
         min_gain: least gain.
+        evidence: fewest batches.
 
     Returns:
-        The number of batches, at least :data:`EVIDENCE`; 0 when the gain is not confirmed.
+        The number of batches, at least ``evidence``; 0 when the gain is not confirmed.
     """
-    if len(gains) < EVIDENCE:
+    if len(gains) < evidence:
         return 0
-    least = min(gains[-EVIDENCE:])
-    for num_batches in range(EVIDENCE, len(gains) + 1):
+    least = min(gains[-evidence:])
+    for num_batches in range(evidence, len(gains) + 1):
         needed = max(min_gain, CONFIDENCE * noise / num_batches ** (1 / 3))
         if least > needed / 2 and median(gains[-num_batches:]) > needed:
             return num_batches

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dynpipe_ds import RankLostError
+from dynpipe_ds._deepspeed import init_distributed
 from dynpipe_ds.heartbeat import naming_lost_ranks, start_heartbeat
 from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
@@ -55,18 +56,11 @@ def choose_threads(threads: int | None) -> int:
 
 def start_distributed() -> None:
     """Join the process group that the launcher describes in the environment."""
-    if os.environ.get("RANK", "0") == "0":
-        print("starting; the first time on a CPU, DeepSpeed compiles for half a minute", flush=True)
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # With this variable DeepSpeed's operation for inference would take 66 MB of shared memory for each rank, and leave
-    # it in /dev/shm for ever, under another name for every port.
-    local_size = os.environ.pop("LOCAL_SIZE", None)
     with silence():
-        deepspeed.init_distributed(verbose=False)
-    if local_size is not None:
-        os.environ["LOCAL_SIZE"] = local_size
+        init_distributed()
 
 
 def build(settings: Settings) -> tuple[Contender, Contender]:

@@ -216,7 +216,7 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
         cases: all with as many stages as there are ranks.
         out: file of JSON lines.
     """
-    import deepspeed
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.suppress(PermissionError):
@@ -225,7 +225,7 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
     for case in cases:
         with contextlib.redirect_stdout(io.StringIO()):
             # A world of its own for every run: an engine makes process groups and never gives them back.
-            deepspeed.init_distributed(verbose=False)
+            init_distributed()
             result = Replay(case).run()
         if dist.get_rank() == 0:
             with out.open("a") as file:
