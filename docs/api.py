@@ -18,6 +18,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ and `DynamicPipelineEngine` have in addition all that DeepSpeed's `PipelineModul
 
 # Without an underscore because other modules of the package call them; no promise to anybody else.
 _OURS = frozenset({
-    "clip_fp32_gradients", "couplings", "install", "layer_of_parameter", "local_indices", "make_dynamic",
-    "name_parameters", "note_batch_read", "start_reading", "tied_layers", "tied_weights",
+    "add_part", "clip_fp32_gradients", "couplings", "install", "layer_of_parameter", "local_indices", "make_dynamic",
+    "name_parameters", "note_batch_read", "num_bytes", "pieces", "reads_data", "sources", "start_reading",
+    "tied_layers", "tied_weights",
 })  # fmt: skip
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):$", re.MULTILINE)
@@ -118,10 +120,12 @@ def signature(function: Any) -> str:
 
 def describe(value: Any) -> str:
     """One line that changes when what users rely on does."""
+    if inspect.isclass(value) and issubclass(value, Enum):
+        return f"enum {', '.join(f'{member.name} = {member.value!r}' for member in value)}"
     if inspect.isclass(value):
-        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-        constructor = signature(value).removesuffix(" -> None")
-        return f"class({bases}) {constructor}".strip() if bases else f"class {constructor}".strip()
+        foreign = next(base for base in value.__mro__[1:] if base.__module__.split(".")[0] != dynpipe_ds.__name__)
+        base = "" if foreign is object else f"({foreign.__name__})"
+        return f"class{base} {signature(value).removesuffix(' -> None')}".strip()
     if isinstance(value, property):
         return f"property -> {annotation(inspect.signature(value.fget).return_annotation)}"  # type: ignore[arg-type]
     if isinstance(value, classmethod | staticmethod):
@@ -163,6 +167,8 @@ def entry(name: str, value: Any) -> list[str]:
     """Heading, signature and docstring of a name, and of its members if it is a class."""
     if not callable(value) or not getattr(value, "__doc__", None) or isinstance(value, types.GenericAlias):
         return [f"### `{name}`", f"```python\n{name} = {value}\n```"]
+    if inspect.isclass(value) and issubclass(value, Enum):
+        return [f"### `{name}`", f"`{describe(value)}`", explain(value.__doc__)]
     word = "class " if inspect.isclass(value) else ""
     parts = [f"### `{name}`", f"```python\n{word}{name}{short(signature(value))}\n```", explain(value.__doc__)]
     for member, inner in members(value) if inspect.isclass(value) else ():

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def problems(name: str, value: Any) -> list[str]:
     text = inspect.cleandoc(documented.__doc__ or "")
     if not text:
         return [f"{name}: has no docstring"]
-    if name.split(".")[-1][0].isupper() and issubclass(value, Exception) and value.__init__ is Exception.__init__:
+    if inspect.isclass(value) and issubclass(value, Enum):
         return []
     try:
         signature = inspect.signature(documented)
