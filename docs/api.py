@@ -166,21 +166,37 @@ def page() -> str:
 def entry(name: str, value: Any) -> list[str]:
     """Heading, signature and docstring of a name, and of its members if it is a class."""
     if not callable(value) or not getattr(value, "__doc__", None) or isinstance(value, types.GenericAlias):
-        return [f"### `{name}`", f"```python\n{name} = {value}\n```"]
+        return [f"### `{name}`", f"```py\n{name} = {value}\n```"]
     if inspect.isclass(value) and issubclass(value, Enum):
         return [f"### `{name}`", f"`{describe(value)}`", explain(value.__doc__)]
     word = "class " if inspect.isclass(value) else ""
-    parts = [f"### `{name}`", f"```python\n{word}{name}{short(signature(value))}\n```", explain(value.__doc__)]
+    parts = [f"### `{name}`", code(f"{word}{name}", signature(value)), explain(value.__doc__)]
     for member, inner in members(value) if inspect.isclass(value) else ():
-        shown = "" if isinstance(inner, property) else short(signature(function_of(inner)), own=True)
-        parts += [f"#### `{name}.{member}{shown}`", explain(function_of(inner).__doc__ or "")]
+        shown = signature(function_of(inner))
+        if isinstance(inner, property):
+            shown = f": {shown.partition(' -> ')[2]}"
+        parts += [f"#### `{name}.{member}`", code(member, re.sub(r"^\((?:self|cls)(?:, )?", "(", shown))]
+        parts.append(explain(function_of(inner).__doc__))
     return parts
 
 
-def short(text: str, own: bool = False) -> str:
-    """A signature without the object itself, and without what is returned where that is nothing."""
+def code(name: str, text: str) -> str:
+    """A signature as a block; a long one with an argument a line."""
     text = text.removesuffix(" -> None")
-    return re.sub(r"^\((?:self|cls)(?:, )?", "(", text) if own else text
+    if len(name + text) > 110:
+        depth, arguments, returned = 0, [""], ""
+        for i, sign in enumerate(text):
+            depth += (sign in "([") - (sign in ")]")
+            if depth == 0:
+                returned = text[i + 1 :]
+                break
+            if sign == "," and depth == 1:
+                arguments.append("")
+            else:
+                arguments[-1] += sign
+        lines = [f"    {argument.lstrip('( ')}," for argument in arguments]
+        text = "\n".join(["(", *lines, f"){returned}"])
+    return f"```py\n{name}{text}\n```"
 
 
 def explain(docstring: str | None) -> str:
@@ -203,7 +219,7 @@ def prose(text: str) -> str:
     """Paragraphs, with code as Markdown writes it."""
 
     def block(found: re.Match[str]) -> str:
-        return f"\n\n```python\n{inspect.cleandoc(found[1])}\n```\n\n"
+        return f"\n\n```py\n{inspect.cleandoc(found[1])}\n```\n\n"
 
     return inline(_LITERAL.sub(block, text).strip())
 

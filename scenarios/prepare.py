@@ -267,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", help="a text file, a folder of them, or JSON lines; .gz, .bz2 and .xz too")
     parser.add_argument("folder", type=Path, help="where to; then: data=memmap data.path=FOLDER")
-    parser.add_argument("--format", choices=("text", "jsonl"), help="default: jsonl for .jsonl files, else text")
+    parser.add_argument("--format", choices=("text", "jsonl"), help="default: by the name and the first line")
     parser.add_argument("--text-key", default="text", help="where a JSON line has its text (default: text)")
     parser.add_argument(
         "--tokenizer", default=BYTES,

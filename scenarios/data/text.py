@@ -68,6 +68,22 @@ def list_files(path: Path) -> list[Path]:
     return files
 
 
+def begins_with_json_line(path: Path, text_key: str) -> bool:
+    """Tell whether the first line of a file, or of a folder's first file, is a document as a JSON line.
+
+    Args:
+        path: a file or a folder.
+        text_key: where a JSON line has its text.
+    """
+    try:
+        first = next(file for file in list_files(path) if file.stat().st_size)
+        with _OPENERS.get(first.suffix, open)(first, "rb") as opened:
+            values = json.loads(opened.readline(_LINE_BYTES))
+    except (ValueError, OSError, EOFError, lzma.LZMAError):  # what can't be read is told by who reads it
+        return False
+    return isinstance(values, dict) and isinstance(values.get(text_key), str)
+
+
 def _hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
