@@ -68,8 +68,10 @@ def list_files(path: Path) -> list[Path]:
     return files
 
 
-def begins_with_json_line(path: Path, text_key: str) -> bool:
-    """Tell whether the first line of a file, or of a folder's first file, is a document as a JSON line.
+def holds_json_lines(path: Path, text_key: str) -> bool:
+    """Tell whether a file, or the first one of a folder, holds documents as JSON lines.
+
+    Its name says so (``.jsonl``, ``.ndjson``), or says nothing, as WikiExtractor's, and the first line is a document.
 
     Args:
         path: a file or a folder.
@@ -77,6 +79,9 @@ def begins_with_json_line(path: Path, text_key: str) -> bool:
     """
     try:
         first = next(file for file in list_files(path) if file.stat().st_size)
+        ending = (first.with_suffix("") if first.suffix in _OPENERS else first).suffix
+        if ending not in ("", ".json"):
+            return ending in (".jsonl", ".ndjson")
         with _OPENERS.get(first.suffix, open)(first, "rb") as opened:
             values = json.loads(opened.readline(_LINE_BYTES))
     except (ValueError, OSError, EOFError, lzma.LZMAError):  # what can't be read is told by who reads it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +38,25 @@ def environment(**more: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def not_passed_on() -> str:
+    """Lines of ``.deepspeed_env`` for what the tests themselves need on every node."""
+    names = [name for name in ("TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR") if name in os.environ]
+    return "".join(["DEEPSPEED_LOG_LEVEL=error\n", *(f"{name}={os.environ[name]}\n" for name in names)])
+
+
 def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
     """Run a command and return its output."""
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
+    started = subprocess.Popen(
+        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = started.communicate(timeout=120)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGTERM)  # the launcher would leave its ranks behind
+        raise
+    assert started.returncode == 0, f"{command}: {output[-3000:]}"
+    return output
 
 
 def losses(output: str) -> list[str]:

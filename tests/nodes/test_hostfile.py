@@ -43,7 +43,7 @@ def test_as_written_by_ssh(nodes: SshNodes, tmp_path: Path) -> None:
     folder, (hosts, variables) = page.write_job(tmp_path / "job"), hostfile_and_variables()
     (folder / "hostfile").write_text(hosts, encoding="utf-8")
     assert VENV in variables
-    variables = variables.replace(VENV, str(Path(sys.executable).parent)) + "DEEPSPEED_LOG_LEVEL=error\n"
+    variables = variables.replace(VENV, str(Path(sys.executable).parent)) + page.not_passed_on()
     (folder / ".deepspeed_env").write_text(variables, encoding="utf-8")
     command, env, before = command_lines()[0], page.environment(), nodes.connections()
     command[1:1] = ["--master_port", str(free_port())]
