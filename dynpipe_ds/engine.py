@@ -57,6 +57,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         profiling: whether batches are profiled; set it to ``False`` (on every rank) to do without
             profiles, and so without automatic re-partitions, for a while.
         last_checkpoint: newest complete checkpoint that this run saved or loaded.
+        overhead: seconds that this rank has spent on not training (:class:`~dynpipe_ds.Overhead`).
 
     Raises:
         ValueError: on every rank, if the section or the optimizer can't be used, with all problems.
@@ -293,6 +294,9 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         Args:
             *args: arguments of ``PipelineEngine.eval_batch``.
             **kwargs: its keyword arguments.
+
+        Returns:
+            What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
         if not self.dynamic_config.enabled:
             return super().eval_batch(*args, **kwargs)
