@@ -28,6 +28,7 @@ from scenarios.scenario import build_layers, build_scenario
 from scenarios.settings import Settings, config_folder
 from scenarios.sweep import Sweep
 
+_MULTIRUN = {"--multirun", "-m"}
 _GRACE_S = 30.0  # for the first rank to say what is wrong, before a launcher ends it because another rank has ended
 
 
@@ -54,16 +55,14 @@ def start(job: Callable[[Settings], None], module: str, *, sweeps: bool = False)
         except ValueError as error:
             leave(str(error))
 
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in _MULTIRUN)  # or overrides before it are lost
+    if is_rank() and _MULTIRUN.intersection(sys.argv[1:]):
+        leave(f"a sweep starts the ranks of each job itself: python -m {module} {' '.join(sys.argv[1:])}")
     try:
-        if is_rank() and _MULTIRUN.intersection(sys.argv[1:]):
-            leave(f"a sweep starts the ranks of each job itself: python -m {module} {' '.join(sys.argv[1:])}")
         task()
     except (HydraException, OmegaConfBaseException) as error:
         leave(explain([word for word in sys.argv[1:] if not word.startswith("-")], error))
     sys.exit(sweep.finish())
-
-
-_MULTIRUN = {"--multirun", "-m"}
 
 
 def leave(message: str) -> NoReturn:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -36,29 +36,30 @@ def explain(overrides: Sequence[str], error: Exception) -> str:
         for override in sorted(parsed, key=lambda one: "." in one.key_or_group):  # groups decide what keys there are
             if override.key_or_group.startswith("hydra"):
                 continue
-            for single in _singles(override):
-                try:
-                    compose("config", overrides=[*kept, single])
-                except (HydraException, OmegaConfBaseException) as wrong:
-                    problems.append(_explain_one(override, single, wrong, compose("config", overrides=kept)))
-                else:
-                    last = single
-            if not any(problem.startswith(f"{single}: ") for problem in problems for single in _singles(override)):
-                kept.append(last)
+            singles = _singles(override)
+            wrong = [_explain_one(override, single, kept) for single in singles]
+            problems += filter(None, wrong)
+            if singles and not any(wrong):
+                kept.append(singles[-1])
     return "; ".join(problems) or _first_line(error)
 
 
-def _singles(override: Override) -> Iterator[str]:
+def _singles(override: Override) -> list[str]:
     """The overrides that a sweep is made of; itself, if it is none."""
+    if isinstance(override.value(), Glob):  # of what there is, so none of it is wrong
+        return []
     if override.is_discrete_sweep():
-        for value in override.sweep_string_iterator():
-            yield f"{override.get_key_element()}={value}"
-    else:
-        assert override.input_line is not None
-        yield override.input_line
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    return [str(override.input_line)]
 
 
-def _explain_one(override: Override, single: str, error: Exception, composed: DictConfig) -> str:
+def _explain_one(override: Override, single: str, kept: list[str]) -> str | None:
+    """Say what is wrong with an override after those that are right; ``None``: nothing."""
+    try:
+        compose("config", overrides=[*kept, single])
+        return None
+    except (HydraException, OmegaConfBaseException) as wrong:
+        error = wrong
     group = config_folder() / override.key_or_group
     if group.is_dir():
         options = sorted(file.stem for file in group.glob("*.yaml"))
@@ -66,7 +67,7 @@ def _explain_one(override: Override, single: str, error: Exception, composed: Di
         if value not in options:
             return f"{single}: {choices(value, options)}"
         return f"{single}: {_first_line(error)}"
-    node: Any = composed
+    node: Any = compose("config", overrides=kept)
     *path, name = override.key_or_group.split(".")
     parents = []
     for parent in path:

@@ -180,6 +180,11 @@ class Settings:
             name: read(name, section, config[name], problems)
             for name, section in (("model", model), ("run", RunSettings), ("data", DataSettings))
         }
+        problems += [
+            f"ds.{name}={value!r} must be a whole number of at least 1, or null"
+            for name, value in config["ds"].items()
+            if name in _SIZES and value is not None and (type(value) is not int or value < 1)
+        ]
         try:
             base = load_deepspeed_json(str(config["deepspeed"]))
         except ValueError as error:
@@ -192,7 +197,7 @@ class Settings:
             model=sections["model"],
             scenario=str(scenario.pop("name")),
             scenario_settings=scenario,
-            deepspeed=merge(base, config.get("ds") or {}),
+            deepspeed=merge(base, config["ds"]),
             run=sections["run"],
             output_dir=Path(config["output_dir"]),
             **{name: config[name] for name in _PLAIN},
@@ -223,6 +228,7 @@ class Settings:
         return changes
 
 
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # DeepSpeed only asserts what they are
 _PLAIN = ("seed", "partition_method", "dynamic_partition_method")
 _KEYS = ("model", "data", "scenario", "deepspeed", "ds", "run", "output_dir", "launch", *_PLAIN)
 """What ``conf/config.yaml`` holds; ``launch`` is for the process that starts the ranks."""
