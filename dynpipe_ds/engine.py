@@ -22,8 +22,9 @@ from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
+from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.migrate import Migration, MigrationError
-from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
+from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
     add_copies,

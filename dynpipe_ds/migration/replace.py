@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import first_error
-from dynpipe_ds.migration.optimizer_state import State
+from dynpipe_ds.migration.parameter_groups import State
 
 
 @dataclass(frozen=True)
