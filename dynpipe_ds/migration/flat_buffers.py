@@ -29,6 +29,9 @@ ROOM = 0.5
 What nobody has written to takes no host memory. On accelerators it would; copying is fast there.
 """
 
+LARGEST = 3.0
+"""Elements that a buffer's memory may hold, as a multiple of those in use; beyond that the memory is given back."""
+
 _LINE_BYTES = 64  # where torch lets buffers begin; kernels choose by alignment, so another could mean other bits
 _FLATTENED_TO = 2  # DeepSpeed's nccl_start_alignment_factor
 _REPORTS = (
@@ -149,8 +152,9 @@ class _Cut:
         overwrites_front = self.num_before and self.first
         overwrites_back = self.num_after and self.first + self.num_kept < old.numel()
         start = old.storage_offset() + self.first - self.num_before
-        is_inside = start >= 0 and (start + size) * old.element_size() <= old.untyped_storage().nbytes()
-        if overwrites_front or overwrites_back or not is_inside or start * old.element_size() % _LINE_BYTES:
+        capacity = old.untyped_storage().nbytes() // old.element_size()
+        fits = start >= 0 and start + size <= capacity <= LARGEST * size
+        if overwrites_front or overwrites_back or not fits or start * old.element_size() % _LINE_BYTES:
             return None
         view = torch.empty(0, dtype=old.dtype, device=old.device)
         return view.set_(old.untyped_storage(), start, (size,), (1,))
@@ -178,7 +182,7 @@ class _Given(TorchFunctionMode):
         given: Tensor | None = None
         if func is torch._C._nn.flatten_dense_tensors:
             given = self._flatten(args[0])
-        elif func in (Tensor.clone, torch.zeros_like):
+        elif func is Tensor.clone or func is torch.zeros_like:
             group = self._flattened.get(args[0].data_ptr())
             if group is not None and args[0].numel() == group.weights.numel():
                 given = group.master if func is Tensor.clone else group.gradients
@@ -192,6 +196,10 @@ class _Given(TorchFunctionMode):
             return None
         self._flattened[group.weights.data_ptr()] = group
         return group.weights
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
 @contextlib.contextmanager
@@ -208,8 +216,8 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         for module, name in _REPORTS:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_, **__: None)
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.WARNING)
+        logger.addFilter(_is_warning)  # setting a level makes every logger of the process forget what it knows
+        stack.callback(logger.removeFilter, _is_warning)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(_Given(groups))
         yield

@@ -8,7 +8,7 @@ with replicas the shares shift, and every parameter's master weights and moments
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +23,31 @@ from dynpipe_ds.migration.optimizer_state import PlainOptimizer, Room, StageOpti
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.migration.parameter_groups import Entry, ParameterGroups, State
 
+BUCKET_ELEMENTS = 2**22
+"""Elements of parameters whose state replicas put together in one message; bounds what that needs at a time."""
+
+Source = tuple[Any, Any, State]  # a parameter's fragment, its replicas, and the state of the flat buffer that has it
+
 
 class FlatOptimizer(StageOptimizer):
     """One flat fp32 buffer a parameter group, sharded over replicas: ZeRO-1 and bf16."""
 
     @override
-    def export(self, parameter: nn.Parameter) -> State:
-        if not self._is_flat(parameter):
-            return {}
-        mapping, flat = parameter._hp_mapping, self._flat_of(parameter)  # type: ignore[attr-defined]
-        return _full_state(parameter, mapping, parameter._dp_group, self._flat_state(flat))  # type: ignore[attr-defined]
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        states = dict(_full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
+        return [states.get(p, {}) for p in parameters]
+
+    def _source(self, parameter: nn.Parameter) -> Source:
+        flat = self._flats()[self.groups.index[parameter]]
+        return parameter._hp_mapping, parameter._dp_group, self._flat_state(flat)  # type: ignore[attr-defined]
 
     @override
     def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
         wrapper = self.engine.optimizer
         if any(count > 1 for count in wrapper.partition_count) or getattr(wrapper, "cpu_offload", False):
             return {}  # the replicas' shares shift
-        gone = {*departed, *self.groups.placeholders}
+        frozen = [p for p in self.groups.index if not p.requires_grad]
+        gone = {*departed, *frozen, *self.groups.placeholders}
         room: Room = {}
         for i, buffers in enumerate(self._buffers()):
             ends = [
@@ -69,7 +77,6 @@ class FlatOptimizer(StageOptimizer):
     ) -> None:
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
         self._room = room or {}
-        kept_flats = {p: self._flat_of(p) for p in self.groups.index if self._is_flat(p)}
         involved = [*self.groups.index, *arrived, *self.groups.placeholders]
         self._before = (
             dict(self.groups.index),
@@ -83,9 +90,7 @@ class FlatOptimizer(StageOptimizer):
             handle.remove()
         gone = set(departed)
         self._sources = {
-            p: (p._hp_mapping, p._dp_group, self._flat_state(flat))  # type: ignore[attr-defined]
-            for p, flat in kept_flats.items()
-            if p.requires_grad and p not in gone
+            p: self._source(p) for p in self.groups.index if p.requires_grad and p not in gone and self._is_flat(p)
         }
         self._template = next((s for s in old_states if s), {})
         for parameter in involved:
@@ -119,14 +124,12 @@ class FlatOptimizer(StageOptimizer):
             wrapper._lazy_init_hp_params_optimizer_state()
         for buffers in given.values():
             buffers.clear_padding()
-        for parameter, i in self.groups.index.items():
-            if i in given or not self._is_flat(parameter):
-                continue
-            if parameter in self._sources:
-                state = _full_state(parameter, *self._sources[parameter])
-            else:
-                state = states.get(parameter) or {}
+        to_fill = [p for p, i in self.groups.index.items() if i not in given and self._is_flat(p)]
+        for parameter, state in _full_states({p: self._sources[p] for p in to_fill if p in self._sources}):
             _write_state(parameter, state)
+        for parameter in to_fill:
+            if parameter not in self._sources:
+                _write_state(parameter, states.get(parameter, {}))
         self._sources, self._room, self._before = {}, {}, None
 
     @override
@@ -154,8 +157,8 @@ class FlatOptimizer(StageOptimizer):
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None or not parameter.requires_grad:
             return 0
-        flat_state = self._flat_state(self._flat_of(parameter))
-        moments = [v for v in flat_state.values() if isinstance(v, Tensor) and v.numel() > 1]
+        flat_state = self._source(parameter)[-1]
+        moments = [v for v in flat_state.values() if _is_moment(v)]
         elements = int(mapping.hp_fragment_address.numel)
         return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
@@ -169,9 +172,6 @@ class FlatOptimizer(StageOptimizer):
 
     def _is_flat(self, parameter: nn.Parameter) -> bool:
         return parameter in self.groups.index and hasattr(parameter, "_hp_mapping") and parameter.numel() > 0
-
-    def _flat_of(self, parameter: nn.Parameter) -> Tensor:
-        return self._flats()[self.groups.index[parameter]]
 
     def _flat_state(self, flat: Tensor) -> State:
         state: State = self.groups.optimizer.state.get(flat, {})
@@ -212,38 +212,60 @@ def _like(value: Any, flat: Tensor) -> Any:
     """An entry of a flat parameter's state before it is filled."""
     if not isinstance(value, Tensor):
         return value
-    return torch.zeros_like(flat, dtype=value.dtype) if value.numel() > 1 else value.clone()
+    return torch.zeros_like(flat, dtype=value.dtype) if _is_moment(value) else value.clone()
 
 
-def _full(parameter: nn.Parameter, mapping: Any, fragment: Tensor | None, group: Any) -> Tensor:
-    """One flat fp32 tensor for the parameter, put together from its replicas' fragments."""
-    if mapping is not None and mapping.lp_fragment_address.numel == parameter.numel():
-        assert fragment is not None
-        if dist.get_world_size(group) == 1:
-            return fragment.detach()
-    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if mapping is not None and fragment is not None:
-        address = mapping.lp_fragment_address
-        whole.narrow(0, address.start, address.numel).copy_(fragment.detach())
-    dist.all_reduce(whole, group=group)  # every element is in one fragment: adding zeros is exact
-    return whole
+def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Parameter, State]]:
+    """Complete state of parameters; without replicas it shares memory with the flat buffers."""
+    bucket: list[nn.Parameter] = []
+    for parameter, (_, group, _) in sources.items():
+        is_full = sum(p.numel() for p in bucket) >= BUCKET_ELEMENTS
+        if bucket and (is_full or sources[bucket[0]][1] is not group):
+            yield from _whole(bucket, sources).items()
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield from _whole(bucket, sources).items()
+
+
+def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]) -> dict[nn.Parameter, State]:
+    """Complete state of parameters with the same replicas, put together from their fragments in one message."""
+    states: dict[nn.Parameter, State] = {}
+    shares: list[tuple[nn.Parameter, str, Tensor | None]] = []
+    for parameter in parameters:
+        mapping, group, flat_state = sources[parameter]
+        states[parameter] = {key: value for key, value in flat_state.items() if not _is_moment(value)}
+        # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
+        # other groups have no state yet, and never again.
+        shares.append((parameter, "master", mapping and mapping.hp_fragment.detach()))
+        moments = ((key, value) for key, value in flat_state.items() if _is_moment(value))
+        shares += [(parameter, key, mapping and _fragment(value, mapping)) for key, value in moments]
+    if dist.get_world_size(group) == 1:
+        for parameter, key, share in shares:
+            states[parameter][key] = share
+        return states
+    # One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
+    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=parameters[0].device)
+    start = 0
+    for parameter, key, share in shares:
+        place = bits[start : start + parameter.numel()]
+        if share is not None:
+            address = sources[parameter][0].lp_fragment_address
+            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
+        states[parameter][key] = place.view(torch.float32)
+        start += parameter.numel()
+    dist.all_reduce(bits, group=group)
+    return states
+
+
+def _is_moment(value: Any) -> bool:
+    """Whether a flat buffer's state has a value an element, not a count of steps or the like."""
+    return isinstance(value, Tensor) and value.numel() > 1
 
 
 def _fragment(flat: Tensor, mapping: Any) -> Tensor:
     address = mapping.hp_fragment_address
-    return flat.narrow(0, address.start, address.numel)
-
-
-def _full_state(parameter: nn.Parameter, mapping: Any, group: Any, flat_state: State) -> State:
-    state: State = {"master": _full(parameter, mapping, mapping and mapping.hp_fragment, group)}
-    for key, value in flat_state.items():
-        if isinstance(value, Tensor) and value.numel() > 1:
-            # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
-            # other groups have no state yet, and never again.
-            state[key] = _full(parameter, mapping, mapping and _fragment(value, mapping), group)
-        else:
-            state[key] = value
-    return state
+    return flat.detach().narrow(0, address.start, address.numel)
 
 
 def _write_state(parameter: nn.Parameter, state: State) -> None:

@@ -109,7 +109,8 @@ class Migration:
     def _entries(self, layer: nn.Module | None) -> list[Entry]:
         parameters = [] if layer is None else list(layer.parameters())
         index = self._optimizer.groups.index
-        return [Entry(p, index.get(p), self._optimizer.export(p)) for p in parameters]
+        states = self._optimizer.export(parameters)
+        return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
     def _rank_of(self, stage: int) -> int:
         return int(self._engine.grid.stage_to_global(stage_id=stage))

@@ -35,14 +35,14 @@ class StageOptimizer(ABC):
         self._before: Any = None  # what rollback() needs; None outside prepare() ... fill()
 
     @abstractmethod
-    def export(self, parameter: nn.Parameter) -> State:
-        """State of one parameter, complete, ready to travel; collective over its replicas.
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        """State of parameters, complete, ready to travel; collective over their replicas.
 
         Args:
-            parameter: a parameter of this stage.
+            parameters: of this stage, the same on all replicas.
 
         Returns:
-            Named tensors in the parameter's shape and scalars; empty if it has none.
+            Named tensors with as many elements as the parameter, and scalars; empty where there is none.
         """
 
     def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
@@ -113,8 +113,8 @@ class PlainOptimizer(StageOptimizer):
     """One state entry a parameter: torch optimizers, DeepSpeed's fused and CPU Adam."""
 
     @override
-    def export(self, parameter: nn.Parameter) -> State:
-        return dict(self.groups.optimizer.state.get(parameter, {}))
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        return [dict(self.groups.optimizer.state.get(p, {})) for p in parameters]
 
     @override
     def prepare(

@@ -118,7 +118,10 @@ class _Tensors:
         return number
 
     def dense(self) -> tuple[Tensor, ...]:
-        return tuple(t.detach().permute(memory_order(_dense_stride(t))).contiguous() for t in self.sources)
+        return tuple(
+            t.detach() if t.is_contiguous() else t.detach().permute(memory_order(_dense_stride(t))).contiguous()
+            for t in self.sources
+        )
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -246,7 +249,8 @@ def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
             ) from error
         lost += hooks_lost
     companion = _pickled(extra, tensors)
-    specs = tuple(_tensor_spec(source, name, lost) for source in tensors.sources)
+    # As plain tuples: objects are pickled much more slowly.
+    specs = [tuple(vars(_tensor_spec(source, name, lost)).values()) for source in tensors.sources]
     skeleton = join([cloudpickle.dumps(specs), body, companion])
     return Package(skeleton, tensors.dense(), tuple(lost))
 
@@ -286,8 +290,7 @@ def empty_tensors(skeleton: bytes, device: torch.device) -> list[Tensor]:
         skeleton: ``Package.skeleton`` of the sender.
         device: device of the receiving stage.
     """
-    specs: tuple[TensorSpec, ...] = pickle.loads(cut(skeleton)[0])
-    return [spec.empty(device) for spec in specs]
+    return [TensorSpec(*spec).empty(device) for spec in pickle.loads(cut(skeleton)[0])]
 
 
 def unpack(skeleton: bytes, tensors: list[Tensor]) -> nn.Module | None:

@@ -68,6 +68,16 @@ def test_layers_leave_without_a_copy() -> None:
     assert start(new) == [p + 4 * SIZE for p in start(old)]
 
 
+def test_memory_is_given_back() -> None:
+    buffers = group(list(range(12)))
+    for num_left, is_in_place in ((8, True), (4, True), (3, False)):
+        before = start(buffers)
+        new = buffers.after({*buffers.members[num_left:]}, [], [])
+        assert new is not None and numbers(new) == list(range(num_left))
+        assert (start(new) == before) == is_in_place
+        buffers = new
+
+
 def test_layers_that_come_are_received_in_place() -> None:
     """The first time larger buffers are made, with room for more; then nothing that stays moves."""
     buffers, places = group([10, 11, 12, 13]), []
