@@ -59,9 +59,9 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             self._activation_bytes = activation_bytes
             self._sizes = self._layer_sizes()
         elif self._window:
-            layers = dict(enumerate(self._window[-1].layers))
-            self._activation_bytes = {i: layer.activation_bytes for i, layer in layers.items()}
-            self._sizes = {i: LayerSizes.of_profile(layer) for i, layer in layers.items()}
+            self._activation_bytes = {
+                i: layer.activation_bytes for i, layer in enumerate(self._window[-1].layers)
+            }
         times = self._recorder.stop()
         gathering = time.perf_counter()
         try:

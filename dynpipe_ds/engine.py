@@ -313,15 +313,15 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
         with self._naming_lost_ranks("layers were moved"):
             Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
-        self._settle(sizes_changed=False)
+        self._settle()
 
-    def _settle(self, *, sizes_changed: bool = True) -> None:
+    def _settle(self) -> None:
         """Renew what DeepSpeed caches about a stage's layers."""
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self._trainable = self._trainable_flags()
-        self._measure_sizes |= sizes_changed  # layers that only moved are as large as the last profile says
+        self._measure_sizes = True
         self._norm.install(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------

@@ -257,15 +257,6 @@ class LayerSizes:
     gradient_bytes: int
     optimizer_state_bytes: int
 
-    @classmethod
-    def of_profile(cls, layer: LayerProfile) -> LayerSizes:
-        """What a profile says, the mean of the replicas.
-
-        Args:
-            layer: measured on any stage.
-        """
-        return cls(layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes)
-
 
 def layer_sizes(
     layer: nn.Module, state_bytes: Callable[[nn.Parameter], int], gradient_dtype: torch.dtype
