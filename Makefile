@@ -10,8 +10,9 @@
 
 PYTHON   ?= python3
 TORCH    ?= torch==2.13.0
-SCENARIO ?= freezing
-RANKS    ?= 2
+# Left empty, they are what conf/config.yaml says, or the experiment in ARGS: freezing on 2 ranks.
+SCENARIO ?=
+RANKS    ?=
 ARGS     ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -22,7 +23,6 @@ env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
 $(READY): setup.py
-	@command -v g++ >/dev/null || { echo "g++ is missing; DeepSpeed compiles with it: apt-get install g++"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
@@ -35,13 +35,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/ops
 
 run: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
-	  $(BIN)/deepspeed --no_local_rank --num_accelerators $(RANKS) --module scenarios.train scenario=$(SCENARIO) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.train \
+	  $(if $(SCENARIO),scenario=$(SCENARIO)) $(if $(RANKS),launch.num_accelerators=$(RANKS)) $(ARGS)
 
 # Four ranks prune a model and leave as soon as the others can hold it.
 repack-demo: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
-	  $(BIN)/deepspeed --no_local_rank --num_accelerators 4 --module scenarios.repack +experiment=repack_pruning $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.repack experiment=repack_pruning $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

@@ -45,15 +45,10 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
         num_ranks: how many.
         *args: its arguments.
     """
-    launcher, port = Path(sys.executable).with_name("deepspeed"), free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
+    launcher = Path(sys.executable).with_name("deepspeed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
-        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(port),
+        str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(free_port()),
         "--log_level", "error", "--module", module, *args,
     ]
-    try:
-        subprocess.run(command, check=True, env=environment)
-    finally:
-        # DeepSpeed's operation for inference leaves 66 MB of shared memory a rank behind.
-        for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            file.unlink(missing_ok=True)
+    subprocess.run(command, check=True, env=environment)

@@ -26,7 +26,7 @@ from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
-from dynpipe_ds.profile import PipelineProfile  # noqa: E402
+from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402
 from dynpipe_ds.repacking.live import RepackError  # noqa: E402
 
 _deepspeed.install(DynamicPipelineModule, DynamicPipelineEngine)
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "DynamicPipelineEngine",
     "DynamicPipelineModule",
+    "LayerProfile",
     "MigrationError",
     "Overhead",
     "ParameterReplacement",
@@ -45,6 +46,7 @@ __all__ = [
     "RebalanceEvent",
     "RepackError",
     "RepackEvent",
+    "StageProfile",
     "keep_in_checkpoints",
     "register_partitioner",
 ]

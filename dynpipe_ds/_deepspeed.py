@@ -112,3 +112,23 @@ def install(module_class: type, engine_class: type) -> None:
         return object.__new__(cls)
 
     base.__new__ = construct
+
+
+def init_distributed(backend: str | None = None) -> None:
+    """``deepspeed.init_distributed`` without DeepSpeed's own all-reduce for inference, which training never calls.
+
+    On CPUs DeepSpeed compiles it first, for up to a minute, and leaves 66 MB of shared memory for each rank in
+    ``/dev/shm`` behind, under another name for every port.
+
+    Args:
+        backend: of the process group; ``None`` for the accelerator's.
+    """
+    operations: Any = importlib.import_module("deepspeed.ops")
+    known = vars(operations).get("__compatible_ops__")
+    operations.__compatible_ops__ = {}
+    try:
+        deepspeed.init_distributed(backend, verbose=False)
+    finally:
+        del operations.__compatible_ops__  # DeepSpeed looks again when somebody asks
+        if known is not None:
+            operations.__compatible_ops__ = known

@@ -37,8 +37,9 @@ _BROKEN = re.compile(
 class RankLostError(RuntimeError):
     """Another rank ended, so that this one cannot go on; names it and the last complete checkpoint.
 
-    Attributes:
-        ranks: who was lost.
+    Args:
+        ranks: who was lost, kept as an attribute.
+        message: the text.
     """
 
     def __init__(self, ranks: list[int], message: str) -> None:

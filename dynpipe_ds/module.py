@@ -291,6 +291,9 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
 
         Args:
             forward_input: a tensor or a tuple of tensors.
+
+        Returns:
+            What the last of them returns.
         """
         if not self._is_dynamic:
             return super().forward(forward_input)

@@ -257,10 +257,16 @@ class PipelineProfile:
 
     @classmethod
     def loads(cls, text: str) -> PipelineProfile:
-        """Read what :meth:`dumps` wrote; raises ``ValueError`` for anything else.
+        """Read what :meth:`dumps` wrote.
 
         Args:
             text: JSON text.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: for anything else.
         """
         return _from_json(json.loads(text))
 

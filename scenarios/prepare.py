@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,6 +126,8 @@ def _find(folder: Path, job: dict[str, Any]) -> tuple[dict[str, Any] | None, _Pr
     """What the folder holds of this job: all of it, or how far it is."""
     done, begun = _read_json(folder / PREPARED), _read_json(folder / PROGRESS)
     found = done or begun
+    if done is None and begun is not None and not begun["progress"]["num_tokens"]:
+        return None, _Progress()  # such as by a call with a mistake in it: nothing would be lost
     if found is None:
         others = sorted(file.name for file in folder.iterdir() if file.name != _LOCK)
         if others:
@@ -257,6 +260,22 @@ def _replace(file: Path, content: dict[str, Any]) -> None:
     os.replace(partial, file)
 
 
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number greater than 0, such as 16")
+    return value
+
+
+def _as_options(message: str) -> str:
+    """Name settings as this command line does: ``data.text_key=body`` is ``--text-key body`` here."""
+    message = message.replace("data.path=", "")
+    return re.sub(r"\bdata\.(\w+)(=?)", lambda name: f"--{name[1].replace('_', '-')}{' ' if name[2] else ''}", message)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scenarios.prepare",
@@ -267,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", help="a text file, a folder of them, or JSON lines; .gz, .bz2 and .xz too")
     parser.add_argument("folder", type=Path, help="where to; then: data=memmap data.path=FOLDER")
-    parser.add_argument("--format", choices=("text", "jsonl"), help="default: jsonl for .jsonl files, else text")
+    parser.add_argument("--format", choices=("text", "jsonl"), help="default: by the name and the first line")
     parser.add_argument("--text-key", default="text", help="where a JSON line has its text (default: text)")
     parser.add_argument(
         "--tokenizer", default=BYTES,
@@ -278,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--restart", action="store_true", help="discard what the folder holds")
     parser.add_argument(
-        "--save-every-mb", type=float, default=SAVE_EVERY_BYTES / 2**20,
+        "--save-every-mb", type=_positive, default=SAVE_EVERY_BYTES / 2**20,
         help="MiB of text between two moments from which it can be continued (default: %(default)s)",
     )  # fmt: skip
     return parser
@@ -296,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             settings, given.folder, restart=given.restart, save_every_bytes=int(given.save_every_mb * 2**20), show=True
         )
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {_as_options(str(error))}")
     except KeyboardInterrupt:
         print("\ninterrupted: the same command continues", file=sys.stderr)
         sys.exit(130)

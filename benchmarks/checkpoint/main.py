@@ -114,11 +114,11 @@ def main() -> None:
         print(environment())
         launch("benchmarks.checkpoint.main", 2, *(f"--{k}={v}" for k, v in vars(options).items()))
         return
-    import deepspeed
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
     first = dist.get_rank() == 0
     if first:
         print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")

@@ -78,11 +78,11 @@ def main() -> None:
         print(environment())
         launch("benchmarks.expert_parallel.main", 2, *[f"--{k}={v}" for k, v in vars(options).items()])
         return
-    import deepspeed
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
     seconds = measure(options)
     if dist.get_rank() == 0:
         print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")

@@ -17,14 +17,15 @@ import torch.distributed as dist
 
 def start_rank() -> None:
     """Join the process group, with one thread and without DeepSpeed's chatter."""
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
+
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
 
 
 def now_s() -> float:

@@ -108,11 +108,11 @@ def main() -> None:
         flags = ["--unprofiled"] if options.unprofiled else []
         launch("benchmarks.plain.main", 2, *[f"--{k}={v}" for k, v in values.items()], *flags)
         return
-    import deepspeed
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
         dynamic, plain = (build(options, dynamic=kind) for kind in (True, False))
     dynamic.profiling = not options.unprofiled
     micro_batch = dynamic.train_micro_batch_size_per_gpu()

@@ -69,11 +69,11 @@ def main() -> None:
         millions = [str(value) for value in options.millions]
         launch("benchmarks.pruning_selection.main", 2, "--millions", *millions, "--repeats", str(options.repeats))
         return
-    import deepspeed
+    from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
     rank, group = dist.get_rank(), dist.group.WORLD
     if rank == 0:
         print("| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |")

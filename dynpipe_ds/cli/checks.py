@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -23,12 +24,15 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
 from dynpipe_ds._deepspeed import TESTED_SERIES
+from dynpipe_ds.cli.command import listed_problems
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 
 Status = Literal["ok", "warning", "problem"]
 
 STALE_LOCK_S = 600.0
 """Age from which a compile lock counts as left behind: DeepSpeed's operations compile in well under this time."""
+
+_KEY = re.compile(r"(\w+)[\w.]* (?:=|is missing)")  # as the configuration's problems begin
 
 _LEAST_PYTHON = (3, 10)
 _LEAST_TORCH = (2, 4)
@@ -208,23 +212,35 @@ def check_config(
         num_layers: L, with ``num_stages`` to check what depends on the model.
         num_stages: S.
     """
+    lines: list[str] = []
+    section: DynamicPipelineConfig | None = None
     try:
         section = parse_config(config)
-        if num_layers is not None and num_stages is not None:
-            check_against_model(section, num_layers=num_layers, num_stages=num_stages)
     except ValueError as error:
-        for line in _problems(str(error)):
-            found, _, remedy = line.partition(": ")
-            yield Check("config", "problem", found, remedy)
-        return
-    yield _switched_on(config, section)
+        lines = listed_problems(error)
+        section = _without_wrong_keys(config, lines)
+    if section is not None and num_layers is not None and num_stages is not None:
+        try:
+            check_against_model(section, num_layers=num_layers, num_stages=num_stages)
+        except ValueError as error:
+            lines += listed_problems(error)
+    for line in lines:
+        found, _, remedy = line.partition(": ")
+        yield Check("config", "problem", found, remedy)
+    if section is not None and not lines:
+        yield _switched_on(config, section)
 
 
-def _problems(message: str) -> list[str]:
-    """The problems in a message of the configuration's, which lists them below a title."""
-    lines = [line.strip() for line in message.splitlines()]
-    listed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return listed or lines[:1]
+def _without_wrong_keys(config: dict[str, Any], lines: list[str]) -> DynamicPipelineConfig | None:
+    """The section without the keys that problems name, to see what else is wrong; ``None`` if that is no section."""
+    section = config.get(SECTION)
+    if not isinstance(section, dict):
+        return None
+    named = {key for line in lines for key in _KEY.findall(line.partition(": ")[0])}
+    try:
+        return parse_config({SECTION: {key: value for key, value in section.items() if key not in named}})
+    except ValueError:
+        return None
 
 
 def _switched_on(config: dict[str, Any], section: DynamicPipelineConfig) -> Check:

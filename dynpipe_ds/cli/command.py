@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,9 +67,15 @@ def add_command(
         name, help=what, description=f"{what[0].upper()}{what[1:]}.\n\n{more.strip()}",
         epilog=f"examples:\n{lines}\n\nexit codes: 0 done, 1 problems found, 2 wrong usage",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run)
+    add_json(parser)
+    parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, which may stand before the command as well as after it."""
+    # Without a default, so that the command's parser leaves alone what was given before the command.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON")
 
 
 def show(result: Result, *, as_json: bool) -> int:
@@ -131,7 +138,7 @@ def boundaries_of(text: str) -> tuple[int, ...]:
     """Read boundaries, or the file that ``plan --json`` wrote.
 
     Args:
-        text: such as ``0,5,9,14``, or a path.
+        text: such as ``0,5,9,14``, also with spaces or bars instead of commas, as partitions are printed; or a path.
 
     Raises:
         UsageError: when it is neither.
@@ -142,11 +149,25 @@ def boundaries_of(text: str) -> tuple[int, ...]:
             raise UsageError(f"{text}: has no list 'boundaries'; give the path of what 'dynpipe plan --json' wrote")
         return tuple(values)
     try:
-        return tuple(int(part) for part in text.strip("[]() ").split(","))
+        return tuple(int(part) for part in re.split(r"[\s,|]+", text.strip("[]() ")))
     except ValueError:
         raise UsageError(
             f"partition {text!r}: must be boundaries such as 0,5,9,14 or the path of what 'dynpipe plan --json' wrote"
         ) from None
+
+
+def listed_problems(error: ValueError) -> list[str]:
+    """The problems in an error of the configuration's, which lists them below a title.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        One line each; the whole text if it lists none.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    listed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return listed or [" ".join(lines)]
 
 
 def _each(text: str, read: Callable[[str], Any]) -> Any:
@@ -201,6 +222,11 @@ def whole(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Add the profile that :func:`load_profile` reads."""
+    parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
 
 
 def add_links(parser: argparse.ArgumentParser) -> None:

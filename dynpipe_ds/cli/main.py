@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import dynpipe_ds
 from dynpipe_ds.cli import doctor, plan, profile, report, simulate
-from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError, show
+from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError, add_json, show
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -25,6 +25,7 @@ def build_parser() -> Parser:
         epilog="'dynpipe COMMAND --help' has examples.\n\nexit codes: 0 done, 1 problems found, 2 wrong usage",
     )
     parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
+    add_json(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in (doctor, profile, plan, simulate, report):
         command.add_parser(commands)
@@ -40,9 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 problems found, 2 wrong usage.
     """
-    parsed = build_parser().parse_args(arguments)
+    parsed, unknown = build_parser().parse_known_args(arguments)
+    if unknown:
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return show(parsed.run(parsed), as_json=parsed.json)
+        return show(parsed.run(parsed), as_json="json" in parsed)
     except (UsageError, ProblemError) as error:
         print(f"dynpipe {parsed.command}: error: {_one_line(error)}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else PROBLEMS

@@ -17,8 +17,10 @@ from dynpipe_ds.cli.command import (
     UsageError,
     add_command,
     add_links,
+    add_profile,
     boundaries_of,
     brackets,
+    listed_problems,
     load_json,
     load_profile,
     mebibytes,
@@ -64,7 +66,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands, "plan", run, what="choose stage boundaries for a profile", more=_MORE, examples=_EXAMPLES
     )
-    parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
+    add_profile(parser)
     parser.add_argument("--stages", type=whole(1), metavar="N", help="number of stages (default: the profile's)")
     parser.add_argument(
         "--partitioner", metavar="NAME", help=f"{', '.join(partitioner_names())} or one of --import (default optimal)"
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Result:
     except InfeasiblePartitionError as error:
         raise ProblemError(str(error)) from error
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError("; ".join(listed_problems(error))) from error
     values = _values(case, chosen, outcome, present)
     if arguments.compare:
         values["others"] = others
@@ -132,6 +134,8 @@ def _import(modules: Sequence[str]) -> None:
             ) from error
         except ValueError as error:  # register_partitioner's own complaint
             raise UsageError(f"--import {module}: {error}") from error
+        except Exception as error:
+            raise ProblemError(f"--import {module}: can't be imported: {type(error).__name__}: {error}") from error
 
 
 def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> DynamicPipelineConfig:
@@ -139,7 +143,10 @@ def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> 
     section: dict[str, Any] = {}
     if arguments.config is not None:
         file = load_json(arguments.config, "a DeepSpeed JSON")
-        parse_config(file)  # what is wrong there is said of the file alone
+        try:
+            parse_config(file)  # what is wrong there is said of the file alone
+        except ValueError as error:
+            raise UsageError(f"{arguments.config}: {'; '.join(listed_problems(error))}") from error
         section = dict(file.get(SECTION, {}))
     given = {
         "partitioner": arguments.partitioner,

@@ -139,6 +139,12 @@ def _load(name: str, *, show: bool) -> _Model:
         imported = importlib.import_module(module)
     except ImportError as error:
         raise UsageError(f"MODEL {name}: {error}; start where Python finds the module, or set PYTHONPATH") from error
+    except Exception as error:
+        if show:
+            raise
+        raise ProblemError(
+            f"MODEL {name}: {module} can't be imported: {type(error).__name__}: {error} (--traceback shows where)"
+        ) from error
     if not callable(getattr(imported, function, None)):
         raise UsageError(f"MODEL {name}: {module} has no function {function!r}; name the one that returns the layers")
     try:

@@ -14,6 +14,7 @@ from dynpipe_ds.cli.command import (
     UsageError,
     add_command,
     add_links,
+    add_profile,
     boundaries_of,
     brackets,
     load_profile,
@@ -52,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands, "simulate", run, what="show one batch of a partition in time", more=_MORE, examples=_EXAMPLES
     )
-    parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
+    add_profile(parser)
     parser.add_argument(
         "--partition", metavar="PARTITION",
         help="boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)",

@@ -52,7 +52,14 @@ class PretrainedFolder:
         return sorted(self._files)
 
     def find(self, names: Iterable[str]) -> str | None:
-        """Return the first of some names that the folder holds a weight of."""
+        """Look for weights.
+
+        Args:
+            names: of weights, in the order in which they are looked for.
+
+        Returns:
+            The first that the folder holds; ``None`` if it holds none.
+        """
         return next((name for name in names if name in self._files), None)
 
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -60,6 +67,9 @@ class PretrainedFolder:
 
         Args:
             names: that the folder holds.
+
+        Returns:
+            The shapes by name.
 
         Raises:
             ValueError: if a file is cut off or lacks a weight that the index says it has.

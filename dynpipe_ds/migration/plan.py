@@ -31,6 +31,9 @@ class Move:
         Args:
             text: for example ``"7:0>1"``.
 
+        Returns:
+            The move.
+
         Raises:
             ValueError: if the text has another form.
         """

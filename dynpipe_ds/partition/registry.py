@@ -101,6 +101,9 @@ def wants_profile(fn: Partitioner) -> bool:
 
     Args:
         fn: A partitioner.
+
+    Returns:
+        True if it does.
     """
     try:
         return "profile" in inspect.signature(fn).parameters

@@ -13,7 +13,7 @@ from dynpipe_ds.simulation.closed_forms import (
     flow_line_s,
 )
 from dynpipe_ds.simulation.outcome import Interval, Simulation, StageOutcome
-from dynpipe_ds.simulation.schedules import Instruction, ScheduleName, streams_of
+from dynpipe_ds.simulation.schedules import Instruction, Op, ScheduleName, streams_of
 from dynpipe_ds.simulation.simulate import predicted_batches_s, simulate
 from dynpipe_ds.simulation.waves import makespans
 from dynpipe_ds.simulation.workload import Sends, Workload
@@ -21,6 +21,7 @@ from dynpipe_ds.simulation.workload import Sends, Workload
 __all__ = [
     "Instruction",
     "Interval",
+    "Op",
     "ScheduleName",
     "Sends",
     "Simulation",

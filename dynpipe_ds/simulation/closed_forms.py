@@ -19,6 +19,9 @@ def equal_stages_s(
         num_micro_batches: M.
         forward_s: forward seconds of a micro-batch on a stage.
         backward_s: the same for the backward.
+
+    Returns:
+        Seconds.
     """
     return (num_micro_batches + num_stages - 1) * (forward_s + backward_s)
 
@@ -29,6 +32,9 @@ def bubble_ratio_1f1b(num_stages: int, num_micro_batches: int) -> float:
     Args:
         num_stages: S.
         num_micro_batches: M.
+
+    Returns:
+        A share from 0 to 1.
     """
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
@@ -55,6 +61,9 @@ def chimera_bubble_ratio(
         forward_s: f, forward seconds of a micro-batch on a stage.
         backward_s: b, backward seconds.
 
+    Returns:
+        A share from 0 to 1.
+
     Raises:
         ValueError: for an odd number of stages.
     """
@@ -75,5 +84,8 @@ def flow_line_s(stage_seconds: Sequence[float], num_micro_batches: int) -> float
     Args:
         stage_seconds: S forward and backward seconds of one micro-batch.
         num_micro_batches: M.
+
+    Returns:
+        Seconds.
     """
     return (num_micro_batches - 1) * max(stage_seconds) + fsum(stage_seconds)

@@ -115,6 +115,9 @@ class Workload:
             step_s: as in the constructor.
             speeds: S relative speeds to divide by, when layer times are at unit speed.
 
+        Returns:
+            The workload.
+
         Raises:
             ValueError: when boundaries don't cover the layers, or a number is wrong.
         """

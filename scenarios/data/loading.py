@@ -17,7 +17,7 @@ from scenarios.data.memmap import is_prepared, read_prepared, read_raw
 from scenarios.data.settings import DataSettings
 from scenarios.data.split import split
 from scenarios.data.stream import SCAN_TOKENS, Corpus, Tokens, check_ids, smallest_dtype
-from scenarios.data.text import Piece, list_files, read_pieces
+from scenarios.data.text import Piece, holds_json_lines, list_files, read_pieces
 from scenarios.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 # More text is prepared once instead of being tokenized by every rank at every start.
@@ -157,8 +157,7 @@ def kind_of(settings: DataSettings) -> str:
         return "memmap"
     if path.suffix == ".idx" or (path.suffix == ".bin" and path.with_suffix(".idx").exists()):
         return "megatron"
-    stem = path.with_suffix("") if path.suffix in (".gz", ".bz2", ".xz") else path
-    return "jsonl" if stem.suffix in (".jsonl", ".ndjson") else "text"
+    return "jsonl" if holds_json_lines(path, settings.text_key) else "text"
 
 
 def fitting_tokenizer(settings: DataSettings, vocab_size: int | None = None) -> Tokenizer:

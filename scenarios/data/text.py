@@ -68,6 +68,27 @@ def list_files(path: Path) -> list[Path]:
     return files
 
 
+def holds_json_lines(path: Path, text_key: str) -> bool:
+    """Tell whether a file, or the first one of a folder, holds documents as JSON lines.
+
+    Its name says so (``.jsonl``, ``.ndjson``), or says nothing, as WikiExtractor's, and the first line is a document.
+
+    Args:
+        path: a file or a folder.
+        text_key: where a JSON line has its text.
+    """
+    try:
+        first = next(file for file in list_files(path) if file.stat().st_size)
+        ending = (first.with_suffix("") if first.suffix in _OPENERS else first).suffix
+        if ending not in ("", ".json"):
+            return ending in (".jsonl", ".ndjson")
+        with _OPENERS.get(first.suffix, open)(first, "rb") as opened:
+            values = json.loads(opened.readline(_LINE_BYTES))
+    except (ValueError, OSError, EOFError, lzma.LZMAError):  # what can't be read is told by who reads it
+        return False
+    return isinstance(values, dict) and isinstance(values.get(text_key), str)
+
+
 def _hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +68,43 @@ class ByteTokenizer:
         return [np.frombuffer(text, dtype=np.uint8).astype(np.int64) for text in texts]
 
 
-class FileTokenizer:
+class _NamedTokens(ABC):
+    """What tokenizers of both libraries have in common: tokens with names, and text that must be UTF-8.
+
+    Args:
+        path: where it is from, for messages.
+        ids: of all tokens, by name.
+        usual_end: token that ends a document where nothing else is asked for; ``""`` for none.
+        end_of_document: token that is asked for; ``""`` for none, ``None`` for the usual one.
+        fingerprint: see :class:`Tokenizer`.
+
+    Raises:
+        ValueError: if it has no such token.
+    """
+
+    def __init__(
+        self, path: Path, ids: dict[str, int], usual_end: str, end_of_document: str | None, fingerprint: str
+    ) -> None:
+        token = usual_end if end_of_document is None else end_of_document
+        if token and token not in ids:
+            raise ValueError(
+                f"data.end_of_document={token!r} is no token of {path}: give one of its tokens, or an empty text for "
+                "none"
+            )
+        self.vocab_size = max(ids.values()) + 1
+        self.end_of_document = ids[token] if token else None
+        self.fingerprint = fingerprint
+
+    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
+        """As in :class:`Tokenizer`."""
+        return [np.array(ids, dtype=np.int64) for ids in self._ids([text.decode() for text in texts])]
+
+    @abstractmethod
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        """Token ids of each text."""
+
+
+class FileTokenizer(_NamedTokens):
     """A tokenizer of the ``tokenizers`` library, from its JSON file.
 
     Args:
@@ -94,19 +131,14 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1
         usual = next((token for token in _END_TOKENS if token in ids), "")
-        self.end_of_document = _end_id(ids, usual if end_of_document is None else end_of_document, path)
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        super().__init__(path, ids, usual, end_of_document, hashlib.sha256(content).hexdigest())
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """As in :class:`Tokenizer`."""
-        decoded = [text.decode() for text in texts]
-        encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        return (encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False))
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_NamedTokens):
     """A tokenizer of ``transformers``, from the folder that its ``save_pretrained`` wrote; nothing is downloaded.
 
     Args:
@@ -129,17 +161,13 @@ class HuggingFaceTokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # anything, from missing files to code that would have to be trusted
             raise ValueError(f"data.tokenizer={path} is no tokenizer folder of transformers: {error}") from error
-        ids = self._tokenizer.get_vocab()
-        self.vocab_size = max(ids.values()) + 1
-        own = self._tokenizer.eos_token or ""
-        self.end_of_document = _end_id(ids, own if end_of_document is None else end_of_document, path)
-        self.fingerprint = _fingerprint(path)
+        end = self._tokenizer.eos_token or ""
+        super().__init__(path, self._tokenizer.get_vocab(), end, end_of_document, _fingerprint(path))
 
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        """As in :class:`Tokenizer`."""
-        decoded = [text.decode() for text in texts]
-        found = self._tokenizer(decoded, add_special_tokens=False, verbose=False, return_attention_mask=False)
-        return [np.array(ids, dtype=np.int64) for ids in found["input_ids"]]
+    def _ids(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        found = self._tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
 
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
@@ -163,16 +191,6 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         f"data.tokenizer={name} does not exist: give {BYTES}, a JSON file of the tokenizers library, or the folder of "
         "a Hugging Face tokenizer"
     )
-
-
-def _end_id(ids: dict[str, int], token: str, path: Path) -> int | None:
-    if not token:
-        return None
-    if token not in ids:
-        raise ValueError(
-            f"data.end_of_document={token!r} is no token of {path}: give one of its tokens, or an empty text for none"
-        )
-    return ids[token]
 
 
 def _fingerprint(folder: Path) -> str:

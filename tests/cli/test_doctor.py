@@ -108,6 +108,7 @@ def test_threads_that_fight(dynpipe: Command, monkeypatch: pytest.MonkeyPatch) -
     [
         ({"dynamic_pipeline": {"min_gain": 5, "rebalance_evry": 10, "first_batch": 9, "last_batch": 3}}, 3),
         ({"dynamic_pipeline": {"enabled": True, "pinned_cuts": [9], "stage_speeds": [1.0]}}, 2),  # with --layers 8
+        ({"dynamic_pipeline": {"enabled": True, "pinned_cuts": [9], "min_gain": 5, "repack": {"eager": 1}}}, 3),
         ({"dynamic_pipelin": {}}, 1),
         ({"dynamic_pipeline": []}, 1),
     ],

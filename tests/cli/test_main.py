@@ -82,6 +82,9 @@ def test_help_names_every_command(dynpipe: Command) -> None:
         ("plan profile.json --stages 2 --import no_such_module", 2, "No module named 'no_such_module'"),
         ("plan profile.json --stages 2 --config broken.json", 2, "broken.json: not valid JSON"),
         ("plan profile.json --stages 2 --config list.json", 2, "dynamic_pipeline = []: must be an object"),
+        ("plan profile.json --stages 2 --import bad_syntax", 1, "bad_syntax: can't be imported: SyntaxError"),
+        ("plan profile.json --stages 2 --config wrong.json", 2, "error: wrong.json: min_gain = 2: must be a number"),
+        ("plan profile.json --stages 2 --stagess 3", 2, "unrecognized arguments: --stagess 3; see dynpipe plan --help"),
         ("simulate profile.json", 2, "give one by --partition"),
         ("simulate profile.json --partition 0,9", 2, "partition 0,9"),
         ("simulate profile.json --partition a,b", 2, "partition 'a,b': must be boundaries such as"),
@@ -96,17 +99,26 @@ def test_help_names_every_command(dynpipe: Command) -> None:
         ("doctor --config nowhere.json", 2, "nowhere.json: no such file"),
         ("profile my_model", 2, "must be package.module:function"),
         ("profile no_such_module:layers", 2, "No module named"),
+        ("profile bad_syntax:layers", 1, "bad_syntax can't be imported: SyntaxError"),
         ("profile my_model:no_such", 2, "my_model has no function 'no_such'"),
     ],
 )
 def test_a_mistake_is_one_line(workplace: Path, dynpipe: Command, line: str, code: int, told: str) -> None:
     """On stderr, named after the command, with the documented exit code; nothing on stdout, no traceback."""
     (workplace / "broken.json").write_text("{", encoding="utf-8")
+    (workplace / "bad_syntax.py").write_text("def layers(:", encoding="utf-8")
+    (workplace / "wrong.json").write_text('{"dynamic_pipeline": {"min_gain": 2}}', encoding="utf-8")
     (workplace / "list.json").write_text('{"dynamic_pipeline": []}', encoding="utf-8")
     done = dynpipe(*line.split())
     assert (done.code, done.out) == (code, "")
     assert told in done.err and done.err.startswith("dynpipe")
     assert done.err.count("\n") == 1
+
+
+def test_json_before_the_command_or_after_it(workplace: Path, dynpipe: Command) -> None:
+    after = dynpipe("plan", "profile.json", "--stages", 2, "--json").json
+    assert dynpipe("--json", "plan", "profile.json", "--stages", 2).json == after
+    assert not dynpipe("plan", "profile.json", "--stages", 2).out.startswith("{")
 
 
 def test_as_a_module_stdout_is_the_results_alone(workplace: Path) -> None:

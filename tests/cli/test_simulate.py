@@ -58,3 +58,10 @@ def test_characters_of_a_timeline() -> None:
     ]  # fmt: skip
     assert text_timeline(timeline, 8.0, width=8) == "stage 0 |FF>...B.|\nstage 1 |..>.....|"
     assert text_timeline(timeline, 8.0, width=16) == "stage 0 |FFFF>>......BBB.|\nstage 1 |....>>.........S|"
+
+
+@pytest.mark.parametrize("printed", ["[0 4 8]", "(0, 4, 8)", "0|4|8", "0,4,8"])
+def test_a_partition_as_it_is_printed(dynpipe: Command, printed: str) -> None:
+    """By the commands, by Python, as a plan's short form; so that it can be copied."""
+    values = dynpipe("simulate", "profile.json", "--partition", printed, "--json").json
+    assert values["partitions"][0]["boundaries"] == [0, 4, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed.runtime.utils import partition_balanced, set_random_seed
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from tests.clients.life import Client, compare
+from tests.clients.life import SAVED_AFTER, Client, compare, weights_of
 from tests.clients.parts import HIDDEN, VOCABULARY, Block, Lora, causal_mask, tokens
 from tests.distributed.ranks import run_ranks
 
@@ -35,8 +36,10 @@ class DecoderLayer(Block):
         super().__init__()
         self.requires_grad_(False)
         self.attention.qkv = Lora(self.attention.qkv)
+        self.nap_s = 0.0
 
     def forward(self, state: State) -> State:
+        time.sleep(self.nap_s)
         hidden, mask, labels = state
         return self.run(hidden, mask), mask, labels
 
@@ -129,7 +132,10 @@ def get_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
 
 
-def engine(base: type, engine_base: type | None = None) -> Any:
+NEVER = {"rebalance_every": "never"}
+
+
+def engine(base: type, engine_base: type | None = None, section: dict[str, Any] = NEVER) -> Any:
     set_random_seed(11)
     layers = [
         OnceSpec(Embedding, VOCABULARY, HIDDEN, estimated_size=2),
@@ -143,7 +149,7 @@ def engine(base: type, engine_base: type | None = None) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
         "gradient_clipping": 0.0,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        "dynamic_pipeline": {"enabled": True, **section},
     }
     # The one line that changes besides the module's base class.
     engine_base = engine_base or (PipelineEngine if base is PipelineModule else DynamicPipelineEngine)
@@ -165,10 +171,11 @@ def batches(replica: int) -> Iterator[Any]:
 
 def train(engine: Any, batches: Iterator[Any]) -> Any:
     engine.set_dataiterator(batches)
+    cut = getattr(engine, "partition", None)
     losses = engine.train_batch()
     if isinstance(engine, DynamicPipelineEngine):
         profile = engine.last_batch_profile
-        assert profile.batch == engine.global_steps - 1 and profile.boundaries == engine.partition
+        assert profile.batch == engine.global_steps - 1 and profile.boundaries == cut
         assert all(layer.forward_s > 0 for layer in profile.layers)
     return losses
 
@@ -202,3 +209,55 @@ def an_engine_that_cannot_move_layers(_rank: int) -> None:
 
 def test_the_unchanged_engine_class_is_refused() -> None:
     run_ranks(an_engine_that_cannot_move_layers, 2)
+
+
+# -- by itself --------------------------------------------------------------------------------
+
+BY_ITSELF = {"rebalance_every": 2, "profile_batches": 2, "partitioner": "optimal", "cost": "time"}
+FRONT, BACK = range(1, 3), range(4, 6)  # two slow layers, to be shared by a cut at 2 or at 5
+LONG = 8  # batches: enough for a decision whose profiles have the slow layers in the back alone
+
+
+def slow_down(engine: Any, layers: range) -> None:
+    """Let some layers take longer than all others together, so that where to cut is clear on any machine."""
+    for index, layer in engine.local_layers().items():
+        if isinstance(layer, DecoderLayer):
+            layer.nap_s = 0.006 if index in layers else 0.0
+
+
+def by_itself(_rank: int, folder: str) -> tuple[Any, ...]:
+    """Static and on its own, side by side; saved on the way, and gone on from there in a fresh engine."""
+    static, moving = engine(DynamicPipelineModule), engine(DynamicPipelineModule, section=BY_ITSELF)
+    events: list[Any] = []
+    moving.on_rebalance(events.append)
+    data = [batches(0), batches(0)]
+    losses: tuple[list[Any], list[Any]] = [], []
+    for batch in range(LONG):
+        if batch == SAVED_AFTER:
+            save(moving, folder)
+        slow_down(moving, FRONT if batch < LONG // 2 else BACK)
+        for which, (each, its_data) in enumerate(zip((static, moving), data, strict=True)):
+            losses[which].append(torch.stack(train(each, its_data)))
+    for which, each in enumerate((static, moving)):
+        losses[which].append(torch.stack(each.eval_batch(batches(9))))
+    assert all(map(torch.equal, *losses)) and len({loss[0].item() for loss in losses[0]}) == LONG + 1
+    resumed = engine(DynamicPipelineModule, section=BY_ITSELF)
+    load(resumed, folder)
+    rest = batches(0)
+    for _ in range(SAVED_AFTER * 4):
+        next(rest)
+    for loss in losses[0][SAVED_AFTER:LONG]:
+        slow_down(resumed, BACK)
+        assert torch.equal(torch.stack(train(resumed, rest)), loss)
+    cuts = [(event.before, event.after) for event in events], resumed.partition
+    return cuts, *(weights_of(each) for each in (static, moving, resumed))
+
+
+def test_layers_move_by_themselves(tmp_path: Any) -> None:
+    """The controller sees the own engine's batches, and moves to where the slow layers are shared."""
+    first, second = run_ranks(by_itself, 2, str(tmp_path / "checkpoint"))
+    (moves, resumed), same = first[0], second[0]
+    assert (moves, resumed) == same
+    assert moves[0][1] == (0, 2, 7) and moves[-1][1] == resumed == (0, 5, 7), (moves, resumed)
+    static, moving, fresh = ({**a, **b} for a, b in zip(first[1:], second[1:], strict=True))
+    assert static == moving == fresh and len(static) == 7

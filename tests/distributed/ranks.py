@@ -169,8 +169,9 @@ def _run(
 
 
 def _init(rank: int, num_ranks: int, port: int) -> None:
-    import deepspeed
     import torch
+
+    from dynpipe_ds._deepspeed import init_distributed
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
@@ -178,4 +179,4 @@ def _init(rank: int, num_ranks: int, port: int) -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(1234)
-    deepspeed.init_distributed("gloo", verbose=False)
+    init_distributed("gloo")

@@ -18,6 +18,7 @@ from tests.distributed import models
 from tests.distributed.models import HIDDEN, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FP16, WARMUP, ZERO
+from tests.matrix import mostly
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
@@ -147,7 +148,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
     return run_ranks(save_pruned, 3, folder), folder
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", mostly([2, 3, 4], [3]))
 def test_pruned_and_frozen_layers(pruned: Any, stages: int) -> None:
     reference, folder = pruned
     results = run_ranks(load_pruned, stages, folder, stages)
@@ -238,7 +239,7 @@ def options(rank: int, folder: str) -> None:
             for key, value in layer.state_dict().items():
                 assert torch.equal(value, weights[i][key])
         for parameter in other.module.parameters():  # what the next step starts from
-            master = other.stage_optimizer.export(parameter)["master"]
+            master = other.stage_optimizer.export([parameter])[0]["master"]
             assert torch.equal(master.view(-1), parameter.detach().view(-1))
         return other
 
@@ -291,9 +292,9 @@ def test_reading_runs_no_code(tmp_path: Any) -> None:
     run_ranks(unsafe_client_state, 2, str(tmp_path))
 
 
-def other_optimizers(rank: int, folder: str) -> None:
+def other_optimizers(rank: int, folder: str, clients: list[str]) -> None:
     fp16 = Run(2, num_batches=6, config={**ADAMW, **ZERO, **FP16})
-    two_groups = [Run(2, num_batches=6, config=CLIP, client=name) for name in ("adamw_object_scheduler", "cpu_adam")]
+    two_groups = [Run(2, num_batches=6, config=CLIP, client=name) for name in clients]
     two_groups.append(replace(two_groups[0], config={**CLIP, **ZERO}))
     bf16 = Run(2, num_batches=6, config={**ADAMW, "bf16": {"enabled": True}})
     for i, run in enumerate([fp16, *two_groups, bf16]):
@@ -316,5 +317,7 @@ def other_optimizers(rank: int, folder: str) -> None:
         assert other.get_lr() == engine.get_lr(), i
 
 
-def test_other_optimizers(tmp_path: Any) -> None:
-    run_ranks(other_optimizers, 2, str(tmp_path))
+# DeepSpeed compiles the other one for a minute.
+@pytest.mark.parametrize("client", mostly(["adamw_object_scheduler", "cpu_adam"], ["adamw_object_scheduler"]))
+def test_other_optimizers(tmp_path: Any, client: str) -> None:
+    run_ranks(other_optimizers, 2, str(tmp_path), [client])

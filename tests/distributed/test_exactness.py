@@ -104,7 +104,7 @@ def test_two_stages_with_two_replicas(optimizer: str) -> None:
     "client",
     mostly(
         ["adamw_object", "adamw_object_scheduler", "adamw_callable", "adamw_no_empty_groups", "cpu_adam"],
-        ["adamw_object_scheduler", "adamw_no_empty_groups", "cpu_adam"],
+        ["adamw_object_scheduler", "adamw_no_empty_groups"],  # DeepSpeed compiles the last one for a minute
     ),
 )
 def test_client_optimizers_with_two_groups(client: str) -> None:

@@ -163,6 +163,7 @@ def test_tuples_on_three_stages_of_a_class_that_deepspeed_knows_by_name() -> Non
     compare(TUPLES[3], replace(TUPLES[3], config={**ADAMW, **BF16_FP32_SUMS, **CLIP}))
 
 
+@pytest.mark.exhaustive
 def test_tuples_on_four_stages() -> None:
     compare(TUPLES[4])
 

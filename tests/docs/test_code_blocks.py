@@ -34,6 +34,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
     "docs/freezing.md": [RANKS],
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],
+    "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
     "docs/repacking.md": [NAMES],
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/simulation.md": [HERE, HERE, HERE],

@@ -53,9 +53,15 @@ def test_a_folder_of_texts(tmp_path: Path) -> None:
 
 
 def test_what_the_path_is_decides(tmp_path: Path) -> None:
-    """Unless told: .jsonl is JSON lines, also compressed; .idx is Megatron's."""
+    """Unless told: .jsonl is JSON lines, also compressed, so are WikiExtractor's names; .idx is Megatron's."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n\n{"text": "y"}'))
     assert documents(DataSettings(path=str(tmp_path / "a.jsonl.gz"))) == [[ord("x"), 0], [ord("y"), 0]]
+    texts = write_wiki(tmp_path / "wiki", 3)  # WikiExtractor's files have names without an ending
+    assert documents(DataSettings(path=str(tmp_path / "wiki"))) == [[*text.encode(), 0] for text in texts]
+    assert documents(DataSettings(path=str(tmp_path / "wiki"), format="text"))[0][0] == ord("{")
+    for name, content in (("a.txt", '{"text": "x"}'), ("b", '{"title": "x"}')):  # called text; has no text
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert bytes(load_tokens(tmp_path / name)) == content.encode()
     write_megatron(tmp_path / "m", [[[1, 2]], [[3]]])
     for name in ("m.idx", "m.bin"):
         assert documents(DataSettings(path=str(tmp_path / name))) == [[1, 2], [3]]

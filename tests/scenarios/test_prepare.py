@@ -176,3 +176,17 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(SystemExit, match="blank.jsonl holds no text"):
         main([str(tmp_path / "blank.jsonl"), str(tmp_path / "new")])
+
+
+def test_a_mistake_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The corrected command works in the same folder; messages name the options of this command line."""
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n', encoding="utf-8")
+    call = [str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=r"no text under 'text' \(it has: body\): set --text-key$"):
+        main(call)
+    main([*call, "--text-key", "body"])
+    assert "2 tokens of 1 documents" in capsys.readouterr().out
+    for wrong in ("nan", "0", "much"):
+        with pytest.raises(SystemExit) as raised:
+            main([*call, "--save-every-mb", wrong])
+        assert raised.value.code == 2 and "must be a number greater than 0" in capsys.readouterr().err

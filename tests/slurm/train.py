@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 
+from dynpipe_ds._deepspeed import init_distributed
 from tests.distributed.models import Run, make_engine, train
 
 RUN = Run(num_stages=4, num_batches=8)
@@ -26,7 +26,7 @@ REPACK_BEFORE, SURVIVORS = 3, 2
 def main(folder: Path) -> None:
     """Train and re-pack."""
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
+    init_distributed("gloo")
     section = {"enabled": True, "rebalance_every": "never", "repack": {"release": {"backend": "slurm"}}}
     run = replace(RUN, config={"dynamic_pipeline": section})
     engine = make_engine(run)
