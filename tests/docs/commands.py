@@ -20,7 +20,7 @@ from tests.docs import pages
 from tests.docs.pages import ROOT
 
 ENTRIES = ("scenarios.train", "scenarios.repack")
-_GROUPS = "scenario|data|run|model|ds|deepspeed|output_dir|partition_method|seed|experiment"
+_GROUPS = "scenario|data|run|model|ds|deepspeed|launch|output_dir|partition|partition_method|seed|experiment"
 _OVERRIDE = re.compile(rf"\+?(?:{_GROUPS})(?:\.\w+)*=.+")
 
 
@@ -67,8 +67,13 @@ def _make(words: Sequence[str], page: str) -> str | None:
     return _overrides(overrides, page) if overrides else None
 
 
-def _python(words: Sequence[str], _page: str) -> str | None:
+def _python(words: Sequence[str], page: str) -> str | None:
     if words[0] == "-m":
+        if words[1] in ENTRIES:
+            # Of a sweep the first one: a=1,2 is a=1.
+            sweep = {"-m", "--multirun"} & set(words[2:])
+            overrides = [re.sub(r"=([^,\[(]+),.*", r"=\1", word) if sweep else word for word in words if "=" in word]
+            return _overrides(overrides, page)
         return None if importlib.util.find_spec(words[1]) else f"there is no module {words[1]}"
     return None if (ROOT / words[0]).exists() else f"there is no file {words[0]}"
 
