@@ -3,20 +3,22 @@
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
+# make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, under 10 minutes; rewrites benchmarks/results and the README's table
 # make bench-full  all benchmarks, hours
 # Each makes the environment in .venv first if it is missing.
 
 PYTHON   ?= python3
 TORCH    ?= torch==2.13.0
-SCENARIO ?= freezing
-RANKS    ?= 2
+# Left empty, they are what conf/config.yaml says, or the experiment in ARGS: freezing on 2 ranks.
+SCENARIO ?=
+RANKS    ?=
 ARGS     ?=
 VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run repack-demo test test-all lint bench bench-full clean
+.PHONY: env run repack-demo test test-all lint docs bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -33,13 +35,12 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/ops
 
 run: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
-	  $(BIN)/deepspeed --no_local_rank --num_accelerators $(RANKS) --module scenarios.train scenario=$(SCENARIO) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.train \
+	  $(if $(SCENARIO),scenario=$(SCENARIO)) $(if $(RANKS),launch.num_accelerators=$(RANKS)) $(ARGS)
 
 # Four ranks prune a model and leave as soon as the others can hold it.
 repack-demo: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} DEEPSPEED_LOG_LEVEL=$${DEEPSPEED_LOG_LEVEL:-error} \
-	  $(BIN)/deepspeed --no_local_rank --num_accelerators 4 --module scenarios.repack +experiment=repack_pruning $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.repack experiment=repack_pruning $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -51,6 +52,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs-ready
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+$(VENV)/.docs-ready: setup.py $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
@@ -58,4 +67,4 @@ bench-full: $(READY)
 	$(BIN)/python -m benchmarks.run --full $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs
+	rm -rf $(VENV) build dist *.egg-info outputs docs/_build

@@ -55,6 +55,7 @@ setup(
         "kubernetes": KUBERNETES,
         "data": ["tokenizers>=0.15"],  # token ids from a JSON file of that library
         "hf": HF,
+        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8"],  # the site that `make docs` builds
         "dev": [
             "pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31", *HF,
         ],

@@ -46,7 +46,7 @@ def launch(module: str, num_ranks: int, *args: str) -> None:
         *args: its arguments.
     """
     launcher = Path(sys.executable).with_name("deepspeed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DEEPSPEED_LOG_LEVEL": "error"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
         str(launcher), "--no_local_rank", "--num_accelerators", str(num_ranks), "--master_port", str(free_port()),
         "--log_level", "error", "--module", module, *args,

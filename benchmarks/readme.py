@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead import every_batch, migration
+from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS
 from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.scenarios.summary import summarise
 
@@ -28,7 +29,10 @@ def performance(results: Path = RESULTS) -> str:
     Returns:
         Markdown; what was never measured is left out.
     """
-    parts = [_scenarios(load(results / "scenarios", "scenarios")), _overhead(results / "overhead")]
+    parts = [
+        _scenarios(load(results / "scenarios", "scenarios")), _replay(load(results / "paper", "throughput")),
+        _overhead(results / "overhead"),
+    ]
     return "\n\n".join(part for part in parts if part) or "Not measured yet: `make bench`."
 
 
@@ -53,6 +57,26 @@ def _scenarios(values: dict[str, Any] | None) -> str:
         "included, without overhead."
     )
     return f"{words}\n\n{table(head, rows)}\n\n{in_words(values['environment'])}."
+
+
+def _replay(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return ""
+    by_scenario: dict[str, dict[int, str]] = {}
+    for row in report["values"]:
+        ours, theirs = (max((x for k, x in row["speedups"].items() if k in labels), default=0.0)
+                        for labels in (OUR_LABELS, PAPER_LABELS))  # fmt: skip
+        cell = f"**{ours:.2f}x**, {theirs:.2f}x, {row['reached']:.0%}"
+        by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
+    stages = sorted({count for cells in by_scenario.values() for count in cells})
+    rows = [[f"`{name}`", *(cells.get(s, "") for s in stages)] for name, cells in by_scenario.items()]
+    words = (
+        "More stages than cores by **replay**: layers that wait as long as a load model of the paper says, on the real "
+        "engine with real messages, decisions and moves. Speedup of ours over the best static partition, the same of "
+        "the best of the paper's balancers, and ours as a share of the ideal (every batch on its best partition, no "
+        "overhead). All tables: [benchmarks/results/paper](benchmarks/results/paper)."
+    )
+    return f"{words}\n\n{table(('load model', *(f'{s} stages' for s in stages)), rows)}"
 
 
 def _overhead(folder: Path) -> str:

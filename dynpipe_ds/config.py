@@ -40,53 +40,56 @@ class DynamicPipelineConfig(Section):
 
     enabled: bool = key(
         False,
-        "Profile, decide and move layers at run time; when false, DeepSpeed's behaviour.",
+        "Profile, decide and move layers at run time. False: DeepSpeed's behaviour.",
         rule="true or false",
         example="true",
     )
     partitioner: _PartitionerName | None = key(
         None,
-        "Name of the partitioner used at run time: uniform, balanced, optimal, diffusion, simulated or a "
-        "registered one; null: the one in the module's partition_method, else optimal.",
+        "Partitioner at run time: uniform, balanced, optimal, diffusion, simulated, or a name given to "
+        "register_partitioner. Null: the one in the module's partition_method, else optimal.",
         rule="null or a name without spaces or ':' (the cost has a key of its own, 'cost')",
         example='"optimal"',
     )
     cost: Literal["time", "parameters"] | None = key(
         None,
-        "What the partitioner balances: measured seconds or parameter counts; null: the one in "
-        "the module's partition_method, else time.",
+        "What the partitioner balances: measured seconds, or numbers of parameters. Null: the one in the module's "
+        "partition_method, else time.",
         rule='null, "time" or "parameters"',
         example='"time"',
     )
     rebalance_every: _PositiveInt | Literal["auto", "never"] = key(
         "auto",
-        "When to consider a new partition: every so many batches (1: after every batch), 'auto' "
-        "(when the time saved repays the move) or 'never' (only by engine.rebalance()).",
+        "When to consider a new partition: after every so many batches (1: after each); \"auto\": whenever it pays, "
+        "see below; \"never\": only when engine.rebalance() or engine.repartition() is called.",
         rule='a whole number of batches >= 1, "auto" or "never"',
         example='"auto"',
     )
     profile_batches: _PositiveInt = key(
         3,
-        "Number of newest profiled batches that a decision combines.",
+        "How many of the newest profiled batches a decision combines. No decision is made before so many were "
+        "profiled.",
         rule="a whole number of batches >= 1",
         example="3",
     )
     smoothing: Literal["median", "mean", "ema"] = key(
         "median",
-        "How layer times are combined over profile_batches batches.",
+        "How layer times are combined over these batches; \"ema\" is an exponential moving average in which the newest "
+        "batch weighs one half.",
         rule='"median", "mean" or "ema"',
         example='"median"',
     )
     min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.05,
-        "Least predicted gain, as a share of the bottleneck's cost, that justifies a move.",
+        "Least predicted gain that justifies a move, as a share of the bottleneck's cost. A plan that keeps the "
+        "bottleneck is judged by the share of the batch that it saves.",
         rule="a number from 0 up to, but not including, 1",
         example="0.05 (5%)",
     )
     horizon_batches: _PositiveInt = key(
         20,
-        "For 'auto': number of batches a new partition is expected to serve, over which the time "
-        "saved must exceed the cost of moving.",
+        "For \"auto\" only: how many batches a new partition is expected to serve. The seconds it saves over so many "
+        "must exceed the measured cost of moving.",
         rule="a whole number of batches >= 1",
         example="20",
     )
@@ -95,20 +98,21 @@ class DynamicPipelineConfig(Section):
         BeforeValidator(_each_parse_bytes),
     ] = key(
         None,
-        "Most bytes a stage may hold (parameters, gradients, optimizer state, activations in "
-        "flight); one number for all stages or a list with one for each; null: no cap.",
+        "Most that a stage may hold: parameters, gradients, optimizer state, and activations of the micro-batches in "
+        "flight there. One size for all stages, or a list with one for each. Null: no cap.",
         rule='null, a number of bytes >= 1, a size such as "16GiB", or a list of these',
         example='"16GiB"',
     )
     pinned_cuts: list[_PositiveInt] = key(
         [],
-        "Forbidden cuts: c keeps layers c-1 and c on the same stage.",
+        "Forbidden cuts: 3 keeps layers 2 and 3 on the same stage, for instance because layer 2 stores a value that "
+        "layer 3 reads.",
         rule="a list of layer indices >= 1",
         example="[3] (layers 2 and 3 stay together)",
     )
     stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = key(
         None,
-        "Relative speed of each stage's worker (1.0 normal, 0.5 half as fast); null: all equal.",
+        "How fast each stage's worker is: 1.0 normal, 0.5 half as fast. Null: all alike.",
         rule="null or a list of finite numbers > 0, one for each stage",
         example="[1.0, 0.5]",
     )
@@ -120,26 +124,28 @@ class DynamicPipelineConfig(Section):
     )
     first_batch: _NonNegativeInt = key(
         0,
-        "First batch (counted from 0) after which a new partition may be decided.",
+        "First batch, counted from 0, after which a new partition may be decided. Batches before it are profiled, "
+        "too.",
         rule="a whole number >= 0",
         example="0",
     )
     last_batch: _NonNegativeInt | None = key(
         None,
-        "Last batch (counted from 0) after which a new partition may be decided; null: no end.",
+        "Last batch, counted from 0, after which a new partition may be decided. Null: no end.",
         rule="null or a whole number >= 0",
         example="1000",
     )
     transfer_buffer_bytes: Annotated[int, Field(ge=2**20), BeforeValidator(parse_bytes)] = key(
         64 * 2**20,
-        "Largest message in which weights and optimizer state travel between stages.",
+        "Largest message in which weights and optimizer state travel between stages. More makes big moves faster and "
+        "takes more memory.",
         rule='a number of bytes >= 1048576 (1 MiB) or a size such as "64MiB"',
         example='"64MiB"',
     )
 
     repack: RepackConfig = key(
         RepackConfig(),
-        "Re-packing: when to train on fewer stages, and who gets the workers that become free.",
+        "Train on fewer stages when the model has shrunk, and give the freed workers back.",
         rule="an object with the keys of repack",
         example='{"enabled": true, "tolerance": 0.05}',
     )

@@ -22,8 +22,9 @@ from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
+from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.migrate import Migration, MigrationError
-from dynpipe_ds.migration.optimizer_state import StageOptimizer, stage_optimizer
+from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
     add_copies,
@@ -337,7 +338,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
         if self.stage_optimizer is None or self._trainable == self._trainable_flags():
             return
         started = time.perf_counter()
-        self.stage_optimizer.prepare((), {})
+        self.stage_optimizer.prepare((), {}, self.stage_optimizer.make_room((), (), ()))
         self.stage_optimizer.fill({})
         self._settle()
         self.overhead.migrating_s += time.perf_counter() - started

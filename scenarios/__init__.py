@@ -5,3 +5,8 @@ the data (:mod:`scenarios.data`), the interface to the training loop (:mod:`scen
 the comparison of a static with a dynamic pipeline (:mod:`scenarios.compare`) and the training
 entry (:mod:`scenarios.train`).
 """
+
+from scenarios.ranks import is_entry, quieten
+
+if is_entry():
+    quieten()

@@ -247,12 +247,13 @@ def build_contender(
         ValueError: if the scenario does not fit the model or the data is too short.
     """
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
+    start = settings.dynamic_partition_method if dynamic else None
     with silence():
         module = DynamicPipelineModule(
             layers=build_layers(scenario, settings.model),
             loss_fn=scenario.loss_fn(),
             num_stages=settings.run.num_stages or dist.get_world_size(),
-            partition_method=settings.partition_method,
+            partition_method=settings.partition_method if start is None else start,
             seed_layers=True,
             base_seed=settings.seed,
         )

@@ -1,6 +1,6 @@
 """Train one job on all ranks, then again re-packed onto fewer while the model shrinks, and compare.
 
-    deepspeed --no_local_rank --num_accelerators 4 --module scenarios.repack +experiment=repack_pruning
+    python -m scenarios.repack experiment=repack_pruning
 
 The runs follow each other, since ranks that are released do not come back.
 """
@@ -11,15 +11,12 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dynpipe_ds import RepackEvent
@@ -27,8 +24,9 @@ from dynpipe_ds.reporting.plots import save_workers
 from dynpipe_ds.reporting.table import format_table, same_bits
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_data
-from scenarios.settings import Settings, config_folder
-from scenarios.train import choose_threads, describe, start_distributed
+from scenarios.entry import start
+from scenarios.settings import Settings
+from scenarios.train import choose_threads, describe, refresh_s, start_distributed
 
 
 @dataclass
@@ -75,7 +73,8 @@ def train(settings: Settings, tokens: Tokens, *, repack: bool) -> Run:
     run.tokens = contender.data.shape.tokens
     contender.engine.on_repack(lambda event: _tell(event, rank, run))
     label = "re-packed" if repack else "all ranks"
-    for batch in tqdm(range(settings.run.batches), desc=label, unit="batch", disable=rank != 0, mininterval=0.5):
+    batches = range(settings.run.batches)
+    for batch in tqdm(batches, desc=label, unit="batch", disable=rank != 0, mininterval=refresh_s()):
         run.workers.append(dist.get_world_size())
         _train_batch(contender, batch)
     run.losses, run.batches_s = contender.losses, contender.batches_s
@@ -159,17 +158,5 @@ def save(settings: Settings, environment: dict[str, Any], everyone: Run, repacke
     print(f"all results: {folder / 'results.json'}")
 
 
-@hydra.main(version_base=None, config_path=str(config_folder()), config_name="config")
-def main(config: DictConfig) -> None:
-    """Read the configuration and run; a user's mistake ends in one line, not in a traceback."""
-    try:
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        run(Settings.from_mapping(values))
-    except ValueError as error:
-        if os.environ.get("RANK", "0") != "0":
-            sys.exit(2)
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    start(run, "scenarios.repack")

@@ -35,7 +35,7 @@ _JOB = "job.json"
 # What may differ between the two parts of a run; another number of stages needs other values of the second kind.
 _FREE = ("output_dir", "run.batches", "run.num_stages", "run.threads", "run.save_every", "run.resume",
          "run.validate_every", "run.validate_batches")  # fmt: skip
-_OF_STAGES = ("partition_method", "deepspeed.dynamic_pipeline.stage_speeds")
+_OF_STAGES = ("partition_method", "dynamic_partition_method", "deepspeed.dynamic_pipeline.stage_speeds")
 # These may differ as long as their product with the replicas, the samples of a batch, is the same.
 _OF_BATCH = tuple(
     f"deepspeed.{key}"

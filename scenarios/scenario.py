@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import ParameterReplacement
+from scenarios.checking import type_problems
 from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
 from scenarios.pretrained import PretrainedModel
 
@@ -209,10 +210,18 @@ def build_scenario(name: str, settings: Mapping[str, Any]) -> Scenario:
     target = _SCENARIOS.get(name, name)
     if isinstance(target, str):
         target = _import(target)
+    wrong = type_problems("scenario", target, settings)
     try:
-        return target(**settings)
+        scenario = target(**settings)
     except TypeError as error:
-        raise ValueError(f"scenario {name!r} does not take these settings: {error}") from error
+        wrong = wrong or [str(error)]
+    except ValueError as error:
+        if not wrong:
+            raise
+        wrong.append(str(error))
+    if wrong:
+        raise ValueError(f"scenario {name!r} does not take these settings: {'; '.join(wrong)}")
+    return scenario
 
 
 def _import(target: str) -> type[Scenario]:

@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scenarios.checking import choices, read, type_problems
 from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.pretrained import PretrainedModel
 
 SECTION = "dynamic_pipeline"
+
+_MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
 def config_folder() -> Path:
@@ -130,6 +133,7 @@ class Settings:
         data_path, data_dtype, …: as in :class:`DataSettings`, each with ``data_`` before its name.
         deepspeed: the DeepSpeed configuration, with its ``dynamic_pipeline`` section.
         partition_method: the static partition, where the dynamic one starts from.
+        dynamic_partition_method: where it starts instead; ``None`` for there.
         run: lengths and measurement.
         seed: of weights and data.
         output_dir: folder for results.
@@ -145,6 +149,7 @@ class Settings:
     run: RunSettings
     seed: int
     output_dir: Path
+    dynamic_partition_method: str | list[int] | None = None
     data_format: str | None = None
     data_text_key: str = "text"
     data_tokenizer: str = "bytes"
@@ -166,30 +171,36 @@ class Settings:
         Raises:
             ValueError: if a value does not fit, with the value, the rule and a remedy.
         """
-        scenario = dict(config["scenario"])
-        base = load_deepspeed_json(str(config["deepspeed"]))
-        sections: dict[str, Any] = {}
-        problems = []
+        problems = [
+            f"{name} is not a setting: {choices(name, list(_KEYS))}" for name in config if name not in _KEYS
+        ]
+        problems += type_problems("", cls, {name: config[name] for name in _PLAIN})
         model: type[GPTConfig] | type[PretrainedModel] = PretrainedModel if "path" in config["model"] else GPTConfig
-        for name, section in (("model", model), ("run", RunSettings), ("data", DataSettings)):
-            try:
-                sections[name] = section(**config[name])
-            except TypeError as error:
-                problems.append(f"the configuration has a key that is not known: {error}")
-            except ValueError as error:
-                problems.append(str(error))
+        sections: dict[str, Any] = {
+            name: read(name, section, config[name], problems)
+            for name, section in (("model", model), ("run", RunSettings), ("data", DataSettings))
+        }
+        problems += [
+            f"ds.{name}={value!r} must be a whole number of at least 1, or null"
+            for name, value in config["ds"].items()
+            if name in _SIZES and value is not None and (type(value) is not int or value < 1)
+        ]
+        try:
+            base = load_deepspeed_json(str(config["deepspeed"]))
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise ValueError("; ".join(problems))
         data = {f"data_{name}": value for name, value in asdict(sections["data"]).items()}
+        scenario = dict(config["scenario"])
         return cls(
             model=sections["model"],
             scenario=str(scenario.pop("name")),
             scenario_settings=scenario,
-            deepspeed=merge(base, config.get("ds") or {}),
-            partition_method=config["partition_method"],
+            deepspeed=merge(base, config["ds"]),
             run=sections["run"],
-            seed=int(config["seed"]),
             output_dir=Path(config["output_dir"]),
+            **{name: config[name] for name in _PLAIN},
             **data,
         )
 
@@ -201,4 +212,23 @@ class Settings:
         section: dict[str, Any] = {"enabled": True}
         if not dynamic:
             section |= {"rebalance_every": "never", "repack": {"enabled": False}}
-        return merge(self.deepspeed, {SECTION: section})
+        return merge(self.deepspeed, {SECTION: section} | self._monitors("dynamic" if dynamic else "static"))
+
+    def _monitors(self, label: str) -> dict[str, Any]:
+        """Give each run's live metrics a folder of their own, in the output folder unless the user names another."""
+        changes = {}
+        for monitor in _MONITORS:
+            given = self.deepspeed.get(monitor)
+            if isinstance(given, Mapping) and given.get("enabled"):
+                job = given.get("job_name")
+                changes[monitor] = {
+                    "output_path": given.get("output_path") or str(self.output_dir / monitor),
+                    "job_name": f"{job}_{label}" if job else label,
+                }
+        return changes
+
+
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # DeepSpeed only asserts what they are
+_PLAIN = ("seed", "partition_method", "dynamic_partition_method")
+_KEYS = ("model", "data", "scenario", "deepspeed", "ds", "run", "output_dir", "launch", *_PLAIN)
+"""What ``conf/config.yaml`` holds; ``launch`` is for the process that starts the ranks."""

@@ -1,8 +1,11 @@
 """The training entry of all scenarios: one job, trained with a static and with a dynamic partition.
 
-    deepspeed --no_local_rank --num_accelerators 2 --module scenarios.train scenario=freezing
+    python -m scenarios.train scenario=freezing
+    python -m scenarios.train --multirun scenario=freezing partition=uniform,parameters,optimal
+    deepspeed --no_local_rank --hostfile hosts --module scenarios.train scenario=freezing
 
-Configuration by Hydra, from ``conf/``; every value can be changed on the command line. A run that was
+The first two start ranks of their own, as ``launch`` says. Configuration by Hydra, from ``conf/``; every value can be
+changed on the command line. A run that was
 interrupted goes on from its last checkpoint when it is started again with the same output folder.
 """
 
@@ -19,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hydra
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dynpipe_ds import RankLostError
@@ -33,8 +34,10 @@ from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
+from scenarios.entry import start
+from scenarios.ranks import hear_warnings, rank
 from scenarios.resume import InterruptedRunError, JobCheckpoints
-from scenarios.settings import SECTION, Settings, config_folder, merge
+from scenarios.settings import SECTION, Settings, merge
 
 
 def choose_threads(threads: int | None) -> int:
@@ -61,6 +64,7 @@ def start_distributed() -> None:
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with silence():
         init_distributed()
+    hear_warnings()
 
 
 def build(settings: Settings) -> tuple[Contender, Contender]:
@@ -99,7 +103,7 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
     told_after = {window[-1] for window in settings.run.windows()}
     bar = tqdm(
         total=2 * settings.run.batches, initial=sum(len(contender.losses) for contender in contenders),
-        unit="batch", disable=not first, mininterval=0.5,
+        unit="batch", disable=not first, mininterval=refresh_s(),
     )  # fmt: skip
     with bar:
         for contender, batch in train_in_turns(contenders, settings, checkpoints.after_turn):
@@ -119,6 +123,11 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
                 tqdm.write(f"after batch {batch + 1}: {contender.label} validation {values}", file=sys.stdout)
         for contender in contenders:
             contender.validate()
+
+
+def refresh_s() -> float:
+    """Seconds between two states of a progress bar: a log file gets a line now and then."""
+    return 0.5 if sys.stderr.isatty() else 30.0
 
 
 def describe(settings: Settings) -> dict[str, Any]:
@@ -216,17 +225,12 @@ def run(settings: Settings) -> None:
     dist.destroy_process_group()
 
 
-@hydra.main(version_base=None, config_path=str(config_folder()), config_name="config")
-def main(config: DictConfig) -> None:
-    """Read the configuration and run; what is no fault of the code ends in one line, not in a traceback."""
-    first = os.environ.get("RANK", "0") == "0"
+def main(settings: Settings) -> None:
+    """Run the job; being interrupted, or losing a rank, ends in one line."""
     try:
-        values: Any = OmegaConf.to_container(config, resolve=True)
-        run(Settings.from_mapping(values))
-    except ValueError as error:
-        sys.exit(f"error: {error}" if first else 2)
+        run(settings)
     except InterruptedRunError as error:
-        if first:
+        if rank() == 0:
             print(f"\n{error}", flush=True)
         sys.exit(128 + signal.SIGTERM)
     except RankLostError as error:
@@ -234,4 +238,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main, "scenarios.train", sweeps=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from dynpipe_ds.config import (
     check_against_model,
     parse_config,
 )
-from dynpipe_ds.release.options import ReleaseOptions
-from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.sections import parse_bytes
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -235,28 +232,6 @@ def test_partitioner_of_the_module_counts_too() -> None:
     model = {"num_layers": 8, "num_stages": 2, "partitioner": "uniform"}
     message = model_problems({"memory_cap_bytes": 5}, **model)
     assert "memory_cap_bytes = 5, partition_method = 'uniform': this partitioner can't" in message
-
-
-def default_text(default: Any) -> str:
-    if isinstance(default, RepackConfig):
-        return "see below"
-    if isinstance(default, ReleaseOptions):
-        return default.model_dump_json().replace(":", ": ")
-    return json.dumps(default)
-
-
-def test_document_lists_every_key_with_its_default() -> None:
-    rows = {
-        line.split("|")[1].strip(" `"): line
-        for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
-        if line.startswith("| `")
-    }
-    fields = dict(DynamicPipelineConfig.model_fields)
-    fields |= {f"repack.{name}": field for name, field in RepackConfig.model_fields.items()}
-    assert set(rows) == set(fields)
-    for name, field in fields.items():
-        assert rows[name].split("|")[2].strip(" `") == default_text(field.default), name
-        assert field.description
 
 
 def test_document_shows_a_real_message() -> None:

@@ -27,7 +27,7 @@ class Size:
         stages: numbers of stages, each with the blocks of its model.
         scenarios: which.
         methods: labels.
-        batches: of a run.
+        batches: of a run; a quarter less with more than 8 stages, whose batches are long.
         few: stages for the tables of network and workers.
         depths: blocks of the simulated tables.
         pace: times all layers' milliseconds.
@@ -43,7 +43,7 @@ class Size:
 
 
 FULL = Size(
-    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 24, (4, 8), (24, 32, 40, 48), 1.0
+    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 16, (4, 8), (24, 32, 40, 48), 1.0
 )
 QUICK = Size(
     {2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5
@@ -84,8 +84,9 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
     """
     changing = scenario_of(trace) in CHANGING_EVERY_BATCH
     layer_ms = size.pace * LAYER_MS.get(num_stages, 30.0)
+    batches = size.batches if num_stages <= 8 else 3 * size.batches // 4
     return Case(
-        trace, method, num_stages, micro_batches(num_stages), size.batches, layer_ms, 1 if changing else EVERY,
+        trace, method, num_stages, micro_batches(num_stages), batches, layer_ms, 1 if changing else EVERY,
         **options,  # type: ignore[arg-type]
     )
 
@@ -135,7 +136,10 @@ def workers(size: Size) -> list[Case]:
         for num_stages in size.few
         for name in (("dense", "freezing", "early_exit") if full else ("dense",))
         for speeds in ((1.0,) * num_stages, tuple(SLOW if s == 1 else 1.0 for s in range(num_stages)))
-        for method in (size.methods if full else (UNIFORM, OPTIMAL))
+        for method in (
+            (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+            if full else (UNIFORM, OPTIMAL)
+        )
     ]
 
 

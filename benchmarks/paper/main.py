@@ -1,8 +1,8 @@
 """The paper's tables and figures, one command each; results go to ``benchmarks/results/paper/``.
 
     python -m benchmarks.paper.main all --quick    # about 2 minutes on two idle cores
-    python -m benchmarks.paper.main throughput     # DynPipe Table 2, Figure 3: 2 to 24 stages, replay (about 3 hours)
-    python -m benchmarks.paper.main throughput --stages 2 4 8 --batches 24
+    python -m benchmarks.paper.main throughput     # DynPipe Table 2, Figure 3: 2 to 24 stages, replay (about 2 hours)
+    python -m benchmarks.paper.main throughput --stages 2 4 8
     python -m benchmarks.paper.main recorded       # the same for the recorded traces, 2 and 4 stages
     python -m benchmarks.paper.main bubbles        # Figure 1, from the runs of 'throughput'
     python -m benchmarks.paper.main overhead       # Figure 4, DynPipe Table 1, from the runs of 'throughput'
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("table", choices=[*TABLES, "all"])
     parser.add_argument("--quick", action="store_true", help="few batches, scenarios and methods on 2 stages")
     parser.add_argument("--stages", type=int, nargs="+", choices=sorted(experiments.FULL.stages))
+    parser.add_argument("--methods", nargs="+", choices=experiments.FULL.methods, metavar="METHOD")
     parser.add_argument("--batches", type=int)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
@@ -113,7 +114,7 @@ def main() -> None:
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
         size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages})
-    options.size = replace(size, batches=options.batches or size.batches)
+    options.size = replace(size, batches=options.batches or size.batches, methods=options.methods or size.methods)
     print(environment(), *KINDS.values(), sep="\n", flush=True)
     chosen = list(TABLES) if options.table == "all" else [options.table]
     if options.table == "all" and not any(FOLDER.glob("*.json")):

@@ -11,7 +11,8 @@ from benchmarks.paper import published
 from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenario_of
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
-from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, Result, best
+from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
+from benchmarks.replay.predict import ideal_s, told_s
 from dynpipe_ds.reporting.timeline import save_gantt
 from dynpipe_ds.simulation import simulate
 
@@ -55,11 +56,15 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
     labels = _present(groups)
     header = [
         "scenario", "blocks", "stages", "M", *labels, "ours over best static", "auto over best static",
-        "ours, last quarter", "best of the paper's balancers over best static", "paper",
+        "ours, last quarter", "best of the paper's balancers over best static", "ideal", "best of ours / ideal",
+        "paper",
     ]
     rows, panels, values = [], {}, []
     for (trace, num_stages, _), runs in groups.items():
         name, any_run = scenario_of(trace), next(iter(runs.values()))
+        timed = any_run.replicas * any_run.case.num_micro_batches * (any_run.case.num_batches - WARM_UP)
+        ideal = timed / ideal_s(any_run.case, any_run.replicas)
+        reached = max((runs[label].throughput for label in OUR_LABELS if label in runs), default=0.0) / ideal
         static = best(runs.values(), STATIC_LABELS)
         speedups = {label: run.throughput / static.throughput for label, run in runs.items()}
         last_static = max(runs[label].last_throughput() for label in STATIC_LABELS if label in runs)
@@ -70,12 +75,15 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
             name, str(blocks_of(any_run)), str(num_stages), str(any_run.case.num_micro_batches),
             *(f"{runs[label].throughput:.2f}" if label in runs else "" for label in labels),
             *(f"**{speedups[label]:.2f}x**" if label in speedups else "" for label in (OPTIMAL, AUTO)),
-            f"{last:.2f}x", f"{theirs:.2f}x" if theirs else "", published.largest_speedup(name),
+            f"{last:.2f}x", f"{theirs:.2f}x" if theirs else "", f"{ideal:.2f}", f"{reached:.1%}",
+            published.largest_speedup(name),
         ])
         panels.setdefault(f"{num_stages} stages, {blocks_of(any_run)} blocks", {})[name.replace("_", "\n")] = speedups
         values.append({
-            "scenario": name, "blocks": blocks_of(any_run), "replicas": any_run.replicas, "speedups": speedups,
+            "scenario": name, "blocks": blocks_of(any_run), "stages": num_stages, "replicas": any_run.replicas,
+            "speedups": speedups,
             "throughputs": {label: run.throughput for label, run in runs.items()}, "last_quarter": last,
+            "ideal": ideal, "reached": reached,
             "same_losses": len({tuple(run.losses) for run in runs.values()}) == 1 if any_run.losses else None,
         })
     report.table, report.values = _markdown(header, rows), values
@@ -84,7 +92,8 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         + (" of all replicas" if any(r.replicas > 1 for r in results) else "")
         + ". *static uniform*: as many blocks on every stage (Megatron-LM's rule); *static parameters*: DeepSpeed's; "
         "*balanced*, *diffusion*: the paper's balancers, at a fixed interval; *optimal:time*: ours at the same "
-        "interval; *auto*: ours, moving when it pays, which it can know after four batches at the soonest."
+        "interval; *auto*: ours, moving when it pays, which it can know after two to four batches at the soonest. "
+        "*ideal*: every batch on the best partition for it, chosen with hindsight, simulated without any overhead."
     )
     report.notes += [
         f"Paper: {published.SPEEDUP_SETTING}. Their models, GPUs and amounts of dynamism differ from these traces', so "
@@ -92,6 +101,12 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
         "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
+    longer = [run.wall_s / told_s(run) for run in results if run.kind == "replay"]
+    if longer:
+        report.notes.append(
+            f"Everything but the layers (messages, the engine, other work on the machine, overheads) makes the runs "
+            f"{median(longer):.2f} times as long as the layers say, at worst {max(longer):.2f} times."
+        )
     if any(v["same_losses"] is not None for v in values):
         same = sum(bool(v["same_losses"]) for v in values)
         report.notes.append(f"Losses of all batches have equal bits whatever the method: {same} of {len(values)} rows.")

@@ -18,7 +18,7 @@ from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds.config import parse_config
 from dynpipe_ds.controller import Controller
-from dynpipe_ds.partition import run_partitioner
+from dynpipe_ds.partition import optimal, run_partitioner, simulated
 from dynpipe_ds.partition.registry import get_partitioner, wants_profile
 from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.simulation import simulate
@@ -61,6 +61,46 @@ def predict(
             boundaries = _decide(case, controller, profile, boundaries, batch, result)
     result.wall_s = sum(result.batches_s[WARM_UP:])
     return result
+
+
+def ideal_s(case: Case, replicas: int = 1) -> float:
+    """Least seconds of the timed batches: every batch on the best partition known for it, and no overhead at all.
+
+    Args:
+        case: the run; its method does not matter.
+        replicas: data-parallel replicas.
+
+    Returns:
+        Simulated seconds, links as the case says.
+    """
+    trace, seconds = case.load_trace(), 0.0
+    anything = first_boundaries(METHODS[case.method], trace, case.num_stages)
+    for batch in range(WARM_UP, case.num_batches):
+        moment = trace.at(batch, case.num_batches)
+        at_unit_speed = replace(case, speeds=(1.0,) * case.num_stages)
+        profile = _measured(at_unit_speed, trace, moment, anything, batch, replicas)
+        costs = profile.costs("time")
+        cuts = {
+            tuple(optimal(costs, case.num_stages, speeds=case.speeds).boundaries),
+            tuple(simulated(costs, case.num_stages, speeds=case.speeds, profile=profile).boundaries),
+        }
+        seconds += min(
+            max(simulate(case.workload(moment, cut, batch, replica=r)).batch_s for r in range(replicas)) for cut in cuts
+        )
+    return seconds
+
+
+def told_s(result: Result) -> float:
+    """Simulated seconds of a run's timed batches on the partitions that it had: layers as told, nothing else.
+
+    Args:
+        result: of a run; its ``wall_s`` over this says how much the engine, the machine and moving add.
+    """
+    case, trace, parts = result.case, result.case.load_trace(), result.boundaries_by_batch()
+    return sum(
+        simulate(case.workload(trace.at(batch, case.num_batches), parts[batch], batch)).batch_s
+        for batch in range(WARM_UP, case.num_batches)
+    )
 
 
 def _measured(

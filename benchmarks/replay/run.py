@@ -14,10 +14,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -219,9 +220,7 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
     from dynpipe_ds._deepspeed import init_distributed
 
     torch.set_num_threads(1)
-    with contextlib.suppress(PermissionError):
-        # Ranks sleep nearly all the time; where allowed, they wake up before whatever else computes here.
-        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    _wake_first()
     for case in cases:
         with contextlib.redirect_stdout(io.StringIO()):
             # A world of its own for every run: an engine makes process groups and never gives them back.
@@ -231,6 +230,15 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
             with out.open("a") as file:
                 file.write(json.dumps(result.as_values()) + "\n")
         _leave()
+
+
+def _wake_first() -> None:
+    """Ranks sleep nearly all the time; where allowed, they wake up before whatever else computes here."""
+    with contextlib.suppress(PermissionError):
+        if hasattr(os, "sched_setscheduler"):
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        else:
+            os.setpriority(os.PRIO_PROCESS, 0, -15)
 
 
 def _leave() -> None:
@@ -256,9 +264,29 @@ def run_cases(cases: Sequence[Case]) -> Iterator[Result]:
             jobs, out = Path(folder) / f"jobs{num_stages}.json", Path(folder) / f"results{num_stages}.jsonl"
             here = [case for case in cases if case.num_stages == num_stages]
             jobs.write_text(json.dumps([asdict(case) for case in here]))
-            launch("benchmarks.replay.run", num_stages, f"--jobs={jobs}", f"--out={out}")
-            for line in out.read_text().splitlines():
-                yield Result.from_values(json.loads(line))
+            out.touch()
+            with ThreadPoolExecutor(1) as background, out.open() as lines:
+                done = background.submit(
+                    launch, "benchmarks.replay.run", num_stages, f"--jobs={jobs}", f"--out={out}"
+                )
+                while True:
+                    ended = done.done()  # asked first: what was written before is read below
+                    yield from (Result.from_values(json.loads(line)) for line in _whole_lines(lines))
+                    if ended:
+                        break
+                    wait([done], timeout=1)
+                done.result()
+
+
+def _whole_lines(file: TextIO) -> Iterator[str]:
+    """What was added since the last call, up to the last line that is complete."""
+    while True:
+        start = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(start)
+            return
+        yield line
 
 
 def describe(result: Result) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from benchmarks.record import new_figure, save_figure
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.summary import summarise
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.reporting.timeline import save_gantt
-from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.reporting.timeline import around_move, save_chrome_trace, save_gantt
+from dynpipe_ds.simulation import Interval, Workload, simulate
 
 _BARS = ((DENSE, "#999999", ".."), (UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))
 _OUTLINE = withStroke(linewidth=5, foreground="black")
@@ -90,20 +91,35 @@ def _draw_cuts(axes: Any, boundaries: list[list[int]], line: str, colour: str, l
 def save_timeline(name: str, values: Mapping[str, Any], path: Path) -> Path:
     """Draw a batch of the changed model with the static partition and with ours, from the measured layer times.
 
+    Where ours has moved, a third panel shows its last move: the batch before, the move, the batch after; that one
+    also goes into a trace for Perfetto, beside the picture.
+
     Args:
         name: of the scenario.
         values: its values.
         path: file to write.
     """
-    ours = values["runs"][OURS]
-    layers_s = np.mean(ours["layers_s"][-_LATE:], axis=0).tolist()
-    layers = tuple(LayerProfile(f"layer {i}", f, b, 0, 0, 0, 0, 0) for i, (f, b) in enumerate(layers_s))
+    ours, uniform = values["runs"][OURS], values["runs"][UNIFORM]
+    late_s = np.mean(ours["layers_s"][-_LATE:], axis=0).tolist()
     last = ours["boundaries"][-1]
-    profile = PipelineProfile(0, tuple(last), ours["num_micro_batches"], layers, ())
-    step_s = min(ours["steps_s"][-1])
-    cuts = {"static uniform": values["runs"][UNIFORM]["boundaries"][-1], "ours": last}
-    panels = {
-        f"{label} {cut}": simulate(Workload.from_profile(profile, cut, step_s=step_s), timeline=True).timeline
-        for label, cut in cuts.items()
+    panels: dict[str, Sequence[Interval]] = {
+        f"static uniform {uniform['boundaries'][-1]}": _timeline(ours, late_s, uniform["boundaries"][-1]),
+        f"ours {last}": _timeline(ours, late_s, last),
     }
-    return save_gantt(path, panels, title=f"{name.replace('_', ' ')}: one batch, simulated from the measured layers")
+    moves = [batch for batch, (old, new) in enumerate(pairwise(ours["boundaries"]), start=1) if old != new]
+    if moves:
+        at = moves[-1]
+        old, new = ours["boundaries"][at - 1], ours["boundaries"][at]
+        before, after = (_timeline(ours, ours["layers_s"][i], ours["boundaries"][i]) for i in (at - 1, at))
+        panels[f"ours moving {old} to {new} after batch {at}"] = moving = around_move(
+            before, ours["migrating_s"] / len(moves), after
+        )
+        save_chrome_trace(path.with_suffix(".json"), moving, name=f"{name}: the batches before and after a move")
+    return save_gantt(path, panels, title=f"{name.replace('_', ' ')}: batches, simulated from the measured layers")
+
+
+def _timeline(run: Mapping[str, Any], layers_s: Sequence[Sequence[float]], cut: Sequence[int]) -> Sequence[Interval]:
+    """A batch of a run on some partition."""
+    layers = tuple(LayerProfile(f"layer {i}", f, b, 0, 0, 0, 0, 0) for i, (f, b) in enumerate(layers_s))
+    profile = PipelineProfile(0, tuple(cut), run["num_micro_batches"], layers, ())
+    return simulate(Workload.from_profile(profile, cut, step_s=min(run["steps_s"][-1])), timeline=True).timeline

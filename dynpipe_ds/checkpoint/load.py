@@ -28,8 +28,8 @@ from dynpipe_ds.checkpoint.optimizer_files import (
     template_state,
 )
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
+from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
 from dynpipe_ds.migration.migrate import MigrationError
-from dynpipe_ds.migration.optimizer_state import FlatOptimizer
 from dynpipe_ds.migration.plan import stage_of
 from dynpipe_ds.migration.restore import restore_state
 from dynpipe_ds.partition import check_boundaries

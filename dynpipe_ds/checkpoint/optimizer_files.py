@@ -15,7 +15,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, Slot
-from dynpipe_ds.migration.optimizer_state import State
+from dynpipe_ds.migration.parameter_groups import State
 from dynpipe_ds.migration.restore import Pieces
 
 

@@ -32,7 +32,7 @@ from dynpipe_ds.checkpoint.manifest import (
     named_parameters,
     tensor_forms,
 )
-from dynpipe_ds.migration.optimizer_state import FlatOptimizer
+from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases, each ended by a vote of all ranks: pack what leaves; allocate for what comes; transfer it, put the
-layers together and take them into module and optimizer. Until the last vote every rank can go back.
+Phases: pack what leaves, tell what comes, allocate for it, and vote; transfer, put the layers together, take
+them into module and optimizer, and vote. Until the last vote every rank can go back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import together
-from dynpipe_ds.migration.optimizer_state import State
-from dynpipe_ds.migration.packing import Package, empty_tensors, pack, unpack, warn_lost
+from dynpipe_ds.migration.packing import Package, cut, empty_tensors, join, pack, unpack, unpack_extra, warn_lost
+from dynpipe_ds.migration.parameter_groups import Entry
 from dynpipe_ds.migration.plan import Move, plan_moves
 from dynpipe_ds.migration.transport import exchange_bytes, exchange_tensors
 
@@ -26,10 +26,18 @@ class MigrationError(RuntimeError):
 
 
 @dataclass
-class _Arrival:
-    layer: nn.Module | None
-    groups: list[int | None]
-    states: list[State]
+class _Coming:
+    """What this rank is about to receive.
+
+    Attributes:
+        tensors: by layer, empty until the transfer.
+        entries: optimizer's view of all parameters among them.
+        room: what the optimizer prepared for them.
+    """
+
+    tensors: dict[int, list[Tensor]]
+    entries: list[Entry]
+    room: Any
 
 
 class Migration:
@@ -48,10 +56,12 @@ class Migration:
         self._before = self._module.boundaries
         self._target = tuple(target)
         self._buffer_bytes = buffer_bytes
+        self._old_layers: dict[int, nn.Module] = self._module.local_layers()
         moves = plan_moves(self._before, self._target)
         self._leaving = [m for m in moves if m.source == engine.stage_id]
         self._coming = [m for m in moves if m.destination == engine.stage_id]
-        self.bytes_sent = 0
+        leaving = [self._old_layers[m.layer] for m in self._leaving if m.layer in self._old_layers]
+        self._departed: list[nn.Parameter] = [p for layer in leaving for p in layer.parameters()]
 
     def run(self) -> None:
         """Carry it out; collective over all ranks.
@@ -60,11 +70,22 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
-        packages = self._together(self._pack)
-        skeletons = self._exchange_skeletons(packages)
-        tensors = self._together(lambda: self._allocate(skeletons))
-        self._transfer(packages, tensors)
-        self._commit(skeletons, tensors)
+        packages: dict[int, Package] = {}
+        error: Exception | None = None
+        try:
+            packages = self._pack()
+        except Exception as caught:
+            error = caught
+        skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
+
+        def get_ready() -> _Coming:
+            if error is not None:
+                raise error
+            return self._allocate(skeletons)
+
+        coming = self._together(get_ready)
+        self._transfer(packages, coming.tensors)
+        self._commit(skeletons, coming)
         for package in packages.values():
             warn_lost(package.warnings)
 
@@ -78,20 +99,18 @@ class Migration:
     # -- phases -------------------------------------------------------------------------------
 
     def _pack(self) -> dict[int, Package]:
-        layers = self._module.local_layers()
         names = self._module.layer_names()
-        return {
-            move.layer: pack(
-                layers.get(move.layer), f"layer {move.layer} ({names[move.layer]})",
-                self._optimizer_entries(layers.get(move.layer)),
-            )
-            for move in self._leaving
-        }
+        packages = {}
+        for layer in (move.layer for move in self._leaving):
+            module = self._old_layers.get(layer)
+            packages[layer] = pack(module, f"layer {layer} ({names[layer]})", self._entries(module))
+        return packages
 
-    def _optimizer_entries(self, layer: nn.Module | None) -> tuple[list[int | None], list[State]]:
+    def _entries(self, layer: nn.Module | None) -> list[Entry]:
         parameters = [] if layer is None else list(layer.parameters())
         index = self._optimizer.groups.index
-        return [index.get(p) for p in parameters], [self._optimizer.export(p) for p in parameters]
+        states = self._optimizer.export(parameters)
+        return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
     def _rank_of(self, stage: int) -> int:
         return int(self._engine.grid.stage_to_global(stage_id=stage))
@@ -107,88 +126,58 @@ class Migration:
         outgoing = self._by_partner(self._leaving, destination=True)
         incoming = self._by_partner(self._coming, destination=False)
         received = exchange_bytes(
-            {rank: _join([packages[i].skeleton for i in layers]) for rank, layers in outgoing.items()},
+            {rank: join([packages[i].skeleton for i in layers if packages]) for rank, layers in outgoing.items()},
             list(incoming), self._engine.device,
         )
         return {
             layer: skeleton
             for rank, layers in incoming.items()
-            for layer, skeleton in zip(layers, _cut(received[rank]), strict=True)
+            for layer, skeleton in zip(layers, cut(received[rank]), strict=False)
         }
 
-    def _allocate(self, skeletons: dict[int, bytes]) -> dict[int, list[Tensor]]:
-        return {layer: empty_tensors(s, self._engine.device) for layer, s in skeletons.items()}
+    def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
+        tensors = {layer: empty_tensors(s, self._engine.device) for layer, s in skeletons.items()}
+        entries = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
+        start = self._before[self._engine.stage_id]
+        front = [entry for layer in sorted(entries) if layer < start for entry in entries[layer]]
+        back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
+        return _Coming(tensors, [*front, *back], self._optimizer.make_room(self._departed, front, back))
 
     def _transfer(self, packages: dict[int, Package], tensors: dict[int, list[Tensor]]) -> None:
         outgoing = self._by_partner(self._leaving, destination=True)
         incoming = self._by_partner(self._coming, destination=False)
-        self.bytes_sent = sum(t.nbytes for package in packages.values() for t in package.tensors)
         exchange_tensors(
             {rank: [t for i in layers for t in packages[i].tensors] for rank, layers in outgoing.items()},
             {rank: [t for i in layers for t in tensors[i]] for rank, layers in incoming.items()},
             buffer_bytes=self._buffer_bytes, device=self._engine.device,
         )
 
-    def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, list[Tensor]]) -> dict[int, _Arrival]:
-        arrivals = {}
-        for layer, skeleton in skeletons.items():
-            module, (groups, states) = unpack(skeleton, tensors[layer])
-            arrivals[layer] = _Arrival(module, groups, states)
-        return arrivals
+    def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, list[Tensor]]) -> dict[int, nn.Module]:
+        layers = {layer: unpack(skeleton, tensors[layer]) for layer, skeleton in skeletons.items()}
+        return {layer: module for layer, module in layers.items() if module is not None}
 
     # -- the point of no return ---------------------------------------------------------------
 
-    def _commit(self, skeletons: dict[int, bytes], tensors: dict[int, list[Tensor]]) -> None:
-        module = self._module
-        old_layers = module.local_layers()
+    def _commit(self, skeletons: dict[int, bytes], coming: _Coming) -> None:
+        module, optimizer = self._module, self._optimizer
+        leaving = {move.layer for move in self._leaving}
+        kept = {layer: m for layer, m in self._old_layers.items() if layer not in leaving}
+        arrived = {e.parameter: e.group for e in coming.entries if e.group is not None}
+        changes = bool(self._departed or arrived)
 
-        def take_in() -> dict[nn.Parameter, State] | None:
-            arrivals = self._unpack(skeletons, tensors)
-            layers, departed, arrived, states = self._new_stage(old_layers, arrivals)
-            module.install(self._target, layers)
+        def take_in() -> None:
+            layers = kept | self._unpack(skeletons, coming.tensors)
+            module.install(self._target, dict(sorted(layers.items())))
             self._engine.name_parameters()
-            if departed or arrived:
-                self._optimizer.prepare(departed, arrived)
-                return states
-            return None
+            if changes:
+                optimizer.prepare(self._departed, arrived, coming.room)
 
         try:
-            states = self._together(take_in)
+            self._together(take_in)
         except MigrationError:
-            self._optimizer.rollback()
-            module.install(self._before, old_layers)
+            optimizer.rollback()
+            module.install(self._before, self._old_layers)
             self._engine.name_parameters()
             raise
-        if states is not None:
-            self._optimizer.fill(states)
-
-    def _new_stage(
-        self, old_layers: dict[int, nn.Module], arrivals: dict[int, _Arrival]
-    ) -> tuple[dict[int, nn.Module], list[nn.Parameter], dict[nn.Parameter, int], dict[nn.Parameter, State]]:
-        leaving = {move.layer for move in self._leaving}
-        kept = {layer: m for layer, m in old_layers.items() if layer not in leaving}
-        came = {layer: a.layer for layer, a in arrivals.items() if a.layer is not None}
-        departed = [p for layer in leaving if layer in old_layers for p in old_layers[layer].parameters()]
-        arrived: dict[nn.Parameter, int] = {}
-        states: dict[nn.Parameter, State] = {}
-        for arrival in arrivals.values():
-            parameters = [] if arrival.layer is None else list(arrival.layer.parameters())
-            for parameter, group, state in zip(parameters, arrival.groups, arrival.states, strict=True):
-                if group is not None:
-                    arrived[parameter] = group
-                    states[parameter] = state
-        return dict(sorted({**kept, **came}.items())), departed, arrived, states
-
-
-def _join(parts: list[bytes]) -> bytes:
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _cut(data: bytes) -> list[bytes]:
-    parts, position = [], 0
-    while position < len(data):
-        size = int.from_bytes(data[position : position + 8], "little")
-        parts.append(data[position + 8 : position + 8 + size])
-        position += 8 + size
-    return parts
-
+        if changes:
+            optimizer.fill({e.parameter: e.state for e in coming.entries if e.group is not None})

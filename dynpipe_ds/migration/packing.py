@@ -2,7 +2,8 @@
 
 The skeleton (classes, attributes, flags, hooks) is pickled; every strided tensor in it is replaced by
 a number and travels apart, so that large layers go through bounded buffers and land on the device
-they came from. What arrives is the layer as it was, not as its ``LayerSpec`` would build it.
+they came from. What arrives is the layer as it was, not as its ``LayerSpec`` would build it. What
+travels with a layer is pickled by itself: the receiver reads it before any tensor has come.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,21 +104,33 @@ class Package:
     warnings: tuple[str, ...] = ()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
+class _Tensors:
+    """The tensors that were taken out of what is pickled, each once."""
+
+    def __init__(self) -> None:
         self.sources: list[Tensor] = []
         self._index: dict[int, int] = {}
 
+    def number(self, tensor: Tensor) -> int:
+        number = self._index.setdefault(id(tensor), len(self.sources))
+        if number == len(self.sources):
+            self.sources.append(tensor)  # keeps the id alive
+        return number
+
+    def dense(self) -> tuple[Tensor, ...]:
+        return tuple(
+            t.detach() if t.is_contiguous() else t.detach().permute(memory_order(_dense_stride(t))).contiguous()
+            for t in self.sources
+        )
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor) or obj.layout != torch.strided:
-            return None
-        if id(obj) not in self._index:
-            self._index[id(obj)] = len(self.tensors)
-            self.sources.append(obj)  # keeps the id alive
-            self.tensors.append(obj.detach().permute(memory_order(_dense_stride(obj))).contiguous())
-        return self._index[id(obj)]
+        return self._tensors.number(obj) if isinstance(obj, Tensor) and obj.layout == torch.strided else None
 
     def reducer_override(self, obj: Any) -> Any:
         # The ranks run the same script, so what its __main__ defines at module level is there on
@@ -137,14 +150,22 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
+def _pickled(value: Any, tensors: _Tensors) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, tensors).dump(value)
+    return file.getvalue()
+
+
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides, without the gaps and repetitions of a slice or an expanded tensor."""
-    return torch.empty_like(tensor, device="meta").stride()
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _carries(value: Any) -> bool:
+    if isinstance(value, bool | int | float | str | bytes | None):
+        return True
     try:
-        _Pickler(io.BytesIO()).dump(value)
+        _pickled(value, _Tensors())
     except Exception:  # noqa: BLE001 - whatever pickling raises, the answer is no
         return False
     return True
@@ -217,23 +238,21 @@ def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
     Raises:
         PackingError: if an attribute can't be pickled, naming layer, reason and remedy.
     """
-    body = io.BytesIO()
-    pickler = _Pickler(body)
-    lost: list[str] = []
+    tensors, lost = _Tensors(), []
     with _without_foreign_hooks(layer, name) if layer is not None else _nothing_lost() as hooks_lost:
         try:
-            pickler.dump((layer, extra))
+            body = _pickled(layer, tensors)
         except Exception as error:
             raise PackingError(
                 f"{name} holds something that can't be carried to another process ({error}); give its class "
                 "a __getstate__ that leaves that out, or forbid cuts around the layer with pinned_cuts"
             ) from error
         lost += hooks_lost
-    specs = tuple(_tensor_spec(source, name, lost) for source in pickler.sources)
-    head = io.BytesIO()
-    cloudpickle.dump(specs, head)
-    size = head.tell().to_bytes(8, "little")
-    return Package(size + head.getvalue() + body.getvalue(), tuple(pickler.tensors), tuple(lost))
+    companion = _pickled(extra, tensors)
+    # As plain tuples: objects are pickled much more slowly.
+    specs = [tuple(vars(_tensor_spec(source, name, lost)).values()) for source in tensors.sources]
+    skeleton = join([cloudpickle.dumps(specs), body, companion])
+    return Package(skeleton, tensors.dense(), tuple(lost))
 
 
 @contextmanager
@@ -241,9 +260,27 @@ def _nothing_lost() -> Iterator[list[str]]:
     yield []
 
 
-def _split(skeleton: bytes) -> tuple[bytes, bytes]:
-    size = int.from_bytes(skeleton[:8], "little")
-    return skeleton[8 : 8 + size], skeleton[8 + size :]
+def join(parts: Sequence[bytes]) -> bytes:
+    """Several byte strings as one.
+
+    Args:
+        parts: what :func:`cut` gives back.
+    """
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def cut(data: bytes) -> list[bytes]:
+    """The byte strings that :func:`join` put together.
+
+    Args:
+        data: what it made of them.
+    """
+    parts, position = [], 0
+    while position < len(data):
+        size = int.from_bytes(data[position : position + 8], "little")
+        parts.append(data[position + 8 : position + 8 + size])
+        position += 8 + size
+    return parts
 
 
 def empty_tensors(skeleton: bytes, device: torch.device) -> list[Tensor]:
@@ -253,11 +290,10 @@ def empty_tensors(skeleton: bytes, device: torch.device) -> list[Tensor]:
         skeleton: ``Package.skeleton`` of the sender.
         device: device of the receiving stage.
     """
-    specs: tuple[TensorSpec, ...] = cloudpickle.loads(_split(skeleton)[0])
-    return [spec.empty(device) for spec in specs]
+    return [TensorSpec(*spec).empty(device) for spec in pickle.loads(cut(skeleton)[0])]
 
 
-def unpack(skeleton: bytes, tensors: list[Tensor]) -> tuple[nn.Module | None, Any]:
+def unpack(skeleton: bytes, tensors: list[Tensor]) -> nn.Module | None:
     """Put a layer together from its skeleton and its received tensors.
 
     Args:
@@ -265,12 +301,22 @@ def unpack(skeleton: bytes, tensors: list[Tensor]) -> tuple[nn.Module | None, An
         tensors: filled tensors from :func:`empty_tensors`.
 
     Returns:
-        The layer (``None`` for a function layer) and what travelled with it.
+        The layer; ``None`` for a function layer.
     """
-    layer, extra = _Unpickler(io.BytesIO(_split(skeleton)[1]), tensors).load()
+    layer: nn.Module | None = _Unpickler(io.BytesIO(cut(skeleton)[1]), tensors).load()
     if layer is not None:
         _reserve_hook_numbers(layer)
-    return layer, extra
+    return layer
+
+
+def unpack_extra(skeleton: bytes, tensors: list[Tensor]) -> Any:
+    """What travelled with a layer.
+
+    Args:
+        skeleton: ``Package.skeleton`` of the sender.
+        tensors: those of :func:`empty_tensors`; they need not be filled yet.
+    """
+    return _Unpickler(io.BytesIO(cut(skeleton)[2]), tensors).load()
 
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:

@@ -10,11 +10,27 @@ left in it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+State = dict[str, Any]
+
+
+class Entry(NamedTuple):
+    """What an optimizer needs to know of a parameter that moves.
+
+    Attributes:
+        parameter: itself.
+        group: index of its parameter group; ``None`` if the optimizer does not have it.
+        state: named tensors and scalars, complete; empty if there is none.
+    """
+
+    parameter: nn.Parameter
+    group: int | None
+    state: State
 
 
 def _signature(group: Mapping[str, Any]) -> str:

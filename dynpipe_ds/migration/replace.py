@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import first_error
-from dynpipe_ds.migration.optimizer_state import State
+from dynpipe_ds.migration.parameter_groups import State
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]
     try:
         olds = [replacement.old for replacement in replacements]
         _refuse_tied(module, olds)
-        for old, replacement in zip(olds, replacements, strict=True):
-            states[replacement.parameter] = _carried(optimizer.export(old), old, replacement)
+        for old, state, replacement in zip(olds, optimizer.export(olds), replacements, strict=True):
+            states[replacement.parameter] = _carried(state, old, replacement)
     except Exception as caught:
         error = caught
     _agree(error, engine)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.migration.optimizer_state import FlatOptimizer, StageOptimizer, State
+from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
+from dynpipe_ds.migration.optimizer_state import StageOptimizer
+from dynpipe_ds.migration.parameter_groups import State
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def flat_view(tensor: Tensor) -> Tensor:
     Args:
         tensor: contiguous up to the order of its dimensions.
     """
-    return tensor.detach().permute(memory_order(tensor.stride())).view(-1)
+    tensor = tensor.detach()
+    return (tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor.stride()))).view(-1)
 
 
 @dataclass(frozen=True)

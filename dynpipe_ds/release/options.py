@@ -37,15 +37,16 @@ class SlurmOptions(ReleaseOptions):
     backend: Literal["slurm"] = key("slurm", "Name of the back-end.", rule=_BACKEND_RULE, example='"slurm"')
     job_id: _Text | None = key(
         None,
-        "The job; null: SLURM_JOB_ID.",
+        "The job. Null: SLURM_JOB_ID.",
         rule='null or a job id as text',
         example='"1234"',
     )
     scontrol: _Text = key(
-        "scontrol", "Command that talks to Slurm.", rule="a command", example='"/opt/slurm/bin/scontrol"'
+        "scontrol", "The command that talks to Slurm, or its path.", rule="a command",
+        example='"/opt/slurm/bin/scontrol"',
     )
     timeout_s: _Seconds = key(
-        30.0, "Longest that one command may take, and that giving back may take to show.",
+        30.0, "Longest that one command may take, and that the change may take to show.",
         rule="a number of seconds > 0", example="30",
     )
 
@@ -57,15 +58,15 @@ class KubernetesOptions(ReleaseOptions):
         "kubernetes", "Name of the back-end.", rule=_BACKEND_RULE, example='"kubernetes"'
     )
     mode: Literal["statefulset", "indexed-job"] = key(
-        ..., "Kind of object that made the workers' pods.", rule='"statefulset" or "indexed-job"',
+        ..., "What kind of object made the workers' pods.", rule='"statefulset" or "indexed-job"',
         example='"indexed-job"',
     )
     name: _Text = key(..., "Name of that object.", rule="the object's name", example='"train"')
     namespace: _Text | None = key(
-        None, "Its namespace; null: the pod's own.", rule="null or a namespace", example='"research"'
+        None, "Its namespace. Null: the pod's own.", rule="null or a namespace", example='"research"'
     )
     timeout_s: _Seconds = key(
-        30.0, "Longest that one request may take, and that giving back may take to show.",
+        30.0, "Longest that one request may take, and that the pods may take to go.",
         rule="a number of seconds > 0", example="30",
     )
 
@@ -76,13 +77,14 @@ class CallbackOptions(ReleaseOptions):
     backend: Literal["callback"] = key("callback", "Name of the back-end.", rule=_BACKEND_RULE, example='"callback"')
     command: Annotated[list[_Text], Field(min_length=1)] | None = key(
         None,
-        "Command and its arguments, run without a shell; {ranks}, {nodes} and {num_ranks} are filled in.",
+        "Command and arguments, run without a shell; {ranks}, {nodes} and {num_ranks} are filled in. It fails with an "
+        "exit code other than 0.",
         rule='null or a list of texts with the command first',
         example='["/opt/site/give_back", "{nodes}"]',
     )
     function: _Reference | None = key(
         None,
-        "Function called with (ranks, nodes).",
+        "Function, called with (ranks, nodes); it fails by raising. Exactly one of command and function.",
         rule='null or "package.module:function"',
         example='"site_tools.scheduler:give_back"',
     )

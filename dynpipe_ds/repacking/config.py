@@ -24,44 +24,44 @@ class RepackConfig(Section):
 
     enabled: bool = key(
         False,
-        "Re-pack by itself when the decision says so; when false, only by engine.repack().",
+        "Re-pack by itself. False: only when engine.repack(num_stages) is called.",
         rule="true or false",
         example="true",
     )
     method: Literal["fewest_stages", "first_fit"] = key(
         "fewest_stages",
-        "How the stages are chosen: 'fewest_stages' (fewest that keep memory and throughput) or 'first_fit' "
-        "(DynMo's Algorithm 2: by memory alone).",
+        "\"fewest_stages\": as few stages as keep memory and throughput. \"first_fit\": DynMo's Algorithm 2, by memory "
+        "alone; needs memory_cap_bytes.",
         rule='"fewest_stages" or "first_fit"',
         example='"fewest_stages"',
     )
     target_stages: Annotated[int, Field(ge=1)] | None = key(
         None,
-        "Number of stages to shrink to; with 'first_fit' where to stop; null: as few as the tolerance allows.",
+        "How many stages to shrink to. Null: as few as the tolerance allows (with \"first_fit\": as memory allows).",
         rule="null or a whole number of stages >= 1",
         example="2",
     )
     tolerance: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.05,
-        "For 'fewest_stages' without a target: largest share of predicted throughput that may be lost.",
+        "Most of the predicted throughput that a shrink may cost, as a share. Not together with target_stages.",
         rule="a number from 0 up to, but not including, 1",
         example="0.05 (5%)",
     )
     min_stages: Annotated[int, Field(ge=1)] = key(
         1,
-        "Fewest stages to shrink to by itself.",
+        "Never shrink by itself to fewer.",
         rule="a whole number of stages >= 1",
         example="2",
     )
     earliest_batch: Annotated[int, Field(ge=0)] = key(
         0,
-        "First batch (counted from 0) after which re-packing may be decided.",
+        "First batch, counted from 0, after which a shrink may be decided.",
         rule="a whole number >= 0",
         example="1000",
     )
     release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
         ExitOptions(),
-        "Who gets the freed workers: the back-end and its options.",
+        "Who gets the freed workers: a back-end, with its options.",
         rule='an object with "backend" ("exit", "slurm", "kubernetes", "callback" or "package.module:Class") and '
         "its options",
         example='{"backend": "slurm"}',

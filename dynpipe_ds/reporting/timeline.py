@@ -24,12 +24,13 @@ COLOURS: Mapping[str, str] = {
     "send": "#E69F00",
     "recv": "#E69F00",
     "step": "#009E73",
+    "migration": "#D55E00",
     "wait": "#E8E8E8",
 }
-_HATCHES: Mapping[str, str] = {"send": "////", "recv": "////", "step": "xx"}
+_HATCHES: Mapping[str, str] = {"send": "////", "recv": "////", "step": "xx", "migration": "\\\\\\\\"}
 _LABELS: Mapping[str, str] = {
     "forward": "forward", "backward": "backward", "send": "transfer", "recv": "transfer",
-    "step": "optimizer step", "wait": "idle",
+    "step": "optimizer step", "migration": "migration", "wait": "idle",
 }
 _BAR_HEIGHT = 0.84
 _LEAST_INCHES_OF_NUMBER = 0.14  # a narrower bar gets no micro-batch number
@@ -79,6 +80,25 @@ def save_gantt(
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=150)
     return target
+
+
+def around_move(before: Sequence[Interval], migrate_s: float, after: Sequence[Interval]) -> list[Interval]:
+    """Put a batch, the move of layers that follows it, and the next batch on one time axis.
+
+    Args:
+        before: of a batch on the old partition.
+        migrate_s: seconds that all stages spend moving.
+        after: of a batch on the new partition.
+
+    Returns:
+        All intervals, the stages' migration among them, for :func:`save_gantt` or :func:`save_chrome_trace`.
+    """
+    moves_at_s = max(interval.end_s for interval in before)
+    stages = range(1 + max(interval.stage for interval in before))
+    moves = [Interval(stage, "migration", -1, moves_at_s, moves_at_s + migrate_s) for stage in stages]
+    shift_s = moves_at_s + migrate_s
+    later = [i._replace(start_s=i.start_s + shift_s, end_s=i.end_s + shift_s) for i in after]
+    return [*before, *moves, *later]
 
 
 def _draw_panel(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-Kind = Literal["forward", "backward", "send", "recv", "wait", "step"]
+Kind = Literal["forward", "backward", "send", "recv", "wait", "step", "migration"]
 Payload = Literal["", "activation", "gradient"]
 
 
@@ -16,7 +16,7 @@ class Interval(NamedTuple):
     Attributes:
         stage: index of the stage.
         kind: what the stage does; ``"wait"`` is idle before a message.
-        micro_batch: of what; -1 for ``"step"``.
+        micro_batch: of what; -1 for ``"step"`` and ``"migration"``, which no simulated batch contains.
         start_s: seconds from the start of the batch.
         end_s: the same, at least ``start_s``.
         payload: what a message carries, or is waited for; empty for computation.

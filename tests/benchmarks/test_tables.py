@@ -37,6 +37,7 @@ def test_the_throughput_table_says_what_it_is_and_compares_with_the_best_static(
     static = max(by_label["static uniform"], by_label["static parameters"])
     assert row["speedups"]["optimal:time"] == pytest.approx(by_label["optimal:time"] / static) and static > 0
     assert row["speedups"]["optimal:time"] > 1.05
+    assert 0.8 < row["reached"] <= 1.0
     assert (tmp_path / "throughput_quick.png").read_bytes()[:4] == b"\x89PNG"
 
 

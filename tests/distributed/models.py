@@ -174,7 +174,7 @@ def digest(engine: Any) -> dict[str, str]:
                 continue
             h.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         for name, parameter in sorted(module.named_parameters()):
-            state = engine.stage_optimizer.export(parameter) if engine.stage_optimizer else {}
+            state = engine.stage_optimizer.export([parameter])[0] if engine.stage_optimizer else {}
             for key, value in sorted(state.items()):
                 h.update(f"{name}.{key}".encode())
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value or 0))

@@ -5,7 +5,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - seconds, on the first ZeRO engine
 import torch._dynamo  # noqa: E402, F401 - seconds, on the first optimizer

@@ -239,7 +239,7 @@ def options(rank: int, folder: str) -> None:
             for key, value in layer.state_dict().items():
                 assert torch.equal(value, weights[i][key])
         for parameter in other.module.parameters():  # what the next step starts from
-            master = other.stage_optimizer.export(parameter)["master"]
+            master = other.stage_optimizer.export([parameter])[0]["master"]
             assert torch.equal(master.view(-1), parameter.detach().view(-1))
         return other
 

@@ -77,9 +77,9 @@ def check_frozen(engine: Any, num_frozen: int) -> None:
         for parameter in layer.parameters():
             if index < num_frozen:
                 assert parameter.grad is None and optimizer.gradient(parameter) is None
-                assert optimizer.export(parameter) == {} and optimizer.state_bytes(parameter) == 0
+                assert optimizer.export([parameter])[0] == {} and optimizer.state_bytes(parameter) == 0
             else:
-                assert {"exp_avg", "exp_avg_sq"} <= optimizer.export(parameter).keys()
+                assert {"exp_avg", "exp_avg_sq"} <= optimizer.export([parameter])[0].keys()
     profile = engine.last_batch_profile
     for layer in profile.layers[:num_frozen]:
         assert layer.backward_s == layer.gradient_bytes == layer.optimizer_state_bytes == 0, layer

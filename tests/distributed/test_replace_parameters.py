@@ -82,12 +82,12 @@ def shrink(_rank: int) -> dict[str, Any]:
         return t.flatten()[: t.numel() // 2]
 
     blocks = [layer for layer in engine.local_layers().values() if isinstance(layer, Block)]
-    before = [engine.stage_optimizer.export(b.up.weight)["exp_avg"].clone() for b in blocks]
+    before = [engine.stage_optimizer.export([b.up.weight])[0]["exp_avg"].clone() for b in blocks]
     engine.replace_parameters([
         ParameterReplacement(b.up, "weight", nn.Parameter(first_half(b.up.weight.detach()).clone()), first_half)
         for b in blocks
     ])
-    after = [engine.stage_optimizer.export(b.up.weight) for b in blocks]
+    after = [engine.stage_optimizer.export([b.up.weight])[0] for b in blocks]
     found["kept"] = all(torch.equal(first_half(b), a["exp_avg"]) for b, a in zip(before, after, strict=True))
     found["step"] = [float(a["step"]) for a in after]
     return found

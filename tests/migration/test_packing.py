@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, warn_lost
+from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, unpack_extra, warn_lost
 from dynpipe_ds.migration.transport import flat_view
 
 CPU = torch.device("cpu")
@@ -29,11 +29,12 @@ def journey(layer: nn.Module | None, extra: Any = None) -> tuple[nn.Module | Non
 
 def arrive(package: Any) -> tuple[Any, Any]:
     buffers = empty_tensors(package.skeleton, CPU)
+    extra = unpack_extra(package.skeleton, buffers)  # before anything has come
     for buffer, tensor in zip(buffers, package.tensors, strict=True):
         assert tensor.is_contiguous() and not tensor.requires_grad
         assert (buffer.numel(), buffer.dtype) == (tensor.numel(), tensor.dtype)
         flat_view(buffer).copy_(tensor.view(-1))
-    return unpack(package.skeleton, buffers)
+    return unpack(package.skeleton, buffers), extra
 
 
 def give_identity(layer: int, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dynpipe_ds.reporting.timeline import COLOURS, chrome_trace, save_chrome_trace, save_gantt
+from dynpipe_ds.reporting.timeline import COLOURS, around_move, chrome_trace, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
 
@@ -36,6 +36,18 @@ def test_timelines_share_one_axis_and_say_how_long_they_are(tmp_path: Path) -> N
     found = texts(save_gantt(tmp_path / "two.svg", {"before": before, "after": after}))
     assert "before: 180 ms" in found and "after: 120 ms" in found
     assert found.count("time (ms)") == 1 and "transfer" not in found
+
+
+def test_a_move_stands_between_two_batches(tmp_path: Path) -> None:
+    moving = around_move(timeline(), 0.05, timeline(num_micro_batches=2))
+    found = texts(save_gantt(tmp_path / "move.svg", moving))
+    assert "350 ms" in found and "migration" in found, "180 ms, 50 ms and 120 ms"
+    moves = [i for i in moving if i.kind == "migration"]
+    assert [(i.stage, i.start_s, i.end_s) for i in moves] == [
+        (s, pytest.approx(0.18), pytest.approx(0.23)) for s in range(3)
+    ]
+    assert min(i.start_s for i in moving[moving.index(moves[-1]) + 1 :]) == pytest.approx(0.23)
+    assert any(event.get("cat") == "migration" for event in chrome_trace(moving)["traceEvents"])
 
 
 @pytest.mark.parametrize("scale, unit", [(1.0, "s"), (1e-2, "ms"), (1e-6, "µs")])

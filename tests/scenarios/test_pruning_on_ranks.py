@@ -66,7 +66,7 @@ def look_at_state(_rank: int, optimizer: str) -> dict[str, Any]:
     for batch in range(7):
         list(run.train_window([batch], timed=True))
         weights = [weight for layer in engine.local_layers().values() for weight in prunable_weights(layer)]
-        states = [engine.stage_optimizer.export(weight.weight) for weight in weights]
+        states = [engine.stage_optimizer.export([weight.weight])[0] for weight in weights]
         for weight, state in zip(weights, states, strict=True):
             tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
             assert len(tensors) >= 2 or weight.weight.numel() == 0

@@ -59,8 +59,13 @@ def test_unknown_names_and_settings() -> None:
     """Messages list what there is."""
     with pytest.raises(ValueError, match="no scenario 'freesing': choose one of combined, .*freezing, .*none"):
         build_scenario("freesing", {})
-    with pytest.raises(ValueError, match="'freezing' does not take these settings.*'speed'"):
+    with pytest.raises(ValueError, match="'freezing' does not take these settings: scenario.speed is not a setting: .*"
+                       "choose one of .*cache.*, batches, frozen"):
         build_scenario("freezing", {"speed": 3})
+    with pytest.raises(ValueError, match="scenario.batches='x' must be a list, each a whole number"):
+        build_scenario("freezing", {"batches": "x"})
+    with pytest.raises(ValueError, match="scenario.routing='random' must be one of token_choice, "):
+        build_scenario("moe", {"routing": "random"})
     with pytest.raises(ValueError, match="cannot be imported"):
         build_scenario("tests.nowhere:Counting", {})
     with pytest.raises(ValueError, match="must be a subclass"):

@@ -13,7 +13,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dynpipe_ds.config import parse_config
+from dynpipe_ds.config import DynamicPipelineConfig, parse_config
+from dynpipe_ds.partition import partitioner_names
+from dynpipe_ds.repacking.config import RepackConfig
 from scenarios.data import DataSettings
 from scenarios.scenario import build_layers, build_scenario
 from scenarios.settings import (
@@ -25,6 +27,7 @@ from scenarios.settings import (
 )
 
 CONF = config_folder()
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def names(group: str, ending: str = "yaml") -> list[str]:
@@ -59,17 +62,77 @@ def test_every_configuration_composes(scenario: str, model: str, deepspeed: str)
     assert found.output_dir == Path("outputs") / scenario
 
 
+@pytest.mark.parametrize("deepspeed", names("deepspeed_json", "json"))
+@pytest.mark.parametrize("partition", names("partition"))
+def test_every_partition_composes(partition: str, deepspeed: str) -> None:
+    """With every JSON, and with what its comment shows; the static run stays as it is."""
+    text = (CONF / "partition" / f"{partition}.yaml").read_text(encoding="utf-8")
+    (shown,) = re.findall(rf"#   … (partition={partition} .*|partition=optimal .*)", text)
+    assert f"# … scenarios.train partition={partition}\n" in text
+    for overrides in (f"partition={partition}", shown):
+        found = settings(*overrides.split(), f"deepspeed={deepspeed}")
+        assert found.partition_method == "parameters"
+        assert parse_config(found.deepspeed_config(dynamic=False)).rebalance_every == "never"
+        section = parse_config(found.deepspeed_config(dynamic=True))
+        if found.dynamic_partition_method is None:
+            assert section.partitioner == overrides.split()[0].removeprefix("partition=")
+            assert section.rebalance_every != "never"
+        else:
+            assert (found.dynamic_partition_method, section.rebalance_every) == (partition, "never")
+
+
+def test_every_partitioner_is_a_choice() -> None:
+    assert set(partitioner_names()) <= set(names("partition"))
+
+
+def test_a_users_json_decides_unless_a_partition_is_chosen(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"dynamic_pipeline": {"partitioner": "diffusion", "rebalance_every": 7}}))
+    for overrides, expected in ([], ("diffusion", 7)), (["partition=optimal"], ("optimal", "auto")):
+        section = settings(f"deepspeed={path}", *overrides).deepspeed_config(dynamic=True)["dynamic_pipeline"]
+        assert (section["partitioner"], section["rebalance_every"]) == expected
+
+
 @pytest.mark.parametrize("experiment", names("experiment"))
 def test_every_experiment_composes(experiment: str) -> None:
-    """With what its comments say, too."""
+    """It opens with its command and its claim, which the documentation lists; what it shows is accepted."""
     text = (CONF / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8")
-    examples = re.findall(rf"… (\+experiment={experiment} .*)", text)
-    assert examples and f"+experiment={experiment}\n" in text
-    for overrides in (f"+experiment={experiment}", *examples):
-        found = settings(*overrides.split())
+    module = "repack" if experiment.startswith("repack") else "train"
+    assert text.startswith(f"# @package _global_\n# python -m scenarios.{module} experiment={experiment}\n")
+    examples = re.findall(rf"#   … (?:--multirun )?(experiment={experiment} .*)", text)
+    assert examples
+    for overrides in (f"experiment={experiment}", *examples):
+        found = settings(*(word.replace("'", "").split(",a" if "[" in word else ",")[0] for word in overrides.split()))
+        build_layers(build_scenario(found.scenario, found.scenario_settings), found.model)
         assert parse_config(found.deepspeed_config(dynamic=True)).enabled
         assert not parse_config(found.deepspeed_config(dynamic=False)).repack.enabled
         assert found.output_dir == Path("outputs") / experiment
+    comment = " ".join(line[2:] for line in text.splitlines()[2:] if re.match("# [^ ]", line))
+    claim, source = re.match(r"(.*?) \((README|docs/\w+\.md)\)\.", comment).groups()  # type: ignore[union-attr]
+    source = "[README](../README.md)" if source == "README" else f"[{Path(source).name}]({Path(source).name})"
+    row = f"| [`{experiment}`](../conf/experiment/{experiment}.yaml) | {claim} ({source}). |\n"
+    assert row in (DOCS / "experiments.md").read_text(encoding="utf-8")
+
+
+def test_the_documentation_lists_no_other_experiment() -> None:
+    text = (DOCS / "experiments.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\| \[`(\w+)`\]\(\.\./conf/experiment", text)) == names("experiment")
+
+
+def test_every_key_of_the_section_is_an_override_without_plus() -> None:
+    section = compose("config").ds.dynamic_pipeline
+    assert set(section) == set(DynamicPipelineConfig.model_fields) - {"enabled"}
+    assert set(section.repack) == set(RepackConfig.model_fields)
+
+
+def test_environment_variables_are_documented() -> None:
+    """Those that any code here reads or sets."""
+    name = r"environ(?:\.\w+\(|\[)\"([A-Z_]+)\"|\"([A-Z_]+)\" (?:not )?in os\.environ"
+    root = DOCS.parent
+    files = [file for folder in ("dynpipe_ds", "scenarios", "tests") for file in (root / folder).rglob("*.py")]
+    found = {one or other for file in files for one, other in re.findall(name, file.read_text(encoding="utf-8"))}
+    documented = set(re.findall(r"`([A-Z_]+)", (DOCS / "experiments.md").read_text(encoding="utf-8")))
+    assert "OMP_NUM_THREADS" in found and found <= documented
 
 
 @pytest.mark.parametrize("scenario", names("scenario"))
@@ -78,8 +141,7 @@ def test_scenarios_say_how_to_run_them(scenario: str) -> None:
     text = (CONF / "scenario" / f"{scenario}.yaml").read_text(encoding="utf-8")
     comment = re.match(r"(#.*\n)+", text)
     assert comment is not None
-    command = f"--module scenarios.train scenario={scenario}\n"
-    assert command in comment[0] and comment[0].startswith("# deepspeed --no_local_rank")
+    assert comment[0].startswith(f"# python -m scenarios.train scenario={scenario}\n")
     assert f"… scenario={scenario} " in comment[0]
 
 
@@ -94,6 +156,8 @@ def test_scenarios_say_how_to_run_them(scenario: str) -> None:
         "data=text data.path=tokens.bin data.dtype=uint16 model.vocab_size=50257",
         "run.validate_every=20 run.validate_batches=null data.validation=0.05 data.validation_by=end",
         "ds.gradient_accumulation_steps=4 +ds.optimizer.params.lr=3e-4",
+        "scenario=freezing_egeria model.depth=24 deepspeed=zero1_adamw partition=diffusion run.batches=40",
+        "ds.dynamic_pipeline.repack.release.backend=slurm",
     ],
 )
 def test_examples_of_the_comments_work(example: str) -> None:
@@ -190,6 +254,39 @@ def test_lengths_without_a_meaning() -> None:
 
 
 def test_unknown_keys_are_named() -> None:
-    """A key that Hydra was made to accept with + is still checked."""
-    with pytest.raises(ValueError, match="key that is not known.*'width'"):
-        settings("+model.width=3")
+    """A key that Hydra was made to accept with + is still checked; all at once."""
+    with pytest.raises(ValueError) as raised:
+        settings("+model.widht=3", "+ruin.batches=3", "+run.windows=4")
+    for part in (
+        "model.widht is not a setting: choose one of depth, ", "ruin is not a setting: did you mean 'run'? choose",
+        "run.windows is not a setting: did you mean 'window'?",
+    ):  # fmt: skip
+        assert part in str(raised.value)
+
+
+def test_types_are_checked_and_all_problems_told_at_once() -> None:
+    with pytest.raises(ValueError) as raised:
+        settings(
+            "seed=soon", "run.batches=1.5", "run.resume=maybe", "model.positions=round", "partition_method=[0,x]",
+            "data.validation=all", "deepspeed=nope", "ds.gradient_accumulation_steps=0",
+        )  # fmt: skip
+    for part in (
+        "seed='soon' must be a whole number", "run.batches=1.5 must be a whole number",
+        "run.resume='maybe' must be true or false", "model.positions='round' must be one of learned, rotary",
+        "partition_method=[0, 'x'] must be a text or a list, each a whole number",
+        "data.validation='all' must be a number", "ds.gradient_accumulation_steps=0 must be a whole number of at",
+        "deepspeed=nope is neither a JSON file nor one of bf16_zero1, fp32_adamw, zero1_adamw",
+    ):  # fmt: skip
+        assert part in str(raised.value)
+
+
+def test_live_metrics_of_the_two_runs_do_not_mix(tmp_path: Path) -> None:
+    """In the output folder, or where the user says."""
+    found = settings("+ds.csv_monitor.enabled=true", f"output_dir={tmp_path}")
+    folders = [found.deepspeed_config(dynamic=dynamic)["csv_monitor"] for dynamic in (False, True)]
+    assert [(one["output_path"], one["job_name"]) for one in folders] == [
+        (str(tmp_path / "csv_monitor"), "static"), (str(tmp_path / "csv_monitor"), "dynamic"),
+    ]  # fmt: skip
+    mine = settings("+ds.tensorboard={enabled: true, output_path: logs, job_name: mine}").deepspeed_config(dynamic=True)
+    assert mine["tensorboard"] == {"enabled": True, "output_path": "logs", "job_name": "mine_dynamic"}
+    assert "csv_monitor" not in mine

@@ -53,6 +53,7 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         "ds.dynamic_pipeline.min_gain=0",
         "data.validation=0.05",
         "run.validate_every=4",
+        "+ds.csv_monitor.enabled=true",
         f"output_dir={tmp_path / 'out'}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,7 +77,13 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
     assert static["validations"] == dynamic["validations"]
     assert static["validations"][-1]["loss"] < static["validations"][0]["loss"]
     assert len(re.findall(r"after batch [48]: (?:static|dynamic) validation loss \d", done.stdout)) == 4
+    for label, run in (("static", static), ("dynamic", dynamic)):
+        file = tmp_path / "out" / "csv_monitor" / label / "Train_Samples_train_loss.csv"
+        values = [float(line.split(",")[1]) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+        assert values == pytest.approx(run["losses"]), "live metrics of each run are its own"
     assert sorted(path.name for path in ROOT.iterdir()) == before, "no folder of Hydra's"
+    ranks = done.stdout[done.stdout.rindex("spawned with command") :].partition("\n")[2]
+    assert ranks.startswith("starting") and "[WARNING]" not in ranks, "DeepSpeed's log is quiet in the ranks"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.slurm.train import RUN
 
 REPOSITORY = Path(__file__).parents[2]
 
-ENVIRONMENT = "MASTER_ADDR=127.0.0.1 DS_ACCELERATOR=cpu DEEPSPEED_LOG_LEVEL=error OMP_NUM_THREADS=1"
+ENVIRONMENT = "MASTER_ADDR=127.0.0.1 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1"
 WAITING = "date +%s.%N >{folder}/start; echo on $SLURM_JOB_NODELIST; touch {folder}/second"
 
 

@@ -1,0 +1,96 @@
+"""Start the ranks of an entry on this machine, or on a hostfile's, with DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from deepspeed.accelerator import get_accelerator
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """Where ranks are started.
+
+    Attributes:
+        num_accelerators: ranks on each machine.
+        hostfile: file with ``worker-1 slots=4`` a line; ``None`` for this machine alone.
+    """
+
+    num_accelerators: int = 2
+    hostfile: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be started, all problems at once."""
+        problems = []
+        if self.num_accelerators < 1:
+            problems.append(f"launch.num_accelerators={self.num_accelerators} must be at least 1")
+        if self.hostfile is not None and not Path(self.hostfile).is_file():
+            problems.append(f"launch.hostfile={self.hostfile} does not exist: give a file, or null for this machine")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettings) -> list[str]:
+    """Return the command that runs a module on all ranks.
+
+    Args:
+        module: run as ``python -m``.
+        arguments: its arguments.
+        settings: where.
+    """
+    places = ["--hostfile", settings.hostfile] if settings.hostfile else ["--master_port", str(_free_port())]
+    return [
+        sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--quiet",
+        "--num_accelerators", str(settings.num_accelerators), *places, "--module", module, *arguments,
+    ]  # fmt: skip
+
+
+def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> int:
+    """Run a module on all ranks and wait; a SIGTERM goes on to the ranks, which save their state.
+
+    Args:
+        module: run as ``python -m``.
+        arguments: its arguments.
+        settings: where.
+
+    Returns:
+        The launcher's exit code.
+    """
+    # The launcher looks for ninja on the PATH, and warns of a device that it had to find.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path}
+    process = subprocess.Popen(launch_command(module, arguments, settings), env=environment)
+
+    def pass_on(number: int, _frame: object) -> None:
+        with contextlib.suppress(psutil.Error):  # ended meanwhile
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if child.cmdline()[2:4] == ["-m", module]:
+                    child.send_signal(number)
+
+    handlers = {signal.SIGTERM: pass_on, signal.SIGINT: _wait}  # Ctrl-C reaches every process of a terminal by itself
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(_number: int, _frame: object) -> None:
+    """Not end before the ranks have."""
+
+
+def _free_port() -> int:
+    """A port that no other job on this machine uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,28 @@
+"""The tables of the JSON section's keys are those of the config model."""
+
+from __future__ import annotations
+
+import pytest
+
+from docs import keys
+from dynpipe_ds.config import DynamicPipelineConfig
+
+
+@pytest.mark.parametrize("page", keys.PAGES)
+def test_up_to_date(page: str) -> None:
+    before, after = keys.rewritten(page)
+    assert before == after, f"docs/{page} is out of date: python docs/keys.py"
+
+
+def test_a_table_has_every_key_with_default_rule_and_meaning() -> None:
+    rows = [line.strip("| ").split(" | ") for line in keys.table("dynamic_pipeline").splitlines()[2:]]
+    assert [row[0].strip("`") for row in rows] == list(DynamicPipelineConfig.model_fields)
+    assert all(len(row) == 4 and all(row) for row in rows)
+    row = {row[0]: row for row in rows}["`min_gain`"]
+    assert row[1:3] == ["`0.05`", "a number from 0 up to, but not including, 1"]
+    assert row[3].startswith("Least predicted gain")
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs <!-- keys of repack: begin -->"):
+        keys.insert("no markers", "repack")

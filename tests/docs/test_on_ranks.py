@@ -1,0 +1,166 @@
+"""Blocks of the pages that train, run on two ranks as they stand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_ranks
+from tests.docs import pages
+from tests.scenarios.exactness import Job, Trained, train
+
+BEFORE, MOVING = (block.code for block in pages.blocks("docs/change_one_import.md", "python"))
+README = pages.blocks("README.md", "python")[0].code
+CHECKPOINT = pages.blocks("docs/checkpoints.md", "python")[0].code
+FREEZING = pages.blocks("docs/freezing.md", "python")[0].code
+FROM_PROFILE = pages.blocks("docs/cli.md", "python")[1].code
+PARTITIONER, SCENARIO = (block.code for block in pages.blocks("docs/extending.md", "python")[:2])
+
+
+def after() -> str:
+    """The script with the page's change."""
+    (diff,) = pages.blocks("docs/change_one_import.md", "diff")
+    pairs = re.findall(r"^-(.*)\n((?:\+.*\n)+)", diff.code, re.MULTILINE)
+    assert len(pairs) == 2
+    script = BEFORE
+    for old, new in pairs:
+        assert script.count(old + "\n") == 1
+        script = script.replace(old + "\n", new.replace("+", "", 1).replace("\n+", "\n"))
+    return script
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    before: list[float]
+    after: list[float]
+    moved: list[float]
+    partition: tuple[int, ...]
+    continued: tuple[list[float], list[float]]
+    readme_loss: float
+    frozen: dict[int, bool]
+    own: tuple[int, ...]
+    scenario: tuple[Trained, Trained]
+
+
+def run_pages(rank: int, folder: str) -> Seen:
+    """Run the blocks one after the other, in a folder with the files that they name."""
+    os.chdir(folder)
+    first, second, third = (run(script) for script in (BEFORE, after(), after()))
+    engine, data = third["engine"], third["batches"]()
+    exec(MOVING, third)
+    assert engine.partition == (0, 5, 17)
+    moved = [float(engine.train_batch(third["data"])) for _ in range(2)]
+    static = [float(second["engine"].train_batch(second["data"])) for _ in range(2)]
+    assert moved == static, "losses after the move"
+
+    space = third | {"position": 12}
+    exec(CHECKPOINT, space)
+    engine.train_batch(data)
+    once = [float(engine.train_batch(third["batches"]())) for _ in range(2)]
+    exec(CHECKPOINT.splitlines()[1], space)
+    engine.train_batch(third["batches"]())
+    again = [float(engine.train_batch(third["batches"]())) for _ in range(2)]
+
+    if rank == 0:
+        engine.profile.save("profile.json")
+    torch.distributed.barrier()
+    layers, loss_fn = second["layers"], third["nn"].functional.mse_loss
+    start = {**second, "DynamicPipelineModule": second["PipelineModule"], "loss_fn": loss_fn}
+    exec(FROM_PROFILE, start)
+    assert len(start["module"].parts) == 3
+
+    space = {"deepspeed": second["deepspeed"], "layers": layers, "loss_fn": loss_fn, "data_iter": third["batches"]()}
+    exec(README.replace("num_stages=4", "num_stages=2"), space)
+    readme_loss = float(space["loss"])
+    exec(FREEZING.replace("batch >= 100", "batch >= 1"), space | {"num_batches": 2})
+    local = space["engine"].local_layers()
+    frozen = {i: not any(p.requires_grad for p in layer.parameters()) for i, layer in local.items()}
+
+    own = second["PipelineModule"](
+        layers, num_stages=2, loss_fn=loss_fn, partition_method="spare_first:parameters", pin=[8]
+    ).boundaries
+    job = Job("dropping:Dropping", {"keep": 0.1, "speed": 0.5}, num_batches=4)
+    scenario = (train(job, moves=False), train(job, moves=True))
+    return Seen(
+        first["losses"], second["losses"], third["losses"], engine.partition,
+        (once, again), readme_loss, frozen, own, scenario,
+    )
+
+
+def run(script: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, "train.py", "exec"), space)
+    if "DynamicPipelineModule" in script:
+        importlib.import_module("spare_first")
+    return space
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    folder = tmp_path_factory.mktemp("pages")
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    (readme,) = pages.blocks("README.md", "json")
+    (folder / "ds_config.json").write_text(json.dumps(config | json.loads(readme.code)), encoding="utf-8")
+    (folder / "spare_first.py").write_text(PARTITIONER, encoding="utf-8")
+    (folder / "dropping.py").write_text(SCENARIO, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # ranks inherit it
+        return run_ranks(run_pages, 2, str(folder))
+
+
+def test_the_examples_are_short() -> None:
+    """At most 30 lines each, blank ones not counted."""
+    for block in pages.blocks("docs/extending.md", "python"):
+        assert len([line for line in block.code.splitlines() if line.strip()]) <= 30
+
+
+def test_change_one_import(seen: list[Seen]) -> None:
+    """The losses of DeepSpeed's class, of ours, and after a move."""
+    for rank in seen:
+        assert rank.before == rank.after == rank.moved == seen[0].before
+        assert len(set(rank.before)) == 10 and rank.before[-1] < rank.before[0]
+        assert rank.partition == (0, 5, 17)
+
+
+def test_checkpoint_and_readme(seen: list[Seen]) -> None:
+    for rank in seen:
+        once, again = rank.continued
+        assert once == again
+        assert rank.readme_loss > 0
+
+
+def test_freezing_loop(seen: list[Seen]) -> None:
+    """The first six layers are frozen, whichever stage they are on, and no other that has parameters."""
+    frozen = {index: state for rank in seen for index, state in rank.frozen.items()}
+    assert [frozen[i] for i in range(0, 17, 2)] == [True] * 3 + [False] * 6
+
+
+def test_own_partitioner(seen: list[Seen]) -> None:
+    """It leaves the first stage less than the even share, and keeps the pinned cut."""
+    space: dict[str, Any] = {}
+    exec(PARTITIONER.replace('"spare_first"', '"spare_first_here"'), space)
+    plan = space["spare_first"]([1.0] * 20, 2, pinned=[9])
+    assert plan.boundaries in ((0, 8, 20), (0, 10, 20))
+    assert space["spare_first"]([1.0] * 20, 2).boundaries == (0, 9, 20)
+    assert seen[0].own == seen[1].own == (0, 7, 17)
+
+
+def test_own_scenario(seen: list[Seen]) -> None:
+    """The same bits whatever the partition."""
+    for rank in seen:
+        static, moved = rank.scenario
+        assert static.losses == moved.losses == seen[0].scenario[0].losses
+    layers = [{item for rank in seen for item in rank.scenario[i].layers.items()} for i in (0, 1)]
+    assert layers[0] == layers[1]
