@@ -16,6 +16,7 @@ from scenarios.pretrained import PretrainedModel
 
 SECTION = "dynamic_pipeline"
 
+_OF_DECISIONS = ("first_batch", "last_batch", "horizon_batches")  # contradict "never"
 _MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
@@ -209,10 +210,12 @@ class Settings:
 
         Both use the same engine and measure alike; only the dynamic one moves layers or gives ranks back.
         """
-        section: dict[str, Any] = {"enabled": True}
+        monitors = self._monitors("dynamic" if dynamic else "static")
+        config = merge(self.deepspeed, {SECTION: {"enabled": True}} | monitors)
         if not dynamic:
-            section |= {"rebalance_every": "never", "repack": {"enabled": False}}
-        return merge(self.deepspeed, {SECTION: section} | self._monitors("dynamic" if dynamic else "static"))
+            section = merge(config[SECTION], {"rebalance_every": "never", "repack": {"enabled": False}})
+            config[SECTION] = {name: value for name, value in section.items() if name not in _OF_DECISIONS}
+        return config
 
     def _monitors(self, label: str) -> dict[str, Any]:
         """Give each run's live metrics a folder of their own, in the output folder unless the user names another."""
