@@ -183,8 +183,7 @@ class Controller:
 
         Args:
             seconds: planning and migration, the same number on every rank (the slowest one's).
-            bytes_moved: what travelled. Not used yet: for the models measured, rebuilding the
-                optimizer costs more than the transport.
+            bytes_moved: what travelled. Not used yet: successive moves are of a size.
 
         Raises:
             ValueError: for a negative or non-finite cost.
