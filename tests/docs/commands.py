@@ -74,8 +74,15 @@ def _python(words: Sequence[str], page: str) -> str | None:
             sweep = {"-m", "--multirun"} & set(words[2:])
             overrides = [re.sub(r"=([^,\[(]+),.*", r"=\1", word) if sweep else word for word in words if "=" in word]
             return _overrides(overrides, page)
-        return None if importlib.util.find_spec(words[1]) else f"there is no module {words[1]}"
+        return None if _is_module(words[1]) else f"there is no module {words[1]}"
     return None if (ROOT / words[0]).exists() else f"there is no file {words[0]}"
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def _dynpipe(words: Sequence[str], _page: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect
 from functools import lru_cache
 
 from tests.docs.pages import ROOT
@@ -58,15 +59,21 @@ def is_said(message: str, texts: int = 3) -> bool:
     """
     if _is_in_one(message):
         return True
-    breaks = [i for i, letter in enumerate(message) if letter == " "] if texts > 1 else []
-    return any(_is_in_one(message[:i]) and is_said(message[i:], texts - 1) for i in reversed(breaks))
+    if texts == 1:
+        return False
+    breaks = [i for i, letter in enumerate(message) if letter == " "]
+    longest = bisect(breaks, False, key=lambda i: not _is_in_one(message[:i]) and _has_words(message[:i]))
+    return any(is_said(message[i:], texts - 1) for i in breaks[max(0, longest - 3):longest] if _is_in_one(message[:i]))
+
+
+def _has_words(message: str) -> bool:
+    return len(re.findall(r"[a-z_]{2,}", message, re.IGNORECASE)) > 1
 
 
 @lru_cache
 def _is_in_one(message: str) -> bool:
     pieces = [piece.strip() for piece in message.split(VALUE)]
-    words = re.findall(r"[a-z_]{2,}", " ".join(pieces), re.IGNORECASE)
-    return len(words) > 1 and any(_holds(text, pieces) for text in templates())
+    return _has_words(message) and any(_holds(text, pieces) for text in templates())
 
 
 def _holds(text: str, pieces: list[str]) -> bool:
