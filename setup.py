@@ -46,6 +46,8 @@ setup(
         "pydantic>=2",
         "cloudpickle>=3",
         "hydra-core>=1.3",
+        "omegaconf>=2.3",
+        "psutil",
         "matplotlib>=3.8",
         "tqdm",
         "ninja",  # DeepSpeed compiles its CPU operations with it
