@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from dynpipe_ds.partition import registry
 from tests.distributed.ranks import run_ranks
 from tests.docs import pages
 from tests.scenarios.exactness import Job, Trained, train
@@ -138,10 +139,11 @@ def test_freezing_loop(seen: list[Seen]) -> None:
     assert [frozen[i] for i in range(0, 17, 2)] == [True] * 3 + [False] * 6
 
 
-def test_own_partitioner(seen: list[Seen]) -> None:
+def test_own_partitioner(seen: list[Seen], monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves the first stage less than the even share, and keeps the pinned cut."""
+    monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
     space: dict[str, Any] = {}
-    exec(PARTITIONER.replace('"spare_first"', '"spare_first_here"'), space)
+    exec(PARTITIONER, space)
     plan = space["spare_first"]([1.0] * 20, 2, pinned=[9])
     assert plan.boundaries in ((0, 8, 20), (0, 10, 20))
     assert space["spare_first"]([1.0] * 20, 2).boundaries == (0, 9, 20)
