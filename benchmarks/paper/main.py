@@ -113,7 +113,8 @@ def main() -> None:
     options = parser.parse_args()
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
-        size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages})
+        few = tuple(s for s in size.few if s in options.stages)
+        size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages}, few=few)
     options.size = replace(size, batches=options.batches or size.batches, methods=options.methods or size.methods)
     print(environment(), *KINDS.values(), sep="\n", flush=True)
     chosen = list(TABLES) if options.table == "all" else [options.table]
