@@ -44,6 +44,14 @@ def adamw_no_empty_groups(module: nn.Module) -> dict[str, Any]:
     return {"optimizer": torch.optim.AdamW(groups, lr=0.01)}
 
 
+def compile_first(client: str) -> None:
+    """Compile what the optimizer needs, once on a machine: for minutes, longer than ranks may be silent."""
+    if client == "cpu_adam":
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
+
+
 @client
 def cpu_adam(module: nn.Module) -> dict[str, Any]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds import CheckpointError, ParameterReplacement, keep_in_checkpoints
 from tests.distributed import models
+from tests.distributed.clients import compile_first
 from tests.distributed.models import HIDDEN, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FP16, WARMUP, ZERO
@@ -318,6 +319,8 @@ def other_optimizers(rank: int, folder: str, clients: list[str]) -> None:
 
 
 # DeepSpeed compiles the other one for a minute.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("client", mostly(["adamw_object_scheduler", "cpu_adam"], ["adamw_object_scheduler"]))
 def test_other_optimizers(tmp_path: Any, client: str) -> None:
+    compile_first(client)
     run_ranks(other_optimizers, 2, str(tmp_path), [client])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
+from tests.distributed.clients import compile_first
 from tests.distributed.models import Run, run_and_digest
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
@@ -100,6 +101,7 @@ def test_two_stages_with_two_replicas(optimizer: str) -> None:
     compare(run, MOVES[2], replicas=2)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "client",
     mostly(
@@ -108,6 +110,7 @@ def test_two_stages_with_two_replicas(optimizer: str) -> None:
     ),
 )
 def test_client_optimizers_with_two_groups(client: str) -> None:
+    compile_first(client)
     compare(Run(num_stages=3, config=CLIP, client=client), MOVES[3])
 
 
