@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -143,7 +145,7 @@ def shrink_until_killed(rank: int, victim: int, point: Point) -> str | None:
         stack.enter_context(patch.object(heartbeat, "INTERVAL_S", 0.2))
         engine = make_engine(run)
         if rank == victim:
-            stack.enter_context(point.arm(kill))
+            stack.enter_context(point.arm(partial(kill, os.devnull)))
         try:
             train(engine, run)
         except RankLostError as error:
