@@ -55,7 +55,9 @@ def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettin
 
 
 def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> int:
-    """Run a module on all ranks and wait; a SIGTERM goes on to the ranks, which save their state.
+    """Run a module on all ranks and wait.
+
+    SIGTERM, SIGHUP and Ctrl-C ask the ranks to end, which save their state first; a second Ctrl-C ends them at once.
 
     Args:
         module: run as ``python -m``.
@@ -68,25 +70,28 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> i
     # The launcher looks for ninja on the PATH, and warns of a device that it had to find.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path}
-    process = subprocess.Popen(launch_command(module, arguments, settings), env=environment)
+    # In a session of its own, or Ctrl-C would reach all processes and end them before they have saved anything.
+    process = subprocess.Popen(launch_command(module, arguments, settings), env=environment, start_new_session=True)
+    asked: list[int] = []
 
-    def pass_on(number: int, _frame: object) -> None:
+    def ask(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and asked:
+            os.killpg(process.pid, signal.SIGKILL)
+            return
+        if number == signal.SIGINT:
+            print("\nending after this turn, with the state saved; Ctrl-C again ends at once", file=sys.stderr)
+        asked.append(number)
         with contextlib.suppress(psutil.Error):  # ended meanwhile
             for child in psutil.Process(process.pid).children(recursive=True):
                 if child.cmdline()[2:4] == ["-m", module]:
-                    child.send_signal(number)
+                    child.send_signal(signal.SIGTERM)
 
-    handlers = {signal.SIGTERM: pass_on, signal.SIGINT: _wait}  # Ctrl-C reaches every process of a terminal by itself
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         return process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(_number: int, _frame: object) -> None:
-    """Not end before the ranks have."""
 
 
 def _free_port() -> int:

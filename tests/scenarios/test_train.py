@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,27 @@ def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.count("nowhere.txt does not exist: give a text file") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    """The entry that starts its own ranks asks them to end; no traceback, exit code as of SIGTERM."""
+    command = [
+        sys.executable, "-m", "scenarios.train", "model=gpt_tiny", "model.depth=4", "run.batches=14", "run.window=2",
+        "run.save_every=2", f"output_dir={tmp_path}",
+    ]  # fmt: skip
+    options: Any = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE,
+                    "stderr": subprocess.PIPE, "text": True}  # fmt: skip
+    with subprocess.Popen(command, **options) as process:
+        assert process.stdout is not None
+        while "after batch 2" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    ended = re.search(r"asked to end after (\d+) and (\d+) batches; saved in", out)
+    assert ended, out + err
+    assert "Ctrl-C again ends at once" in err and "Traceback" not in out + err
+    assert process.returncode == 128 + signal.SIGTERM
+    done = subprocess.run(command, timeout=100, check=True, **options)
+    assert f"continuing an interrupted run after batch {ended[1]} and {ended[2]} of 14" in done.stdout
+    assert "equal bits (14)" in done.stdout
