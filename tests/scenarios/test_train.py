@@ -98,6 +98,7 @@ def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """The entry that starts its own ranks asks them to end; no traceback, exit code as of SIGTERM."""
     command = [
