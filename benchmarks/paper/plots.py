@@ -72,7 +72,7 @@ def plot_bars(
     if xlabel:
         all_axes[len(panels) - 1].set_xlabel(xlabel)
     handles, names = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 
