@@ -1,6 +1,6 @@
 """What profiling every batch costs: batches with the recorder on against batches with it off, in turns.
 
-python -m benchmarks.overhead.profiling [--batches 30 --hidden 512 --quick]
+python -m benchmarks.overhead.profiling [--batches 100 --hidden 256 --quick]
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def report(values: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("depth", 4), ("hidden", 512), ("length", 256), ("batches", 30)):
+    for name, default in (("depth", 4), ("hidden", 256), ("length", 128), ("batches", 100)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quick", action="store_true", help="fewer batches")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     options = parser.parse_args()
     if options.quick:
-        options.batches = 12
+        options.batches = 40
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.profiling", 2, *argument_list(options))

@@ -43,7 +43,7 @@ class Size:
 
 
 FULL = Size(
-    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 16, (4, 8), (24, 32, 40, 48), 1.0
+    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 16, (4,), (24, 32, 40, 48), 1.0
 )
 QUICK = Size(
     {2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5

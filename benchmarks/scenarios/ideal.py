@@ -82,8 +82,23 @@ def ideal_s(
     """
     num_stages = len(steps_s[0])
     boundaries = best(batches, num_micro_batches, num_stages)
-    seconds = [
-        batch_s(layers, boundaries, num_micro_batches, [min(step)] * num_stages) + hook_s
-        for layers, step, hook_s in zip(batches, steps_s, hooks_s, strict=True)
-    ]
-    return fsum(seconds), boundaries
+    return window_s(batches, [boundaries] * len(batches), steps_s, hooks_s, num_micro_batches), boundaries
+
+
+def window_s(
+    batches: Sequence[Layers], boundaries: Sequence[Sequence[int]], steps_s: Sequence[Sequence[float]],
+    hooks_s: Sequence[float], num_micro_batches: int,
+) -> float:
+    """Seconds of a window of batches on paper, cut in a given way, without any overhead.
+
+    Args:
+        batches: layer seconds of each batch, as measured.
+        boundaries: of each batch.
+        steps_s: as for :func:`ideal_s`.
+        hooks_s: as for :func:`ideal_s`.
+        num_micro_batches: M.
+    """
+    return fsum(
+        batch_s(layers, cut, num_micro_batches, [min(step)] * len(step)) + hook_s
+        for layers, cut, step, hook_s in zip(batches, boundaries, steps_s, hooks_s, strict=True)
+    )

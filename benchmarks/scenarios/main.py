@@ -73,9 +73,11 @@ def main() -> None:
     if "RANK" in os.environ:
         run_rank(options)
         return
-    values = {"environment": environment()}
-    values["scenarios"] = {name: measure(name, options) for name in options.only}
-    report(values, options.out)
+    values: dict[str, Any] = {"environment": environment(), "scenarios": {}}
+    for name in options.only:
+        values["scenarios"][name] = measure(name, options)
+        report(values, options.out)  # after every one: a set that is interrupted leaves what it has
+
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def measured(windows_s: list[float], losses: list[float]) -> dict[str, Any]:
     return {
         "windows_s": windows_s, "losses": losses, "hooks_s": [0.0] * 6, "tokens_per_batch": 100,
         "profiling_s": 0.3, "planning_s": 0.2, "migrating_s": 0.5, "layers_s": [EQUAL] * 6,
-        "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3,
+        "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3, "boundaries": [[0, 2, 4]] * 4 + [[0, 1, 4]] * 2,
     }
 
 
@@ -90,6 +90,8 @@ def test_summary() -> None:
     assert (s.speedup.least, s.speedup.greatest) == pytest.approx((1.0, 2.0))
     assert s.whole_speedup == pytest.approx(240 / 210)
     assert s.share.median == pytest.approx((48 / 50 + 48 / 60) / 2)
+    one_side_s = 2 * batch_s(EQUAL, (0, 1, 4), 3, [0.0, 0.0])
+    assert s.cut_share.greatest == 1 and s.cut_share.least == pytest.approx(48 / one_side_s) and one_side_s > 48
     assert s.whole_share == pytest.approx(3 * 48 / 210)
     assert s.ideal_tokens_per_s == pytest.approx(200 / 48)
     assert s.overhead == pytest.approx(1.0 / 210)
@@ -141,6 +143,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     assert len(ours["windows_s"]) == 3 and len(ours["layers_s"]) == 8 and len(ours["hooks_s"]) == 8
     summary = summarise(values)
     assert summary.equal_bits and 0 < summary.share.least <= summary.share.greatest < 1
+    assert summary.share.least < summary.cut_share.least <= summary.cut_share.greatest <= 1
     report({"environment": environment(), "scenarios": {"freezing": json.loads(json.dumps(values))}}, tmp_path)
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
