@@ -5,7 +5,8 @@
 
 The prediction knows the layers' declared seconds, batch by batch and micro-batch by micro-batch, and nothing of
 the run it is compared with. *As told* has nothing else in it. *With overheads* adds three measured numbers: one message
-over each boundary (sent back and forth before training), the optimizer step, and by how much a pass through a stage is
+over each boundary (sent back and forth before training), the optimizer step (of the stage that takes least: the
+others' contains waiting for the norm of the gradients), and by how much a pass through a stage is
 longer than its layers were told (a sleep ends late; autograd): the medians of a run of equal layers in the same
 launch, the calibration, which is itself not among the cases. *From its own profile* is what a controller would
 say, which has profiled the batch.
@@ -91,12 +92,12 @@ def compare(result: Result, calibration: Result) -> Comparison:
         plain = simulate(case.workload(moment, parts[batch], batch))
         whole = simulate(case.workload(
             moment, parts[batch], batch, message_s=calibration.message_s, late_s=late_s(calibration),
-            step_s=calibration.step_s,
+            step_s=min(calibration.step_s),
         ))
         stages = [np.sum(result.layers_s[batch][low:high], axis=0).tolist() for low, high in pairwise(parts[batch])]
         profiled = simulate(Workload(
             [forward_s for forward_s, _ in stages], [backward_s for _, backward_s in stages], case.num_micro_batches,
-            activation_link_s=calibration.message_s, gradient_link_s=calibration.message_s, step_s=result.step_s,
+            activation_link_s=calibration.message_s, gradient_link_s=calibration.message_s, step_s=min(result.step_s),
             frozen_boundaries=frozen_boundaries(moment, parts[batch]),
         ))
         measured_s = result.engine_s[batch]

@@ -79,6 +79,5 @@ def main() -> None:
         report(values, options.out)  # after every one: a set that is interrupted leaves what it has
 
 
-
 if __name__ == "__main__":
     main()
