@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     options = parser.parse_args()
     if options.quick:
-        options.batches = 6
+        options.batches = 5
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.every_batch", 2, *argument_list(options))

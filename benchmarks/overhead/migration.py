@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     options = parser.parse_args()
     if options.quick:
-        options.hidden, options.optimizers, options.moves = [512, 1024], list(QUICK), 6
+        options.hidden, options.optimizers, options.moves = [512, 1024], list(QUICK), 5
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.migration", 2, *argument_list(options))

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     options = parser.parse_args()
     if options.quick:
-        options.batches = 40
+        options.batches = 30
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.profiling", 2, *argument_list(options))

@@ -53,13 +53,13 @@ def measure(scenario: str, options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def report(values: dict[str, Any], folder: Path) -> None:
-    """Write the table and the pictures."""
-    save(folder, NAME, values, text(values["scenarios"]))
-    save_rates(values["scenarios"], folder / f"{NAME}.png")
-    for name, scenario in values["scenarios"].items():
-        save_heat_map(name, scenario, folder / f"layers_{name}.png")
-        save_timeline(name, scenario, folder / f"timeline_{name}.png")
+def report(values: dict[str, Any], folder: Path, newest: str) -> None:
+    """Write the table, and the pictures of the newest scenario."""
+    scenarios = values["scenarios"]
+    save(folder, NAME, values, text(scenarios))
+    save_rates(scenarios, folder / f"{NAME}.png")
+    save_heat_map(newest, scenarios[newest], folder / f"layers_{newest}.png")
+    save_timeline(newest, scenarios[newest], folder / f"timeline_{newest}.png")
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     values: dict[str, Any] = {"environment": environment(), "scenarios": {}}
     for name in options.only:
         values["scenarios"][name] = measure(name, options)
-        report(values, options.out)  # after every one: a set that is interrupted leaves what it has
+        report(values, options.out, name)  # after every one: a set that is interrupted leaves what it has
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     summary = summarise(values)
     assert summary.equal_bits and 0 < summary.share.least <= summary.share.greatest < 1
     assert summary.share.least < summary.cut_share.least <= summary.cut_share.greatest <= 1
-    report({"environment": environment(), "scenarios": {"freezing": json.loads(json.dumps(values))}}, tmp_path)
+    scenarios = {"freezing": json.loads(json.dumps(values))}
+    report({"environment": environment(), "scenarios": scenarios}, tmp_path, "freezing")
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
     assert "the same cut" in (tmp_path / "scenarios.md").read_text()
