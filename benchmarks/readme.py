@@ -44,12 +44,12 @@ def _scenarios(values: dict[str, Any] | None) -> str:
         s = summarise(scenario)
         rows.append([
             f"`{name}`", f"{s.tokens_per_s[s.best_static].median:,.0f}", f"{s.tokens_per_s['ours'].median:,.0f}",
-            f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})", f"{s.share.median:.0%} ({s.cut_share.median:.0%})",
-            f"{s.whole_speedup:.2f}x", f"{s.overhead:.2%}",
+            f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})",
+            f"{s.share.median:.0%} ({s.cut_share.median:.0%})", f"{s.whole_speedup:.2f}x", f"{s.overhead:.2%}",
         ])
     head = (
-        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (least to greatest window)", "of the ideal (the cut alone)",
-        "speedup, whole run", "own overhead",
+        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (least to greatest window)",
+        "of the ideal (the cut alone)", "speedup, whole run", "own overhead",
     )
     words = (
         f"Two stages of one thread, real compute, {scenario['num_batches']} batches a run, runs in turns; the best "
