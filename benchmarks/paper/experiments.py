@@ -16,6 +16,7 @@ SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attentio
 UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
 EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
 LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
+MANY_STAGES = (UNIFORM, STATIC[1].label, "balanced:time", OPTIMAL)  # what more than 8 stages are run with
 SLOW = 1 / 1.5  # speed of the slow worker
 
 
@@ -26,8 +27,8 @@ class Size:
     Args:
         stages: numbers of stages, each with the blocks of its model.
         scenarios: which.
-        methods: labels.
-        batches: of a run; a quarter less with more than 8 stages, whose batches are long.
+        methods: labels; with more than 8 stages only those of :data:`MANY_STAGES`.
+        batches: of a run; three eighths less with more than 8 stages, whose batches are long.
         few: stages for the tables of network and workers.
         depths: blocks of the simulated tables.
         pace: times all layers' milliseconds.
@@ -84,7 +85,7 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
     """
     changing = scenario_of(trace) in CHANGING_EVERY_BATCH
     layer_ms = size.pace * LAYER_MS.get(num_stages, 30.0)
-    batches = size.batches if num_stages <= 8 else 3 * size.batches // 4
+    batches = size.batches if num_stages <= 8 else 5 * size.batches // 8
     return Case(
         trace, method, num_stages, micro_batches(num_stages), batches, layer_ms, 1 if changing else EVERY,
         **options,  # type: ignore[arg-type]
@@ -103,6 +104,7 @@ def throughput(size: Size, traces: Sequence[str] = ()) -> list[Case]:
         for num_stages, depth in size.stages.items()
         for trace in traces or [f"model:{name}:{depth}" for name in size.scenarios]
         for method in size.methods
+        if num_stages <= 8 or method in MANY_STAGES
     ]
 
 
