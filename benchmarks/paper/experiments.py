@@ -16,7 +16,7 @@ SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attentio
 UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
 EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
 LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
-MANY_STAGES = (UNIFORM, STATIC[1].label, "balanced:time", OPTIMAL)  # what more than 8 stages are run with
+MANY_STAGES = (UNIFORM, STATIC[1].label, "balanced:time", OPTIMAL, AUTO)  # what more than 8 stages are run with
 SLOW = 1 / 1.5  # speed of the slow worker
 
 
