@@ -111,6 +111,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
     options = parser.parse_args()
+    if options.methods and experiments.UNIFORM not in options.methods:
+        parser.error(f"--methods needs {experiments.UNIFORM!r} among them: all others are compared with it")
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
         few = tuple(s for s in size.few if s in options.stages)
