@@ -156,6 +156,7 @@ def bubbles(report: Report, results: Sequence[Result]) -> None:
         results: runs of the throughput table.
     """
     rows, panels, values = [], {}, []
+    columns = ("before it changes", "static uniform", "best static", OPTIMAL, AUTO)
     for (trace, num_stages, _), runs in grouped(results).items():
         name, uniform = scenario_of(trace), runs[UNIFORM]
         static = best(runs.values(), STATIC_LABELS)
@@ -164,20 +165,17 @@ def bubbles(report: Report, results: Sequence[Result]) -> None:
         dense = static.bubbles[1 : max(2, changed * static.case.num_batches // told.num_batches)]
         bars = {
             "before it changes": median(dense), "static uniform": uniform.last_bubble(),
-            "best static": static.last_bubble(), OPTIMAL: runs[OPTIMAL].last_bubble(),
-        }
-        if AUTO in runs:
-            bars[AUTO] = runs[AUTO].last_bubble()
+            "best static": static.last_bubble(),
+        } | {label: runs[label].last_bubble() for label in (OPTIMAL, AUTO) if label in runs}
         floor = _floor(static)
         rows.append([
             name, str(num_stages), str(static.case.num_micro_batches), f"{floor:.1%}",
-            *(f"{bars[label]:.1%}" if label in bars else "" for label in (*bars, AUTO)[:5]), published.UNKNOWN,
+            *(f"{bars[label]:.1%}" if label in bars else "" for label in columns), published.UNKNOWN,
         ])
         panels.setdefault(f"{num_stages} stages", {})[name.replace("_", "\n")] = bars | {"fill and drain": floor}
         values.append({"scenario": name, "stages": num_stages, "fill_and_drain": floor, **bars})
     header = [
-        "scenario", "stages", "M", "fill and drain, equal stages", "before it changes", "static uniform", "best static",
-        OPTIMAL, AUTO, "paper (Figure 1)",
+        "scenario", "stages", "M", "fill and drain, equal stages", *columns, "paper (Figure 1)",
     ]
     report.table, report.values = _markdown(header, rows), values
     report.text = (

@@ -324,11 +324,18 @@ def main() -> None:
         replay_all([Case(**job) for job in json.loads(options.jobs.read_text())], options.out)
         return
     methods = list(METHODS) if options.methods == ["all"] else options.methods
-    cases = [
-        Case(trace, method, stages, options.micro_batches_per_stage * stages, options.batches, options.layer_ms,
-             options.every)
-        for trace in options.trace for stages in options.stages for method in methods
-    ]
+    try:  # here, before any rank starts
+        cases = [
+            Case(trace, method, stages, options.micro_batches_per_stage * stages, options.batches, options.layer_ms,
+                 options.every)
+            for trace in options.trace for stages in options.stages for method in methods
+        ]
+        for case in cases:
+            num_blocks = len(case.load_trace().layers) - 2  # without embedding and head
+            if num_blocks < case.num_stages:
+                raise ValueError(f"--stages {case.num_stages}: {case.trace} has only {num_blocks} blocks")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print(environment(), "replay: layers wait, they don't compute", sep="\n", flush=True)
     for result in run_cases(cases):
         print(describe(result), flush=True)
