@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds.agreement import first_error, same_everywhere
@@ -22,7 +21,7 @@ from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod
 from dynpipe_ds.profile import PipelineProfile, smooth
-from dynpipe_ds.profiling import BatchRecorder, LayerSizes, gather_profile, layer_sizes
+from dynpipe_ds.profiling import BatchRecorder, LayerSizes, Spent, gather_profile, layer_sizes
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 
 
@@ -47,7 +46,8 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self._activation_bytes: dict[int, int] = {}
         self._sizes: dict[int, LayerSizes] = {}
         self._measure_sizes = True
-        self._last_gather_s = 0.0
+        self._spent = Spent()
+        self._bytes_moved = 0
         self._callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self._num_batches = 0
         self._warned: set[str] = set()
@@ -65,18 +65,20 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         times = self._recorder.stop()
         gathering = time.perf_counter()
         try:
-            profile, gather_s = gather_profile(
+            profile, spent = gather_profile(
                 times, self._sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
                 names=self.module.layer_names(), stage=self.stage_id, device=self.device,
-                last_gather_s=self._last_gather_s,
+                spent=self._spent,
             )
         except ValueError as error:  # the same on every rank: all read the same numbers
             self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
             return False
-        self._last_gather_s = time.perf_counter() - gathering
+        self._spent = Spent(gather_s=time.perf_counter() - gathering)
+        if spent.move_s:
+            self._controller.record_cost(spent.move_s, self._bytes_moved)
         self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
         self._controller.observe(profile)
-        self.overhead.profiling_s += gathering - started + gather_s
+        self.overhead.profiling_s += gathering - started + spent.gather_s
         write_profile(self.monitor, profile, self.global_samples)
         return True
 
@@ -162,7 +164,7 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
         )
         self.overhead.migrating_s += event.migrate_s
-        self._controller.record_cost(self._agreed_cost(event.seconds), event.bytes_moved)
+        self._spent, self._bytes_moved = self._spent._replace(move_s=event.seconds), event.bytes_moved
         self._controller.record_rebalance(self._num_batches - 1)
         write_rebalance(self.monitor, event, self.global_samples)
         for callback in self._callbacks:
@@ -172,8 +174,3 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
                 message = f"the on_rebalance callback {callback!r} raised {type(error).__name__}: {error}"
                 warnings.warn(f"dynamic_pipeline: {message}; training goes on", stacklevel=2)
         return event
-
-    def _agreed_cost(self, seconds: float) -> float:
-        cost = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        torch.distributed.all_reduce(cost, op=torch.distributed.ReduceOp.MAX)
-        return float(cost.item())

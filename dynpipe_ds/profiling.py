@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,9 +87,14 @@ class BatchTimes:
 
 
 class BatchRecorder:
-    """Collects the marks of one batch on one rank."""
+    """Collects the marks of one batch on one rank.
+
+    Attributes:
+        marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
+    """
 
     def __init__(self) -> None:
+        self.marks: list[tuple[int, int, float]] = []
         self._clock: HostClock | DeviceClock = (
             HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
         )
@@ -163,7 +168,9 @@ class BatchRecorder:
     def stop(self) -> BatchTimes:
         """End the batch and add up its marks."""
         self._mark(TRANSFER)
-        return _summarise(self._labels, self._clock.durations_s(self._stamps), self._num_forwards)
+        durations_s = self._clock.durations_s(self._stamps)
+        self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
+        return _summarise(self.marks, self._num_forwards)
 
     def _mark(self, kind: int, layer: int = -1) -> None:
         self._labels.append((kind, layer))
@@ -178,12 +185,12 @@ class BatchRecorder:
         return self._meter.hooks(layer)
 
 
-def _summarise(labels: list[tuple[int, int]], durations_s: list[float], num_forwards: int) -> BatchTimes:
+def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchTimes:
     totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}}
-    computing = [i for i, (kind, _) in enumerate(labels[:-1]) if kind in totals]
+    computing = [i for i, (kind, _, _) in enumerate(marks) if kind in totals]
     first, last = (computing[0], computing[-1]) if computing else (0, -1)
     fill_s = waiting_s = step_s = now_s = compute_end_s = 0.0
-    for i, ((kind, layer), seconds) in enumerate(zip(labels, durations_s, strict=False)):
+    for i, (kind, layer, seconds) in enumerate(marks):
         now_s += seconds
         if kind in totals:
             totals[kind][layer] = totals[kind].get(layer, 0.0) + seconds
@@ -278,7 +285,19 @@ def layer_sizes(
 
 
 _LAYER_FIELDS = 7
-_STAGE_FIELDS = 9
+_STAGE_FIELDS = 10
+
+
+class Spent(NamedTuple):
+    """Seconds that went into balancing since the profile before.
+
+    Attributes:
+        gather_s: gathering that profile; of all ranks, the one's that came last to it (the others waited).
+        move_s: planning and carrying out the last move, 0 if there was none; of all ranks, the slowest one's.
+    """
+
+    gather_s: float = 0.0
+    move_s: float = 0.0
 
 
 def gather_profile(
@@ -291,8 +310,8 @@ def gather_profile(
     names: Sequence[str],
     stage: int,
     device: torch.device,
-    last_gather_s: float,
-) -> tuple[PipelineProfile, float]:
+    spent: Spent,
+) -> tuple[PipelineProfile, Spent]:
     """Put all ranks' measurements together; collective over all ranks.
 
     Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
@@ -307,11 +326,10 @@ def gather_profile(
         names: name of every layer of the model.
         stage: this rank's stage.
         device: where the communication back-end works.
-        last_gather_s: seconds this rank spent in the previous gathering.
+        spent: this rank's; it travels along, since a message of its own would cost more than all else here.
 
     Returns:
-        The profile, and the seconds that the previous gathering took on the rank that came last to it
-        (the others were only waiting).
+        The profile, and what all ranks together spent.
     """
     num_layers, num_stages = len(names), len(boundaries) - 1
     layers = torch.zeros(num_layers, _LAYER_FIELDS, dtype=torch.float64)
@@ -326,7 +344,7 @@ def gather_profile(
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
     own = torch.tensor([
         stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
-        float(get_accelerator().max_memory_allocated() or 0), last_gather_s,
+        float(get_accelerator().max_memory_allocated() or 0), *spent,
     ], dtype=torch.float64)
     message = torch.cat([layers.flatten(), own]).to(device)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
@@ -358,7 +376,7 @@ def gather_profile(
         ),
         stages=tuple(stages),
     )
-    return profile, float(rows[:, 8].min())
+    return profile, Spent(float(rows[:, 8].min()), float(rows[:, 9].max()))
 
 
 def activation_meter(module: nn.Module) -> _ActivationMeter:

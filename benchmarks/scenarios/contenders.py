@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.scenarios.micro_batches import by_micro_batch, on_all_stages
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_tokens
 from scenarios.settings import Settings, config_folder
@@ -20,14 +21,14 @@ SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attentio
 DENSE, UNIFORM, PARAMETERS, OURS = "dense", "static uniform", "static parameters", "ours"
 RUNS = (DENSE, UNIFORM, PARAMETERS, OURS)
 
-# Schedules that are over after six batches.
+# Schedules that are over after six batches; half as much to compute where a batch takes long.
 EARLY: Mapping[str, tuple[str, ...]] = {
     "pruning": ("scenario.start_batch=1", "scenario.end_batch=5", "scenario.every=1"),
     "freezing": ("scenario.batches=[2,4]",),
     "early_exit": ("scenario.first_batch=2",),
-    "moe": (),
+    "moe": ("ds.train_micro_batch_size_per_gpu=1",),
     "mod": ("scenario.batches=[2]",),
-    "sparse_attention": ("scenario.batches=[2,4]",),
+    "sparse_attention": ("scenario.batches=[2,4]", "ds.train_micro_batch_size_per_gpu=1"),
 }
 
 
@@ -64,18 +65,25 @@ class Measured:
         windows_s: seconds of every timed window.
         profiles: one a batch, warm-up included.
         hooks_s: seconds that the scenario's own hooks took around every batch, the same for all runs' code.
+        micro_batches_s: of every batch, seconds of this rank's layers by micro-batch.
     """
 
     contender: Contender
     windows_s: list[float] = field(default_factory=list)
     profiles: list[Any] = field(default_factory=list)
     hooks_s: list[float] = field(default_factory=list)
+    micro_batches_s: list[list[list[list[float]]]] = field(default_factory=list)
 
     def train(self, window: range, *, timed: bool) -> None:
         """Train a window of batches."""
         before_s = self.contender.timed_s
         for _ in self.contender.train_window(window, timed=timed):
-            self.profiles.append(self.contender.engine.last_batch_profile)
+            engine = self.contender.engine
+            profile = engine.last_batch_profile
+            self.profiles.append(profile)
+            self.micro_batches_s.append(
+                by_micro_batch(engine._recorder.marks, len(profile.layers), profile.num_micro_batches)
+            )
         if timed:
             self.windows_s.append(self.contender.timed_s - before_s)
 
@@ -145,6 +153,7 @@ def as_values(run: Measured) -> dict[str, Any]:
         "rebalanced_at": contender.rebalanced_at,
         "boundaries": [list(profile.boundaries) for profile in run.profiles],
         "layers_s": [[[x.forward_s, x.backward_s] for x in profile.layers] for profile in run.profiles],
+        "micro_batches_s": on_all_stages(run.micro_batches_s) if run.contender.label == OURS else [],
         "steps_s": [[stage.step_s for stage in profile.stages] for profile in run.profiles],
         "bubbles": [profile.bubble_ratio for profile in run.profiles],
         "stages": [[asdict(stage) for stage in profile.stages] for profile in run.profiles[-1:]],

@@ -6,17 +6,28 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 from math import comb, fsum
 
+import numpy as np
+
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation.workload import FloatArray
 
 MOST_PARTITIONS = 2000  # as many are tried one by one; beyond, the partitioners' best is taken
 
-Layers = Sequence[Sequence[float]]
-"""Forward and backward seconds of every layer, one micro-batch."""
+Layers = Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
+"""Forward and backward seconds of every layer: of any micro-batch, or a list of each micro-batch's."""
 
 
-def batch_s(layers_s: Layers, boundaries: Sequence[int], num_micro_batches: int, step_s: Sequence[float]) -> float:
+def _table(layers_s: Layers | FloatArray) -> FloatArray:
+    """``(L, 2, M)``, or ``(L, 2, 1)`` if all micro-batches take alike."""
+    table = np.asarray(layers_s, dtype=np.float64)
+    return table[..., None] if table.ndim == 2 else table
+
+
+def batch_s(
+    layers_s: Layers | FloatArray, boundaries: Sequence[int], num_micro_batches: int, step_s: Sequence[float]
+) -> float:
     """Seconds of a batch on paper: the simulator's fill, drain and waiting, links that take no time.
 
     Args:
@@ -25,12 +36,11 @@ def batch_s(layers_s: Layers, boundaries: Sequence[int], num_micro_batches: int,
         num_micro_batches: M.
         step_s: seconds of the optimizer step of every stage.
     """
-    forward_s, backward_s = (
-        [fsum(layer[part] for layer in layers_s[low:high]) for low, high in pairwise(boundaries)] for part in (0, 1)
-    )
-    trains = [any(layer[1] > 0 for layer in layers_s[low:high]) for low, high in pairwise(boundaries)]
+    layers = _table(layers_s)
+    stages_s = np.stack([layers[low:high].sum(axis=0) for low, high in pairwise(boundaries)])
+    trains = stages_s[:, 1].any(axis=1).tolist()
     frozen = trains.index(True) if any(trains) else 0
-    load = Workload(forward_s, backward_s, num_micro_batches, step_s=step_s, frozen_boundaries=frozen)
+    load = Workload(stages_s[:, 0], stages_s[:, 1], num_micro_batches, step_s=step_s, frozen_boundaries=frozen)
     return simulate(load).batch_s
 
 
@@ -51,19 +61,19 @@ def best(batches: Sequence[Layers], num_micro_batches: int, num_stages: int) -> 
     Returns:
         Its boundaries.
     """
-    mean: list[list[float]] = [
-        [fsum(batch[i][part] for batch in batches) / len(batches) for part in (0, 1)] for i in range(len(batches[0]))
-    ]
+    tables = [_table(batch) for batch in batches]
     no_step = [0.0] * num_stages
-    if comb(len(mean) - 1, num_stages - 1) <= MOST_PARTITIONS:
-        candidates = list(partitions(len(mean), num_stages))
+    num_layers = len(tables[0])
+    if comb(num_layers - 1, num_stages - 1) <= MOST_PARTITIONS:
+        candidates = list(partitions(num_layers, num_stages))
     else:
+        mean = np.mean([table.mean(axis=2) for table in tables], axis=0).tolist()
         costs = [fsum(layer) for layer in mean]
         layers = tuple(LayerProfile(f"layer {i}", f, b, 0, 0, 0, 0, 0) for i, (f, b) in enumerate(mean))
         first = optimal(costs, num_stages).boundaries
         profile = PipelineProfile(0, first, num_micro_batches, layers, ())
         candidates = [first, simulated(costs, num_stages, profile=profile).boundaries]
-    return min(candidates, key=lambda cut: batch_s(mean, cut, num_micro_batches, no_step))
+    return min(candidates, key=lambda cut: sum(batch_s(table, cut, num_micro_batches, no_step) for table in tables))
 
 
 def ideal_s(

@@ -46,8 +46,7 @@ class Summary:
         ideal_tokens_per_s: of the best partition, at the end.
         share: of the ideal that ours reaches at the end, window by window, all overhead included.
         cut_share: what of it is left if only the cut counts: time of the ideal over that of ours' own cut, both on
-            paper. The rest is what the engine adds (messages, layers that take longer in one micro-batch than in
-            another, own overhead), most of which static runs pay alike.
+            paper. The rest is what the engine adds (messages, own overhead), most of which static runs pay alike.
         whole_share: as share, over all timed windows, while the model changes and layers move.
         overhead: share of the whole run's time spent profiling, planning, migrating.
         ideal_boundaries: the best partition of the last window.
@@ -113,7 +112,7 @@ def ideal(run: Mapping[str, Any], window: Sequence[int]) -> tuple[float, tuple[i
     """
     batches = slice(*window)
     return ideal_s(
-        run["layers_s"][batches], run["steps_s"][batches], run["hooks_s"][batches], run["num_micro_batches"]
+        run["micro_batches_s"][batches], run["steps_s"][batches], run["hooks_s"][batches], run["num_micro_batches"]
     )
 
 
@@ -121,7 +120,7 @@ def _own_s(run: Mapping[str, Any], window: Sequence[int]) -> float:
     """Seconds of a window on paper with the boundaries that the run had."""
     batches = slice(*window)
     return window_s(
-        run["layers_s"][batches], run["boundaries"][batches], run["steps_s"][batches], run["hooks_s"][batches],
+        run["micro_batches_s"][batches], run["boundaries"][batches], run["steps_s"][batches], run["hooks_s"][batches],
         run["num_micro_batches"],
     )
 
@@ -165,9 +164,8 @@ def text(all_values: Mapping[str, Mapping[str, Any]]) -> str:
         f"Two stages of one thread, {first['num_batches']} batches each run, in turns of {late[0][1] - late[0][0]}. "
         f"Medians of the last {len(late)} windows, when the model has changed; *whole run* includes changing, "
         "deciding and moving. *Ideal*: the partition that is best for the layer times as measured in the very "
-        "window, chosen with hindsight, with the schedule's fill and drain, without any overhead. "
-        "*Of which the cut*: the same if only our choice of boundaries counts, on paper; the rest are messages, layers "
-        "that take longer in one micro-batch than in another, and our overhead. *Dense* is the model without the "
-        "dynamism, statically cut by parameters."
+        "window, micro-batch by micro-batch, chosen with hindsight, with the schedule's fill and drain, without any "
+        "overhead. *Of which the cut*: the same if only our choice of boundaries counts, on paper; the rest are "
+        "messages and overhead. *Dense* is the model without the dynamism, statically cut by parameters."
     )
     return f"{words}\n\n{table(HEAD, [row(name, values) for name, values in all_values.items()])}"

@@ -8,6 +8,7 @@ buffers made. DeepSpeed's constructors, which would allocate and fill buffers of
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.utils import torch as torch_helpers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -37,6 +39,8 @@ _FLATTENED_TO = 2  # DeepSpeed's nccl_start_alignment_factor
 _REPORTS = (
     (bf16_optimizer, "see_memory_usage"), (stage_1_and_2, "see_memory_usage"), (stage_1_and_2, "empty_cache"),
 )
+
+_ASKED_OFTEN = "required_torch_version"  # once a parameter, which takes longer than all else that is done with it
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,10 @@ def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
+_MAKERS = frozenset({torch._C._nn.flatten_dense_tensors, Tensor.clone, torch.zeros_like, torch.zeros})
+"""What DeepSpeed's constructors make their buffers with."""
+
+
 class _Given(TorchFunctionMode):
     """Gives finished buffers to a DeepSpeed constructor that is about to make them from its parameters.
 
@@ -179,6 +187,8 @@ class _Given(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func not in _MAKERS:
+            return func(*args, **(kwargs or {}))
         given: Tensor | None = None
         if func is torch._C._nn.flatten_dense_tensors:
             given = self._flatten(args[0])
@@ -216,6 +226,8 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         for module, name in _REPORTS:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_, **__: None)
+        stack.callback(setattr, torch_helpers, _ASKED_OFTEN, getattr(torch_helpers, _ASKED_OFTEN))
+        setattr(torch_helpers, _ASKED_OFTEN, functools.cache(getattr(torch_helpers, _ASKED_OFTEN)))
         logger.addFilter(_is_warning)  # setting a level makes every logger of the process forget what it knows
         stack.callback(logger.removeFilter, _is_warning)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -1,22 +1,32 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases: pack what leaves, tell what comes, allocate for it, and vote; transfer, put the layers together, take
-them into module and optimizer, and vote. Until the last vote every rank can go back.
+Phases: pack what leaves, tell what comes, allocate for it, and vote; transfer weights; put the layers together, take
+them into module and optimizer, and vote, while optimizer state travels. Until the last vote every rank can go back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynpipe_ds.agreement import together
-from dynpipe_ds.migration.packing import Package, cut, empty_tensors, join, pack, unpack, unpack_extra, warn_lost
+from dynpipe_ds.migration.packing import (
+    LayerTensors,
+    Package,
+    cut,
+    empty_tensors,
+    join,
+    pack,
+    unpack,
+    unpack_extra,
+    warn_lost,
+)
 from dynpipe_ds.migration.parameter_groups import Entry
 from dynpipe_ds.migration.plan import Move, plan_moves
-from dynpipe_ds.migration.transport import exchange_bytes, exchange_tensors
+from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 
 T = TypeVar("T")
 
@@ -30,12 +40,12 @@ class _Coming:
     """What this rank is about to receive.
 
     Attributes:
-        tensors: by layer, empty until the transfer.
+        tensors: by layer, empty until the transfers.
         entries: optimizer's view of all parameters among them.
         room: what the optimizer prepared for them.
     """
 
-    tensors: dict[int, list[Tensor]]
+    tensors: dict[int, LayerTensors]
     entries: list[Entry]
     room: Any
 
@@ -78,14 +88,17 @@ class Migration:
             error = caught
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
 
-        def get_ready() -> _Coming:
+        def get_ready() -> tuple[_Coming, Transfer, Transfer]:
             if error is not None:
                 raise error
-            return self._allocate(skeletons)
+            coming = self._allocate(skeletons)
+            return coming, *self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
 
-        coming = self._together(get_ready)
-        self._transfer(packages, coming.tensors)
-        self._commit(skeletons, coming)
+        coming, weights, states = self._together(get_ready)
+        weights.start()
+        states.start()
+        weights.finish()
+        self._commit(skeletons, coming, states)
         for package in packages.values():
             warn_lost(package.warnings)
 
@@ -143,22 +156,29 @@ class Migration:
         back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
         return _Coming(tensors, [*front, *back], self._optimizer.make_room(self._departed, front, back))
 
-    def _transfer(self, packages: dict[int, Package], tensors: dict[int, list[Tensor]]) -> None:
+    def _transfers(
+        self, going: Mapping[int, LayerTensors], coming: Mapping[int, LayerTensors]
+    ) -> tuple[Transfer, Transfer]:
+        """The journeys of the layers' own tensors and of their optimizer state."""
         outgoing = self._by_partner(self._leaving, destination=True)
         incoming = self._by_partner(self._coming, destination=False)
-        exchange_tensors(
-            {rank: [t for i in layers for t in packages[i].tensors] for rank, layers in outgoing.items()},
-            {rank: [t for i in layers for t in tensors[i]] for rank, layers in incoming.items()},
-            buffer_bytes=self._buffer_bytes, device=self._engine.device,
-        )
 
-    def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, list[Tensor]]) -> dict[int, nn.Module]:
+        def journey(part: str) -> Transfer:
+            return Transfer(
+                {rank: [t for i in layers for t in getattr(going[i], part)] for rank, layers in outgoing.items()},
+                {rank: [t for i in layers for t in getattr(coming[i], part)] for rank, layers in incoming.items()},
+                buffer_bytes=self._buffer_bytes, device=self._engine.device,
+            )
+
+        return journey("own"), journey("extra")
+
+    def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, LayerTensors]) -> dict[int, nn.Module]:
         layers = {layer: unpack(skeleton, tensors[layer]) for layer, skeleton in skeletons.items()}
         return {layer: module for layer, module in layers.items() if module is not None}
 
     # -- the point of no return ---------------------------------------------------------------
 
-    def _commit(self, skeletons: dict[int, bytes], coming: _Coming) -> None:
+    def _commit(self, skeletons: dict[int, bytes], coming: _Coming, states: Transfer) -> None:
         module, optimizer = self._module, self._optimizer
         leaving = {move.layer for move in self._leaving}
         kept = {layer: m for layer, m in self._old_layers.items() if layer not in leaving}
@@ -175,9 +195,11 @@ class Migration:
         try:
             self._together(take_in)
         except MigrationError:
+            states.finish()  # into memory that nobody uses
             optimizer.rollback()
             module.install(self._before, self._old_layers)
             self._engine.name_parameters()
             raise
+        states.finish()
         if changes:
             optimizer.fill({e.parameter: e.state for e in coming.entries if e.group is not None})

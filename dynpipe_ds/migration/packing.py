@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -88,19 +88,31 @@ class TensorSpec:
         return parameter
 
 
+class LayerTensors(NamedTuple):
+    """Tensors that a skeleton refers to; its indices count through both lists.
+
+    Attributes:
+        own: the layer's parameters and buffers, which are needed to put it together.
+        extra: those that only what travels with it refers to, its optimizer state.
+    """
+
+    own: list[Tensor]
+    extra: list[Tensor]
+
+
 @dataclass(frozen=True)
 class Package:
     """A pickled skeleton and the tensors that were taken out of it.
 
     Attributes:
         skeleton: pickled object graph, tensors replaced by their index.
-        tensors: the tensors, by index; detached, and contiguous by taking their dimensions in the
-            order in which they lie in memory.
+        tensors: the tensors; detached, and contiguous by taking their dimensions in the order in which
+            they lie in memory.
         warnings: what could not be carried, one sentence each.
     """
 
     skeleton: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: LayerTensors
     warnings: tuple[str, ...] = ()
 
 
@@ -117,11 +129,11 @@ class _Tensors:
             self.sources.append(tensor)  # keeps the id alive
         return number
 
-    def dense(self) -> tuple[Tensor, ...]:
-        return tuple(
+    def dense(self) -> list[Tensor]:
+        return [
             t.detach() if t.is_contiguous() else t.detach().permute(memory_order(_dense_stride(t))).contiguous()
             for t in self.sources
-        )
+        ]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -142,9 +154,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: LayerTensors) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._tensors = [*tensors.own, *tensors.extra]
 
     def persistent_load(self, pid: int) -> Tensor:
         return self._tensors[pid]
@@ -248,11 +260,13 @@ def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
                 "a __getstate__ that leaves that out, or forbid cuts around the layer with pinned_cuts"
             ) from error
         lost += hooks_lost
+    num_own = len(tensors.sources)
     companion = _pickled(extra, tensors)
     # As plain tuples: objects are pickled much more slowly.
     specs = [tuple(vars(_tensor_spec(source, name, lost)).values()) for source in tensors.sources]
-    skeleton = join([cloudpickle.dumps(specs), body, companion])
-    return Package(skeleton, tensors.dense(), tuple(lost))
+    skeleton = join([cloudpickle.dumps((num_own, specs)), body, companion])
+    dense = tensors.dense()
+    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), tuple(lost))
 
 
 @contextmanager
@@ -283,22 +297,24 @@ def cut(data: bytes) -> list[bytes]:
     return parts
 
 
-def empty_tensors(skeleton: bytes, device: torch.device) -> list[Tensor]:
+def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
     """Allocate the tensors that a package's skeleton refers to.
 
     Args:
         skeleton: ``Package.skeleton`` of the sender.
         device: device of the receiving stage.
     """
-    return [TensorSpec(*spec).empty(device) for spec in pickle.loads(cut(skeleton)[0])]
+    num_own, specs = pickle.loads(cut(skeleton)[0])
+    tensors = [TensorSpec(*spec).empty(device) for spec in specs]
+    return LayerTensors(tensors[:num_own], tensors[num_own:])
 
 
-def unpack(skeleton: bytes, tensors: list[Tensor]) -> nn.Module | None:
+def unpack(skeleton: bytes, tensors: LayerTensors) -> nn.Module | None:
     """Put a layer together from its skeleton and its received tensors.
 
     Args:
         skeleton: ``Package.skeleton`` of the sender.
-        tensors: filled tensors from :func:`empty_tensors`.
+        tensors: from :func:`empty_tensors`; its own must be filled.
 
     Returns:
         The layer; ``None`` for a function layer.
@@ -309,7 +325,7 @@ def unpack(skeleton: bytes, tensors: list[Tensor]) -> nn.Module | None:
     return layer
 
 
-def unpack_extra(skeleton: bytes, tensors: list[Tensor]) -> Any:
+def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
     """What travelled with a layer.
 
     Args:

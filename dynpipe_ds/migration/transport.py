@@ -26,18 +26,30 @@ FIRST_BYTES = 64 * 2**10
 _LENGTH_BYTES = 8
 
 
+def post(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[dist.Work]:
+    """Begin to send contiguous tensors to some ranks and to fill others from some.
+
+    Args:
+        sends: tensors by destination rank.
+        receives: tensors to fill by source rank; in number, size, dtype and order the sender's.
+
+    Returns:
+        What to wait for.
+    """
+    operations = [dist.P2POp(dist.irecv, t, rank) for rank, tensors in sorted(receives.items()) for t in tensors]
+    operations += [dist.P2POp(dist.isend, t, rank) for rank, tensors in sorted(sends.items()) for t in tensors]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
 def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> None:
-    """Send contiguous tensors to some ranks and fill others from some; blocks until all have travelled.
+    """As :func:`post`, but blocks until all have travelled.
 
     Args:
         sends: tensors by destination rank.
         receives: tensors to fill by source rank; in number, size, dtype and order the sender's.
     """
-    operations = [dist.P2POp(dist.irecv, t, rank) for rank, tensors in sorted(receives.items()) for t in tensors]
-    operations += [dist.P2POp(dist.isend, t, rank) for rank, tensors in sorted(sends.items()) for t in tensors]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    for work in post(sends, receives):
+        work.wait()
 
 
 def exchange_bytes(
@@ -142,12 +154,14 @@ class _Stream:
         self._buffer = torch.empty(shared_bytes, dtype=torch.uint8, device=device)
 
     def messages(self, number: int, *, fill: bool) -> list[Tensor]:
-        """The messages of a round, in the order in which they travel.
+        """The messages of a round, in the order in which they travel; none after the last round.
 
         Args:
             number: of the round.
             fill: copy the small parts into their message, in order to send it.
         """
+        if number >= len(self.rounds):
+            return []
         current = self.rounds[number]
         shared = self._buffer[: current.small_bytes]
         if fill:
@@ -156,7 +170,8 @@ class _Stream:
 
     def take(self, number: int) -> None:
         """Copy the small parts out of a round's received message."""
-        _copy(self.rounds[number].small, self._buffer, into_parts=True)
+        if number < len(self.rounds):
+            _copy(self.rounds[number].small, self._buffer, into_parts=True)
 
 
 def _copy(parts: Sequence[Tensor], buffer: Tensor, *, into_parts: bool) -> None:
@@ -170,18 +185,11 @@ def _copy(parts: Sequence[Tensor], buffer: Tensor, *, into_parts: bool) -> None:
         start += part.numel()
 
 
-def exchange_tensors(
-    sends: Mapping[int, Sequence[Tensor]],
-    receives: Mapping[int, Sequence[Tensor]],
-    *,
-    buffer_bytes: int,
-    device: torch.device,
-    direct_bytes: int = DIRECT_BYTES,
-) -> None:
-    """Exchange lists of tensors of known shapes in rounds of bounded size.
+class Transfer:
+    """Lists of tensors of known shapes on their way between ranks, in rounds of bounded size.
 
     Large tensors on a device of the back-end's kind are sent from, and received into, their own memory;
-    the others share a message a round, through a buffer.
+    the others share a message a round, through a buffer. All memory that is needed is taken at once, here.
 
     Args:
         sends: dense tensors by destination rank.
@@ -190,14 +198,38 @@ def exchange_tensors(
         device: device that the back-end communicates from.
         direct_bytes: least size of a message of its own; the same on every rank.
     """
-    out = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in sends.items()}
-    into = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in receives.items()}
-    num_rounds = max((len(stream.rounds) for stream in (*out.values(), *into.values())), default=0)
-    for number in range(num_rounds):
-        receiving = {rank: s for rank, s in into.items() if number < len(s.rounds)}
-        exchange(
-            {r: s.messages(number, fill=True) for r, s in out.items() if number < len(s.rounds)},
-            {r: s.messages(number, fill=False) for r, s in receiving.items()},
+
+    def __init__(
+        self,
+        sends: Mapping[int, Sequence[Tensor]],
+        receives: Mapping[int, Sequence[Tensor]],
+        *,
+        buffer_bytes: int,
+        device: torch.device,
+        direct_bytes: int = DIRECT_BYTES,
+    ) -> None:
+        self._out = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in sends.items()}
+        self._into = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in receives.items()}
+        streams = (*self._out.values(), *self._into.values())
+        self._num_rounds = max((len(stream.rounds) for stream in streams), default=0)
+        self._under_way: list[dist.Work] = []
+
+    def start(self) -> None:
+        """Let the first round travel while this rank does other things."""
+        self._post(0)
+
+    def finish(self) -> None:
+        """Wait for the first round, and send and receive all others."""
+        for number in range(self._num_rounds):
+            if number:
+                self._post(number)
+            for work in self._under_way:
+                work.wait()
+            for stream in self._into.values():
+                stream.take(number)
+
+    def _post(self, number: int) -> None:
+        self._under_way = post(
+            {rank: stream.messages(number, fill=True) for rank, stream in self._out.items()},
+            {rank: stream.messages(number, fill=False) for rank, stream in self._into.items()},
         )
-        for stream in receiving.values():
-            stream.take(number)

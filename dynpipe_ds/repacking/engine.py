@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from dynpipe_ds.agreement import same_everywhere
 from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.controller import Controller
@@ -108,6 +111,11 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         except (RepackError, ReleaseError) as error:  # raised only before the point of no return
             self._next_repack_batch = 2 * batch + 8
             self._warn_once(f"re-packing after batch {self._num_batches} failed ({error})", "repack")
+
+    def _agreed_cost(self, seconds: float) -> float:
+        cost = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(cost, op=dist.ReduceOp.MAX)
+        return float(cost.item())
 
     def _batches_until_next_decision(self, plan_s: float) -> int:
         """Soon, if only the confirmation is missing; else as deciding can be afforded."""

@@ -25,7 +25,9 @@ from benchmarks.scenarios.contenders import (
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
+from benchmarks.scenarios.micro_batches import by_micro_batch
 from benchmarks.scenarios.summary import summarise
+from dynpipe_ds.profiling import BACKWARD, FORWARD, LOAD, STEP, TRANSFER
 from tests.distributed.ranks import run_ranks
 
 EQUAL = [[1.0, 2.0]] * 4
@@ -58,6 +60,25 @@ def test_with_many_partitions_the_partitioners_choose() -> None:
     assert batch_s(layers, chosen, 8, [0.0] * 4) < uniform_s
 
 
+def test_every_micro_batch_counts_by_itself() -> None:
+    """Means would hide that the stages are slow in turns."""
+    layers = [[[3.0, 1.0], [0.0, 0.0]], [[1.0, 3.0], [0.0, 0.0]]]
+    # stage 0: 0 to 3 and 3 to 4; stage 1: 3 to 4 and 4 to 7, by means 2 + 2 * 2 = 6
+    assert batch_s(layers, (0, 1, 2), 2, [0.0, 0.0]) == pytest.approx(7)
+    assert batch_s([[2.0, 0.0], [2.0, 0.0]], (0, 1, 2), 2, [0.0, 0.0]) == pytest.approx(6)
+
+
+def test_marks_by_micro_batch() -> None:
+    marks = [
+        (TRANSFER, -1, 9.0), (FORWARD, 1, 1.0), (FORWARD, 1, 0.5), (FORWARD, 2, 2.0), (LOAD, -1, 9.0),
+        (FORWARD, 1, 3.0), (BACKWARD, 2, 4.0), (BACKWARD, 1, 5.0), (TRANSFER, 0, 9.0), (BACKWARD, 1, 6.0),
+        (STEP, -1, 9.0),
+    ]
+    assert by_micro_batch(marks, 3, 2) == [
+        [[0.0, 0.0], [0.0, 0.0]], [[1.5, 3.0], [5.0, 6.0]], [[2.0, 0.0], [4.0, 0.0]],
+    ]
+
+
 def test_the_ideal_counts_steps_and_hooks_once() -> None:
     seconds, cut = ideal_s([EQUAL, EQUAL], [[0.5, 0.9], [0.7, 0.5]], [0.1, 0.2], 3)
     assert cut == (0, 2, 4)
@@ -68,7 +89,8 @@ def measured(windows_s: list[float], losses: list[float]) -> dict[str, Any]:
     return {
         "windows_s": windows_s, "losses": losses, "hooks_s": [0.0] * 6, "tokens_per_batch": 100,
         "profiling_s": 0.3, "planning_s": 0.2, "migrating_s": 0.5, "layers_s": [EQUAL] * 6,
-        "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3, "boundaries": [[0, 2, 4]] * 4 + [[0, 1, 4]] * 2,
+        "micro_batches_s": [EQUAL] * 6, "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3,
+        "boundaries": [[0, 2, 4]] * 4 + [[0, 1, 4]] * 2,
     }
 
 
@@ -140,6 +162,8 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     assert list(values["runs"]) == [DENSE, UNIFORM, OURS]  # by parameters the cut is the same
     ours = values["runs"][OURS]
     assert ours["boundaries"] == other["runs"][OURS]["boundaries"]
+    means_s = np.mean(ours["micro_batches_s"], axis=3)
+    assert means_s == pytest.approx(np.array(ours["layers_s"]), rel=1e-3, abs=1e-6), "the profile's means"
     assert len(ours["windows_s"]) == 3 and len(ours["layers_s"]) == 8 and len(ours["hooks_s"]) == 8
     summary = summarise(values)
     assert summary.equal_bits and 0 < summary.share.least <= summary.share.greatest < 1

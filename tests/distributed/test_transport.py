@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +12,10 @@ from torch import Tensor
 from dynpipe_ds.migration.transport import (
     DIRECT_BYTES,
     FIRST_BYTES,
+    Transfer,
     _Stream,
     exchange,
     exchange_bytes,
-    exchange_tensors,
 )
 from tests.distributed.ranks import run_ranks
 
@@ -25,6 +27,12 @@ BUFFER = 64  # bytes
 SIZES: list[list[int]] = [
     [], [0], [1], [BUFFER - 1], [BUFFER], [BUFFER + 1], [3 * BUFFER], [5, 0, BUFFER, 7], [40] * 9,
 ]
+
+
+def exchange_tensors(sends: dict[int, list[Tensor]], into: dict[int, list[Tensor]], **options: Any) -> None:
+    transfer = Transfer(sends, into, device=CPU, **options)
+    transfer.start()
+    transfer.finish()
 
 
 def sizes_from(source: int, destination: int, turn: int) -> list[int]:
@@ -47,7 +55,7 @@ def send_to_all(rank: int, direct_bytes: int) -> None:
         sends = {r: filled(rank, r, turn) for r in others}
         wanted = {r: filled(r, rank, turn) for r in others}
         into = {r: [torch.full_like(t, 255) for t in tensors] for r, tensors in wanted.items()}
-        exchange_tensors(sends, into, buffer_bytes=BUFFER, device=CPU, direct_bytes=direct_bytes)
+        exchange_tensors(sends, into, buffer_bytes=BUFFER, direct_bytes=direct_bytes)
         assert all(torch.equal(a, b) for r in others for a, b in zip(into[r], wanted[r], strict=True))
         for r in others:
             assert all(torch.equal(a, b) for a, b in zip(sends[r], filled(rank, r, turn), strict=True))
@@ -62,7 +70,7 @@ def send_round(rank: int) -> None:
         return torch.arange(100**source if source < 3 else 1, dtype=torch.float32) + source
 
     into = torch.empty_like(payload(before))
-    exchange_tensors({after: [payload(rank)]}, {before: [into]}, buffer_bytes=1000, device=CPU)
+    exchange_tensors({after: [payload(rank)]}, {before: [into]}, buffer_bytes=1000)
     assert torch.equal(into, payload(before))
 
 
@@ -75,7 +83,7 @@ def send_one_way(rank: int) -> None:
     into = [torch.empty_like(t).fill_(1) for t in tensors]
     exchange_tensors(
         {last: tensors} if rank == 0 else {}, {0: into} if rank == last else {},
-        buffer_bytes=100, device=CPU,
+        buffer_bytes=100,
     )
     assert rank != last or all(torch.equal(a, b) for a, b in zip(tensors, into, strict=True))
 
@@ -107,7 +115,7 @@ def send_in_order(rank: int) -> None:
     parts = [torch.full((DIRECT_BYTES,), i, dtype=torch.uint8) for i in range(20)]
     into = [torch.full_like(part, 255) for part in parts]
     exchange_tensors(
-        {1: parts} if rank == 0 else {}, {0: into} if rank == 1 else {}, buffer_bytes=2**30, device=CPU
+        {1: parts} if rank == 0 else {}, {0: into} if rank == 1 else {}, buffer_bytes=2**30
     )
     assert rank != 1 or all(torch.equal(a, b) for a, b in zip(parts, into, strict=True))
 

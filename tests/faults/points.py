@@ -86,6 +86,7 @@ OPTIMIZER = "dynpipe_ds.migration.optimizer_state:PlainOptimizer."
 SAVE = "dynpipe_ds.checkpoint.save:Saving."
 FOLDER = "dynpipe_ds.checkpoint.folder:"
 LOAD = "dynpipe_ds.checkpoint.load:Loading."
+TRANSFER = "dynpipe_ds.migration.transport:Transfer."
 
 # The job of harness.py saves after every second batch and moves layers after its fourth.
 TRAINING = [
@@ -106,8 +107,10 @@ TRAINING = [
     Point("migration: all is packed, before the vote", MIGRATE + "Migration._pack", after=True),
     Point("migration: before skeletons travel", MIGRATE + "Migration._exchange_skeletons"),
     Point("migration: memory is allocated", MIGRATE + "Migration._allocate"),
-    Point("migration: before tensors travel", MIGRATE + "Migration._transfer"),
-    Point("migration: after tensors travelled", MIGRATE + "Migration._transfer", after=True),
+    Point("migration: before tensors travel", TRANSFER + "start"),
+    Point("migration: tensors are under way", TRANSFER + "finish"),
+    Point("migration: after weights travelled", TRANSFER + "finish", after=True),
+    Point("migration: after state travelled", TRANSFER + "finish", after=True, call=2),
     Point("migration: layers put together", MIGRATE + "Migration._unpack", after=True),
     Point("migration: before the module takes them in", "dynpipe_ds.module:DynamicPipelineModule.install"),
     Point("migration: after the module took them in",
@@ -176,7 +179,7 @@ LOADING = [
     Point("loading: before files are read", LOAD + "_read"),
     Point("loading: in the middle of reading", "dynpipe_ds.checkpoint.optimizer_files:Reader.read", call=3),
     Point("loading: before layers move", ENGINE + "_migrate"),
-    Point("loading: while layers move", MIGRATE + "Migration._transfer"),
+    Point("loading: while layers move", TRANSFER + "start"),
     Point("loading: after layers moved", ENGINE + "_migrate", after=True),
     Point("loading: before weights", LOAD + "_load_layers"),
     Point("loading: after weights", LOAD + "_load_layers", after=True),

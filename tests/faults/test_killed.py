@@ -19,7 +19,7 @@ from tests.distributed.models import data, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
-from tests.faults.points import ENGINE, LOADING, POINTS, SAVING, TRAINING, Point, kill
+from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, TRANSFER, Point, kill
 
 BOUND_S = 20.0  # several times what it takes with signs of life every 0.2 s, for machines that are busy
 
@@ -35,7 +35,7 @@ OTHERS = {
 TYPICAL = {
     "profiling: before the backward",
     "planning: before ranks compare their plans",
-    "migration: after tensors travelled",
+    "migration: after state travelled",
     "saving: before the third file",
     "saving: before it gets its name",
     "saving: before latest is replaced",
@@ -162,7 +162,7 @@ def test_killed_and_restarted(
 BY_HAND: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.balancing:first_error"),
     "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.engine:same_everywhere"),
-    "its cost": (lambda engine: engine.repartition((0, 3, 5, 8)), ENGINE + "_agreed_cost"),
+    "its transfer": (lambda engine: engine.repartition((0, 3, 5, 8)), TRANSFER + "start"),
     "replace_parameters": (lambda engine: engine.replace_parameters(()), "dynpipe_ds.engine:replace_parameters"),
     "wait_for_disk": (lambda engine: engine.wait_for_disk(), "dynpipe_ds.checkpoint.engine:together"),
 }

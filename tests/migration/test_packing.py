@@ -30,11 +30,17 @@ def journey(layer: nn.Module | None, extra: Any = None) -> tuple[nn.Module | Non
 def arrive(package: Any) -> tuple[Any, Any]:
     buffers = empty_tensors(package.skeleton, CPU)
     extra = unpack_extra(package.skeleton, buffers)  # before anything has come
-    for buffer, tensor in zip(buffers, package.tensors, strict=True):
+    fill(buffers.own, package.tensors.own)
+    module = unpack(package.skeleton, buffers)  # while the others are under way
+    fill(buffers.extra, package.tensors.extra)
+    return module, extra
+
+
+def fill(buffers: list[Tensor], tensors: list[Tensor]) -> None:
+    for buffer, tensor in zip(buffers, tensors, strict=True):
         assert tensor.is_contiguous() and not tensor.requires_grad
         assert (buffer.numel(), buffer.dtype) == (tensor.numel(), tensor.dtype)
         flat_view(buffer).copy_(tensor.view(-1))
-    return unpack(package.skeleton, buffers), extra
 
 
 def give_identity(layer: int, module: nn.Module) -> None:
@@ -89,7 +95,7 @@ def test_the_original_is_left_as_it_is() -> None:
     pointers = [p.data_ptr() for p in module.parameters()]
     package = pack(module, "layer 1 (Mixed)")
     assert [p.data_ptr() for p in module.parameters()] == pointers and has_identity(1, module)
-    shared = {tensor.data_ptr() for tensor in package.tensors if tensor.numel()}
+    shared = {tensor.data_ptr() for tensor in package.tensors.own if tensor.numel()}
     assert {pointer for pointer in pointers if pointer} <= shared, "contiguous tensors are not copied"
 
 
@@ -129,7 +135,7 @@ class Shared(nn.Module):
 def test_tensors_shared_inside_a_layer_stay_shared() -> None:
     module = Shared()
     package = pack(module, "layer 0 (Shared)")
-    assert len(package.tensors) == 4, "a shared tensor travels once"
+    assert len(package.tensors.own) == 4, "a shared tensor travels once"
     arrived, _ = arrive(package)
     assert arrived.first.weight is arrived.second.weight and arrived.again is arrived.first
     assert arrived.alias is arrived.scale
@@ -161,7 +167,7 @@ def test_a_transposed_parameter_keeps_its_strides() -> None:
     module.weight = nn.Parameter(torch.arange(12.0).view(3, 4).t())
     module.image = nn.Parameter(torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last))
     package = pack(module, "layer 0 (Module)")
-    assert package.tensors[0].data_ptr() == module.weight.data_ptr(), "dense tensors are not copied"
+    assert package.tensors.own[0].data_ptr() == module.weight.data_ptr(), "dense tensors are not copied"
     arrived, _ = arrive(package)
     assert torch.equal(arrived.weight, module.weight) and torch.equal(arrived.image, module.image)
     assert arrived.weight.stride() == module.weight.stride()
@@ -193,7 +199,7 @@ def test_plain_objects_with_tensors() -> None:
     module = nn.Linear(2, 2)
     module.reference = Reference({"weight": torch.full((2, 2), 5.0)}, [0.25])  # type: ignore[assignment]
     package = pack(module, "layer 0 (Linear)")
-    assert len(package.tensors) == 3, "its tensors travel apart from the skeleton"
+    assert len(package.tensors.own) == 3, "its tensors travel apart from the skeleton"
     arrived, _ = arrive(package)
     assert arrived.reference == Reference(arrived.reference.weights, [0.25])
     assert torch.equal(arrived.reference.weights["weight"], torch.full((2, 2), 5.0))
