@@ -4,7 +4,7 @@
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make lint    ruff and mypy
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
-# make bench   the quick benchmarks, about 12 minutes; rewrites benchmarks/results and the README's table
+# make bench   the quick benchmarks, 9 to 10 minutes; rewrites benchmarks/results and the README's table
 # make bench-full  all benchmarks, hours
 # Each makes the environment in .venv first if it is missing.
 

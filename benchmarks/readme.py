@@ -54,8 +54,8 @@ def _scenarios(values: dict[str, Any] | None) -> str:
     words = (
         f"Two stages of one thread, real compute, {scenario['num_batches']} batches a run, runs in turns; the best "
         "static partition is the better of uniform and by parameters. *Ideal*: the best partition of the measured "
-        "layer times, with hindsight, fill and drain included, without overhead; in brackets what our cut alone has "
-        "of it: the rest are messages, layers that take longer in one micro-batch than in another, and overhead."
+        "times of layers and micro-batches, with hindsight, fill and drain included, without overhead; in brackets "
+        "what our cut alone has of it: the rest are messages and overhead."
     )
     return f"{words}\n\n{table(head, rows)}\n\n{in_words(values['environment'])}."
 

@@ -23,8 +23,11 @@ def first_error(error: BaseException | None, device: torch.device) -> str | None
     """
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if not failed.item():
-        return None
+    return _gather(error) if failed.item() else None
+
+
+def _gather(error: BaseException | None) -> str:
+    """What went wrong on all ranks together."""
     messages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
@@ -55,24 +58,33 @@ def together(action: Callable[[], T], device: torch.device, failure: Callable[[s
     return result
 
 
-def same_everywhere(values: Sequence[int], what: str, device: torch.device) -> None:
+def same_everywhere(
+    values: Sequence[int], what: str, device: torch.device, *, error: Exception | None = None
+) -> None:
     """Check that all ranks hold the same numbers; collective over all ranks.
 
     Args:
         values: this rank's numbers; their count may differ between ranks.
         what: name for the message.
         device: where the communication back-end works.
+        error: what kept this rank from having any, if something did.
 
     Raises:
-        ValueError: on every rank, if some rank holds other numbers.
+        Exception: the error, on this rank.
+        ValueError: on every rank, if some rank holds other numbers or had an error.
     """
     # A polynomial hash keeps the message at one number whatever the count.
     digest = 0
     for value in (len(values), *values):
         digest = (digest * 1_000_003 + int(value) + 1) % (1 << 61)
-    ends = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    ends = torch.tensor([int(error is not None), digest, -digest], dtype=torch.int64, device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    high, low = ends.tolist()
+    failed, high, low = ends.tolist()
+    if failed:
+        messages = _gather(error)
+        if error is not None:
+            raise error
+        raise ValueError(f"{what}: choosing them failed elsewhere: {messages}")
     if high == -low:
         return
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds.agreement import first_error, same_everywhere
+from dynpipe_ds.agreement import same_everywhere
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
@@ -110,33 +110,30 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
 
     def _rebalance_if_worth_it(self) -> None:
         started = time.perf_counter()
-        plan = self._plan()
-        decision = self._controller.worth_it(plan, self._planning_profile())
+        profile = self._planning_profile()
+        plan = self._plan(profile)
+        decision = self._controller.worth_it(plan, profile)
         plan_s = time.perf_counter() - started
         if decision.rebalance:
             self._move_to(plan, plan_s)
         else:
             self.overhead.planning_s += plan_s
 
-    def _plan(self) -> Plan:
-        """The method's choice for the present profile, checked to be the same on every rank."""
+    def _plan(self, profile: PipelineProfile) -> Plan:
+        """The method's choice for a profile, checked to be the same on every rank."""
         error: Exception | None = None
         plan: Plan | None = None
         try:
-            plan = self._choose()
+            plan = self._choose(profile)
         except Exception as caught:
             error = caught
-        message = first_error(error, self.device)
-        if error is not None:
-            raise error
-        if message is not None:
-            raise ValueError(f"choosing boundaries with {self._method} failed elsewhere: {message}")
+        boundaries = () if plan is None else plan.boundaries
+        same_everywhere(boundaries, f"the boundaries chosen by {self._method}", self.device, error=error)
         assert plan is not None
-        same_everywhere(plan.boundaries, f"the boundaries chosen by {self._method}", self.device)
         return plan
 
-    def _choose(self) -> Plan:
-        config, profile = self.dynamic_config, self._planning_profile()
+    def _choose(self, profile: PipelineProfile) -> Plan:
+        config = self.dynamic_config
         memory = None
         if config.memory_cap_bytes is not None:
             memory = StageMemory(

@@ -42,7 +42,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to move, and why.
+    """Whether to move, and why; all numbers are zero where the plan is the present partition.
 
     Args:
         rebalance: move to the planned partition now.
@@ -150,6 +150,8 @@ class Controller:
         """
         config, every = self._config, self._config.rebalance_every
         self._decided_batch = profile.batch
+        if tuple(plan.boundaries) == profile.boundaries:
+            return Decision(False, "the present partition is the best one known", saved_s=0.0, cost_s=0.0, noise=0.0)
         batch_s, planned_s = predicted_batches_s(
             [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
         )
@@ -164,9 +166,7 @@ class Controller:
         gains_of = self._batch_gains if refines else self._gains
         gains = gains_of(profile.boundaries, plan.boundaries)
         noise = max(noise_of(gains), self._stage_noise(profile.boundaries))
-        if tuple(plan.boundaries) == profile.boundaries:
-            rebalance, reason = False, "the present partition is the best one known"
-        elif every == "never":
+        if every == "never":
             rebalance, reason = False, "rebalance_every is 'never'"
         elif every == "auto":
             rebalance, reason = self._judge(gains, noise, saved_s, cost_s)

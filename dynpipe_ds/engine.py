@@ -37,6 +37,7 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import activation_meter
+from dynpipe_ds.reducing import ReducingEngine
 from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
@@ -45,7 +46,7 @@ _SIZES_EVERY = 10
 T = TypeVar("T")
 
 
-class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
+class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine):
     """Made by ``deepspeed.initialize(model=DynamicPipelineModule(...), config=...)``.
 
     Without an enabled ``"dynamic_pipeline"`` section it behaves as DeepSpeed's engine.
@@ -181,7 +182,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine):
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
         started = time.perf_counter()
         with self._naming_lost_ranks("a partition was chosen"):
-            plan = self._plan()
+            plan = self._plan(self._planning_profile())
             return self._move_to(plan, time.perf_counter() - started)
 
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:

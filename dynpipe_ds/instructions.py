@@ -5,18 +5,19 @@ They replace DeepSpeed's when ``dynamic_pipeline`` is enabled:
 * each tensor that crosses a boundary says whether it wants a gradient back, so that a frozen prefix of
   the model does no backward and sends none;
 * received tensors get buffers of their own dtype (DeepSpeed's are reused regardless of it);
+* the tensors between two stages travel together, not one after the other;
 * several outputs go through one backward, not one each: the sums are then those of the undivided model;
 * gradients of tied layers are added in layer order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
@@ -56,6 +57,16 @@ def _decode_meta(numbers: list[int]) -> tuple[bool, list[tuple[torch.dtype, bool
     return is_tuple, specs
 
 
+def _send(engine: Any, tensors: Sequence[Tensor], stage: int) -> None:
+    """Send contiguous tensors to a neighbour, all at once: one after the other, each waits to be asked for."""
+    exchange({engine.grid.stage_to_global(stage_id=stage): tensors}, {})
+
+
+def _receive(engine: Any, tensors: Sequence[Tensor], stage: int) -> None:
+    """Fill tensors with what a neighbour sends at once."""
+    exchange({}, {engine.grid.stage_to_global(stage_id=stage): tensors})
+
+
 def send_activations(engine: Any, buffer_id: int) -> None:
     """Send a micro-batch's outputs to the next stage, preceded once a batch by what they are."""
     outputs = engine.pipe_buffers["outputs"][buffer_id]
@@ -63,43 +74,37 @@ def send_activations(engine: Any, buffer_id: int) -> None:
         engine.first_output_send = False
         numbers = _encode_meta(outputs)
         meta = torch.tensor(numbers + [0] * (_META_SIZE - len(numbers)), dtype=torch.int32)
-        p2p.send(meta.to(engine.device), engine.next_stage)
-    for tensor in _as_tuple(outputs):
-        p2p.send(tensor.detach().contiguous(), engine.next_stage)
+        _send(engine, [meta.to(engine.device)], engine.next_stage)
+    _send(engine, [tensor.detach().contiguous() for tensor in _as_tuple(outputs)], engine.next_stage)
 
 
 def receive_activations(engine: Any, buffer_id: int) -> None:
     """Receive a micro-batch's inputs from the previous stage."""
     if engine.dynamic_shape or engine.pipe_recv_buf is None:
         meta = torch.empty(_META_SIZE, dtype=torch.int32, device=engine.device)
-        p2p.recv(meta, engine.prev_stage)
+        _receive(engine, [meta], engine.prev_stage)
         engine.pipe_recv_buf = _decode_meta(meta.tolist())
     is_tuple, specs = engine.pipe_recv_buf
-    received = []
-    for dtype, wants_gradient, shape in specs:
-        tensor = torch.empty(shape, dtype=dtype, device=engine.device)
-        p2p.recv(tensor, engine.prev_stage)
-        received.append(tensor.requires_grad_(wants_gradient))
+    received = [torch.empty(shape, dtype=dtype, device=engine.device) for dtype, _, shape in specs]
+    _receive(engine, received, engine.prev_stage)
+    for tensor, (_, wants_gradient, _) in zip(received, specs, strict=True):
+        tensor.requires_grad_(wants_gradient)
     engine.pipe_buffers["inputs"][buffer_id] = tuple(received) if is_tuple else received[0]
 
 
 def send_gradients(engine: Any, buffer_id: int) -> None:
     """Send the gradients of the inputs that want one to the previous stage."""
-    for tensor in _as_tuple(engine.pipe_buffers["inputs"][buffer_id]):
-        if tensor.requires_grad:
-            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            p2p.send(gradient.contiguous(), engine.prev_stage)
+    wanted = [t for t in _as_tuple(engine.pipe_buffers["inputs"][buffer_id]) if t.requires_grad]
+    gradients = [torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in wanted]
+    _send(engine, gradients, engine.prev_stage)
     engine.pipe_buffers["inputs"][buffer_id] = None
 
 
 def receive_gradients(engine: Any, buffer_id: int) -> None:
     """Receive the gradients of the outputs that want one from the next stage."""
-    gradients = []
-    for tensor in _as_tuple(engine.pipe_buffers["outputs"][buffer_id]):
-        if tensor.requires_grad:
-            gradients.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=engine.device))
-            p2p.recv(gradients[-1], engine.next_stage)
-    engine.grad_layer = tuple(gradients)
+    wanted = [t for t in _as_tuple(engine.pipe_buffers["outputs"][buffer_id]) if t.requires_grad]
+    engine.grad_layer = tuple(torch.empty(t.shape, dtype=t.dtype, device=engine.device) for t in wanted)
+    _receive(engine, engine.grad_layer, engine.next_stage)
 
 
 def _wants_backward(engine: Any, buffer_id: int) -> bool:

@@ -24,7 +24,7 @@ from benchmarks.scenarios.contenders import read_settings
 
 NAME = "every_batch"
 GOAL, GOAL_LAYER_S = 0.02, 0.020
-WARM_UP = 4
+WARM_UP = 3
 PARTS = ("profiling", "planning", "migrating")
 SCENARIOS = {
     "moe": [],
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     options = parser.parse_args()
     if options.quick:
-        options.batches = 5
+        options.batches = 4
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.every_batch", 2, *argument_list(options))

@@ -20,8 +20,8 @@ from benchmarks.scenarios.summary import text
 
 NAME = "scenarios"
 FULL = ("run.batches=62", "run.window=6", "run.warmup_batches=2")
-QUICK = ("run.batches=20", "run.window=2", "run.warmup_batches=2", "ds.gradient_accumulation_steps=4")
-SETTLED_FULL, SETTLED_QUICK = 32, 10
+QUICK = ("run.batches=18", "run.window=2", "run.warmup_batches=2", "ds.gradient_accumulation_steps=4")
+SETTLED_FULL, SETTLED_QUICK = 32, 8
 """First batch of the windows at the end: all changes are over, and ours had time to notice."""
 
 

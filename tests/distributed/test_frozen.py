@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from deepspeed.runtime.pipe import p2p
 
+from dynpipe_ds import instructions
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FUSED, ZERO, _fused_adam_is_built
@@ -57,17 +58,14 @@ def freeze(engine: Any, num_frozen: int) -> None:
 @contextmanager
 def counted_sends(engine: Any) -> Iterator[list[int]]:
     """Count what this stage sends to the previous one: gradients, nothing else."""
-    count, original = [0], p2p.send
+    count, original = [0], instructions._send
 
-    def send(tensor: torch.Tensor, stage: int, *args: Any, **kwargs: Any) -> Any:
-        count[0] += stage == engine.prev_stage
-        return original(tensor, stage, *args, **kwargs)
+    def send(engine: Any, tensors: Sequence[torch.Tensor], stage: int) -> None:
+        count[0] += len(tensors) * (stage == engine.prev_stage)
+        original(engine, tensors, stage)
 
-    p2p.send = send
-    try:
+    with patch.object(instructions, "_send", send):
         yield count
-    finally:
-        p2p.send = original
 
 
 def check_frozen(engine: Any, num_frozen: int) -> None:
