@@ -36,6 +36,12 @@ FIRST_PAUSE = 8
 REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
 
+FIRST_COST = 0.1
+"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 241 took 0.25.
+
+Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
+"""
+
 ROUNDING = 1e-9
 """Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
 
@@ -254,11 +260,11 @@ class Controller:
         return True, f"pays: {money}; gain confirmed by {num_batches} batches"
 
     def _expected_cost_s(self, batch_s: float) -> float:
-        """The usual cost of the newest moves; before the first, one batch (an upper target).
+        """The usual cost of the newest moves; before the first, :data:`FIRST_COST` of a batch.
 
         The low median keeps a slow first move (memory pools, connections) from blocking others.
         """
-        return median_low(self._costs_s) if self._costs_s else batch_s
+        return median_low(self._costs_s) if self._costs_s else FIRST_COST * batch_s
 
     def _intervals(self, batch: int | None, every: int) -> int:
         """Number of whole intervals of the dynamic phase that have ended with this batch."""

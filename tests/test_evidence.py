@@ -30,5 +30,5 @@ def test_confirming_batches() -> None:
     assert confirming_batches([0.3] * 3, 0.0, 0.05, EVIDENCE) == 0
     assert confirming_batches([0.0] * 9 + [0.3] * 4, 0.0, 0.05, EVIDENCE) == 4
     assert confirming_batches([0.3] * 9 + [0.0], 0.0, 0.05, EVIDENCE) == 0
-    assert confirming_batches([0.3] * 30, 0.15, 0.05, EVIDENCE) == 12  # 4.5 * 0.15 / 12 ** (1 / 3) < 0.3
+    assert confirming_batches([0.3] * 30, 0.34, 0.05, EVIDENCE) == 12  # 2 * 0.34 / 12 ** (1 / 3) < 0.3
     assert confirming_batches([0.05] * 30, 0.0, 0.05, EVIDENCE) == 0
