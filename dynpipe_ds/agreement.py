@@ -23,10 +23,10 @@ def first_error(error: BaseException | None, device: torch.device) -> str | None
     """
     failed = torch.tensor([int(error is not None)], device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    return _gather(error) if failed.item() else None
+    return _all_errors(error) if failed.item() else None
 
 
-def _gather(error: BaseException | None) -> str:
+def _all_errors(error: BaseException | None) -> str:
     """What went wrong on all ranks together."""
     messages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
@@ -81,7 +81,7 @@ def same_everywhere(
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     failed, high, low = ends.tolist()
     if failed:
-        messages = _gather(error)
+        messages = _all_errors(error)
         if error is not None:
             raise error
         raise ValueError(f"{what}: choosing them failed elsewhere: {messages}")

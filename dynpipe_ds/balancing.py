@@ -74,7 +74,7 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
             return False
         self._spent = Spent(gather_s=time.perf_counter() - gathering)
-        if spent.move_s:
+        if spent.move_s > 0:  # a clock that jumped back is no cost
             self._controller.record_cost(spent.move_s, self._bytes_moved)
         self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
         self._controller.observe(profile)

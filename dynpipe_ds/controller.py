@@ -37,7 +37,7 @@ REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
 
 FIRST_COST = 0.1
-"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 241 took 0.25.
+"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 289 took 0.25.
 
 Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
 """

@@ -15,19 +15,17 @@ from dynpipe_ds.simulation.workload import FloatArray
 
 MOST_PARTITIONS = 2000  # as many are tried one by one; beyond, the partitioners' best is taken
 
-Layers = Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]]
+Layers = Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | FloatArray
 """Forward and backward seconds of every layer: of any micro-batch, or a list of each micro-batch's."""
 
 
-def _table(layers_s: Layers | FloatArray) -> FloatArray:
+def _table(layers_s: Layers) -> FloatArray:
     """``(L, 2, M)``, or ``(L, 2, 1)`` if all micro-batches take alike."""
     table = np.asarray(layers_s, dtype=np.float64)
     return table[..., None] if table.ndim == 2 else table
 
 
-def batch_s(
-    layers_s: Layers | FloatArray, boundaries: Sequence[int], num_micro_batches: int, step_s: Sequence[float]
-) -> float:
+def batch_s(layers_s: Layers, boundaries: Sequence[int], num_micro_batches: int, step_s: Sequence[float]) -> float:
     """Seconds of a batch on paper: the simulator's fill, drain and waiting, links that take no time.
 
     Args:
