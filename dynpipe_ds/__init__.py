@@ -22,8 +22,8 @@ from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: 
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
 from dynpipe_ds.heartbeat import RankLostError  # noqa: E402
-from dynpipe_ds.migration.migrate import MigrationError  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
+from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -11,35 +12,54 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def first_error(error: BaseException | None, device: torch.device) -> str | None:
-    """Tell every rank whether any rank failed; collective over all ranks.
+def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether something is true on any rank; collective over the ranks of a group.
+
+    Args:
+        condition: whether it is on this one.
+        device: where the communication back-end works.
+        group: who takes part; ``None``: all ranks.
+    """
+    flag = torch.tensor([int(condition)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    return bool(flag.item())
+
+
+def first_error(
+    error: BaseException | None, device: torch.device, group: dist.ProcessGroup | None = None
+) -> str | None:
+    """Tell every rank whether any rank failed; collective over the ranks of a group.
 
     Args:
         error: what went wrong on this rank, if anything.
         device: where the communication back-end works.
+        group: who takes part; ``None``: all ranks.
 
     Returns:
         ``None`` if no rank failed; otherwise the same text on every rank, naming ranks and errors.
     """
-    failed = torch.tensor([int(error is not None)], device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    return _all_errors(error) if failed.item() else None
+    return _all_errors(error, group) if anywhere(error is not None, device, group) else None
 
 
-def _all_errors(error: BaseException | None) -> str:
+def _all_errors(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str:
     """What went wrong on all ranks together."""
-    messages: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None)
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    mine = None if error is None else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    dist.all_gather_object(messages, mine, group=group)
+    return "; ".join(text for text in messages if text is not None)
 
 
-def together(action: Callable[[], T], device: torch.device, failure: Callable[[str], Exception]) -> T:
-    """Do something on every rank; if it fails on one, fail on all; collective over all ranks.
+def together(
+    action: Callable[[], T], device: torch.device, failure: Callable[[str], Exception],
+    group: dist.ProcessGroup | None = None,
+) -> T:
+    """Do something on every rank; if it fails on one, fail on all; collective over the ranks of a group.
 
     Args:
-        action: this rank's part.
+        action: this rank's part; must not communicate, or the others could wait for a rank that failed.
         device: where the communication back-end works.
         failure: makes the error that every rank raises of the text that names ranks and errors.
+        group: who takes part; ``None``: all ranks.
 
     Returns:
         What the action returned.
@@ -52,16 +72,16 @@ def together(action: Callable[[], T], device: torch.device, failure: Callable[[s
         result = action()
     except Exception as caught:
         error = caught
-    message = first_error(error, device)
+    message = first_error(error, device, group)
     if message is not None:
         raise failure(message) from error
     return result
 
 
-def same_everywhere(
-    values: Sequence[int], what: str, device: torch.device, *, error: Exception | None = None
-) -> None:
-    """Check that all ranks hold the same numbers; collective over all ranks.
+def disagreement(
+    values: Sequence[int], what: str, device: torch.device, error: Exception | None = None
+) -> str | None:
+    """Compare numbers over all ranks; collective over all ranks.
 
     Args:
         values: this rank's numbers; their count may differ between ranks.
@@ -69,9 +89,8 @@ def same_everywhere(
         device: where the communication back-end works.
         error: what kept this rank from having any, if something did.
 
-    Raises:
-        Exception: the error, on this rank.
-        ValueError: on every rank, if some rank holds other numbers or had an error.
+    Returns:
+        ``None`` if all ranks hold the same; otherwise the same text on every rank.
     """
     # A polynomial hash keeps the message at one number whatever the count.
     digest = 0
@@ -81,16 +100,54 @@ def same_everywhere(
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     failed, high, low = ends.tolist()
     if failed:
-        messages = _all_errors(error)
-        if error is not None:
-            raise error
-        raise ValueError(f"{what}: choosing them failed elsewhere: {messages}")
+        return f"{what}: choosing them failed ({_all_errors(error)})"
     if high == -low:
-        return
+        return None
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(values))
-    raise ValueError(
+    return (
         f"the ranks disagree on {what}: "
         + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(everyone))
         + "; every rank must decide the same from the same inputs"
     )
+
+
+def same_everywhere(values: Sequence[int], what: str, device: torch.device) -> None:
+    """Check that all ranks hold the same numbers; collective over all ranks.
+
+    Args:
+        values: this rank's numbers; their count may differ between ranks.
+        what: name for the message.
+        device: where the communication back-end works.
+
+    Raises:
+        ValueError: on every rank, if some rank holds other numbers.
+    """
+    problem = disagreement(values, what, device)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def same_on_replicas(values: Sequence[str], what: str, stage: int) -> None:
+    """Check that the replicas of each stage hold the same texts; collective over all ranks.
+
+    Args:
+        values: this rank's texts.
+        what: name for the message.
+        stage: of this rank.
+
+    Raises:
+        ValueError: on every rank, if replicas of some stage differ.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (stage, list(values)))
+    first: dict[int, int] = {}
+    for rank, (its_stage, theirs) in enumerate(everyone):
+        other = first.setdefault(its_stage, rank)
+        if everyone[other][1] != theirs:
+            pairs = zip_longest(everyone[other][1], theirs, fillvalue="nothing more")
+            mine, yours = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(
+                f"ranks {other} and {rank} are replicas of stage {its_stage} but differ in {what}: rank {other} has "
+                f"{mine} where rank {rank} has {yours}; do the same on every replica"
+            )

@@ -1,28 +1,28 @@
 """What the engine does after a batch: agree on its profile, ask the controller, choose, move.
 
-A failure on the way there leaves the partition as it is and training going on.
+Whatever every rank fails in together leaves the partition as it is and training going on.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds.agreement import same_everywhere
+from dynpipe_ds.agreement import disagreement
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
-from dynpipe_ds.heartbeat import RankLostError, broke_connection
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
+from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import BatchRecorder, LayerSizes, Spent, gather_profile, layer_sizes
-from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+from dynpipe_ds.reporting.monitor import GuardedMonitor, write_profile, write_rebalance
+from dynpipe_ds.telling import warn
 
 
 class BalancingEngine(PipelineEngine):  # type: ignore[misc]
@@ -40,6 +40,7 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
 
     def _start_balancing(self) -> None:
         self.overhead = Overhead()
+        self.monitor: Any = GuardedMonitor(self.monitor)
         self._recorder = BatchRecorder()
         self._controller = Controller(self.dynamic_config)
         self._window: list[PipelineProfile] = []
@@ -88,49 +89,45 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         return {i: layer_sizes(layer, state_bytes, gradient_dtype) for i, layer in self.local_layers().items()}
 
     def _maybe_rebalance(self) -> None:
-        """Ask the controller; a failure leaves the partition as it is and training going on."""
+        """Ask the controller and move; what fails on every rank together leaves training going on as before."""
         if not self._controller.due(self._num_batches - 1):
             return
-        try:
-            self._rebalance_if_worth_it()
-        except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
-            if broke_connection(error) or isinstance(error, RankLostError):
-                raise
+        started = time.perf_counter()
+        profile = self._planning_profile()
+        plan, failure = self._plan(profile)
+        decision = None if plan is None else self._controller.worth_it(plan, profile)
+        plan_s = time.perf_counter() - started
+        if plan is not None and decision is not None and decision.rebalance:
+            try:
+                self._move_to(plan, plan_s)
+            except MigrationError as error:
+                failure = error
+        else:
+            self.overhead.planning_s += plan_s
+        if failure is not None:
             self._controller.record_failure(self._num_batches - 1)
             self._warn_once(
                 f"re-partitioning after batch {self._num_batches} failed, training goes on with "
-                f"{list(self.partition)} ({error})", "rebalance",
+                f"{list(self.partition)} ({failure})", "rebalance",
             )
 
     def _warn_once(self, message: str, what: str) -> None:
         """Warn on the first rank, once for each kind of trouble."""
         if what not in self._warned and self.global_rank == 0:
-            warnings.warn(f"dynamic_pipeline: {message}; further ones will not be reported", stacklevel=2)
+            warn(f"{message}; further ones will not be reported")
         self._warned.add(what)
 
-    def _rebalance_if_worth_it(self) -> None:
-        started = time.perf_counter()
-        profile = self._planning_profile()
-        plan = self._plan(profile)
-        decision = self._controller.worth_it(plan, profile)
-        plan_s = time.perf_counter() - started
-        if decision.rebalance:
-            self._move_to(plan, plan_s)
-        else:
-            self.overhead.planning_s += plan_s
-
-    def _plan(self, profile: PipelineProfile) -> Plan:
-        """The method's choice for a profile, checked to be the same on every rank."""
+    def _plan(self, profile: PipelineProfile) -> tuple[Plan | None, Exception | None]:
+        """The method's choice for a profile, the same on every rank; or what every rank may raise instead."""
         error: Exception | None = None
         plan: Plan | None = None
         try:
             plan = self._choose(profile)
-        except Exception as caught:
+        except Exception as caught:  # noqa: BLE001 - a user's partitioner may raise anything
             error = caught
         boundaries = () if plan is None else plan.boundaries
-        same_everywhere(boundaries, f"the boundaries chosen by {self._method}", self.device, error=error)
-        assert plan is not None
-        return plan
+        problem = disagreement(boundaries, f"the boundaries chosen by {self._method}", self.device, error)
+        return (plan, None) if problem is None else (None, error or ValueError(problem))
 
     def _choose(self, profile: PipelineProfile) -> Plan:
         config = self.dynamic_config
@@ -168,6 +165,5 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             try:
                 callback(event)
             except Exception as error:  # noqa: BLE001 - the layers have moved: the other ranks go on
-                message = f"the on_rebalance callback {callback!r} raised {type(error).__name__}: {error}"
-                warnings.warn(f"dynamic_pipeline: {message}; training goes on", stacklevel=2)
+                warn(f"the on_rebalance callback {callback!r} raised {type(error).__name__}: {error}; training goes on")
         return event

@@ -7,14 +7,15 @@ controller, carry out the plan (``balancing.py``). Everything else here is API a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import same_everywhere, together
+from dynpipe_ds.agreement import anywhere, same_everywhere, same_on_replicas, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.data_position import DataPosition
@@ -23,7 +24,7 @@ from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
-from dynpipe_ds.migration.migrate import Migration, MigrationError
+from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -32,11 +33,12 @@ from dynpipe_ds.migration.parameter_groups import (
     check_scheduler,
 )
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
+from dynpipe_ds.migration.transaction import MigrationError, Transaction, nothing
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
-from dynpipe_ds.profiling import activation_meter
+from dynpipe_ds.profiling import ActivationMeter
 from dynpipe_ds.reducing import ReducingEngine
 from dynpipe_ds.repacking.engine import RepackingEngine
 
@@ -182,7 +184,9 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
         started = time.perf_counter()
         with self._naming_lost_ranks("a partition was chosen"):
-            plan = self._plan(self._planning_profile())
+            plan, failure = self._plan(self._planning_profile())
+            if plan is None:
+                raise failure or AssertionError
             return self._move_to(plan, time.perf_counter() - started)
 
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
@@ -210,8 +214,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
-        with self._naming_lost_ranks("layers were moved"):
-            return self._move_to(plan, 0.0)
+        return self._move_to(plan, 0.0)
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape, with their optimizer state; collective.
@@ -220,14 +223,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             replacements: those of this rank's layers; the same on all replicas of a stage, may be empty.
 
         Raises:
-            RuntimeError: on every rank, with the same text, if any rank failed; nothing has changed then.
+            MigrationError: on every rank, with the same text, if any rank failed; nothing has changed then.
         """
         self._need_dynamic("replace_parameters")
         started = time.perf_counter()
-        with self._naming_lost_ranks("parameters were replaced"):
-            self._notice_frozen_layers()
+        self._notice_frozen_layers()
+        with self._changing("parameters were replaced"):
             replace_parameters(self, replacements)
-        self._settle()
+            self._settle()
         self.overhead.migrating_s += time.perf_counter() - started
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -269,26 +272,29 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
+        result, meter = self._run_batch(run)
+        self._num_batches += 1
+        self.note_batch_read()
+        if self.profiling:
+            with self._no_way_back(f"after batch {self._num_batches}"):
+                if self._take_profile(meter.num_bytes if meter is not None else None):
+                    self._maybe_rebalance()
+                    self._maybe_repack()
+        return result
+
+    def _run_batch(self, run: Callable[[], T]) -> tuple[T, ActivationMeter | None]:
+        """Run a batch with the recorder on; with a meter of activations when their sizes are due."""
         if not self.profiling:
-            result = run()
-            self._num_batches += 1
-            self.note_batch_read()
-            return result
+            return run(), None
         meter = None
         if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
-            meter, self._measure_sizes = activation_meter(self.module), False
+            meter, self._measure_sizes = ActivationMeter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
         try:
-            result = run()
+            return run(), meter
         finally:
             self.module.recorder = None
-        self._num_batches += 1
-        self.note_batch_read()
-        if self._take_profile(meter.num_bytes if meter is not None else None):
-            self._maybe_rebalance()
-            self._maybe_repack()
-        return result
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's ``eval_batch``, on the present partition.
@@ -314,11 +320,23 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
                 "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
                 "engine._configure_optimizer"
             )
-        self._notice_frozen_layers()  # also on stages that the move itself does not touch
+        self._notice_frozen_layers()
         buffer_bytes = self.dynamic_config.transfer_buffer_bytes
-        with self._naming_lost_ranks("layers were moved"):
+        with self._changing("layers were moved"):
             Migration(self, boundaries, buffer_bytes=buffer_bytes).run()
-        self._settle()
+            self._settle()
+
+    @contextmanager
+    def _changing(self, doing: str) -> Iterator[None]:
+        """Around a change of layers or parameters: a ``MigrationError`` has undone it, all else can't be undone."""
+        refused: MigrationError | None = None
+        with self._no_way_back(doing), torch.inference_mode(False):
+            try:
+                yield
+            except MigrationError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def _settle(self) -> None:
         """Renew what DeepSpeed caches about a stage's layers."""
@@ -335,13 +353,30 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         return [(id(p), p.requires_grad) for p in self.module.parameters()]
 
     def _notice_frozen_layers(self) -> None:
-        """Rebuild the optimizer when the user froze or unfroze layers since the last batch."""
-        if self.stage_optimizer is None or self._trainable == self._trainable_flags():
+        """Rebuild the optimizer where the user froze or unfroze layers since the last batch; collective.
+
+        Raises:
+            ValueError: on every rank, if the replicas of a stage differ in what they froze.
+            MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
+        """
+        optimizer = self.stage_optimizer
+        if optimizer is None:
             return
         started = time.perf_counter()
-        self.stage_optimizer.prepare((), {}, self.stage_optimizer.make_room((), (), ()))
-        self.stage_optimizer.fill({})
-        self._settle()
+        has_changed = self._trainable != self._trainable_flags()
+        if not anywhere(has_changed, self.device):
+            return
+        trainable = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        same_on_replicas(trainable, "the parameters that are trained", self.stage_id)
+
+        def take_in() -> None:
+            if has_changed:
+                optimizer.prepare((), {}, optimizer.make_room((), (), ()))
+
+        with self._changing("layers were frozen"):
+            Transaction(optimizer, self.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})
+            if has_changed:
+                self._settle()
         self.overhead.migrating_s += time.perf_counter() - started
 
     # -- what DeepSpeed calls -----------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.profiling import BACKWARD, FORWARD, BatchRecorder, BatchTimes, activation_meter, layer_sizes
+from dynpipe_ds.profiling import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, BatchTimes, layer_sizes
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -194,7 +194,7 @@ def _metered(
 
     A tensor that two layers keep counts for the first one, as in training.
     """
-    meter = activation_meter(nn.ModuleList() if layer.module is None else layer.module)
+    meter = ActivationMeter(nn.ModuleList() if layer.module is None else layer.module)
     x = _map(lambda t: t.detach().requires_grad_(t.requires_grad), x)
     outputs: list[Tensor] = []
     kept = layer.function

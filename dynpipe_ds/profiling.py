@@ -102,9 +102,9 @@ class BatchRecorder:
         self._stamps: list[Any] = []
         self._phase = FORWARD
         self._num_forwards = 0
-        self._meter: _ActivationMeter | None = None
+        self._meter: ActivationMeter | None = None
 
-    def start(self, meter: _ActivationMeter | None = None) -> None:
+    def start(self, meter: ActivationMeter | None = None) -> None:
         """Begin a batch.
 
         Args:
@@ -219,7 +219,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple | list) else []
 
 
-class _ActivationMeter:
+class ActivationMeter:
     """Counts the bytes that autograd keeps for the backward of each layer, weights left out.
 
     Args:
@@ -231,6 +231,12 @@ class _ActivationMeter:
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def count(self, layer: int, tensors: Sequence[Any]) -> None:
+        """Count tensors that are kept, each storage once.
+
+        Args:
+            layer: whose forward keeps them.
+            tensors: tensors, or anything that holds some.
+        """
         for tensor in _tensors(tuple(tensors)):
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
             if storage is None or storage.data_ptr() not in self._seen:
@@ -240,6 +246,11 @@ class _ActivationMeter:
                     self._seen.add(storage.data_ptr())
 
     def hooks(self, layer: int) -> AbstractContextManager[Any]:
+        """Count what autograd keeps inside.
+
+        Args:
+            layer: whose forward runs inside.
+        """
         def pack(tensor: Tensor) -> Tensor:
             self.count(layer, [tensor])
             # Handing back the output itself would tie it to its own graph in a reference cycle.
@@ -377,12 +388,3 @@ def gather_profile(
         stages=tuple(stages),
     )
     return profile, Spent(float(rows[:, 8].min()), float(rows[:, 9].max()))
-
-
-def activation_meter(module: nn.Module) -> _ActivationMeter:
-    """A meter for the next batch of a stage.
-
-    Args:
-        module: the stage.
-    """
-    return _ActivationMeter(module)

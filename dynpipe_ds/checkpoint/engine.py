@@ -82,6 +82,10 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         """Name whoever ended, and the newest complete checkpoint, if communication breaks down inside."""
         return naming_lost_ranks(self._heartbeat, while_what, self._newest_checkpoint)
 
+    def _no_way_back(self, doing: str) -> AbstractContextManager[None]:
+        """End all ranks if something fails inside that can't be undone."""
+        return self._naming_lost_ranks(doing)
+
     def _newest_checkpoint(self) -> str | None:
         complete = self._in_hand is not None and (self._in_hand / MANIFEST_FILE).is_file()
         return str(self._in_hand) if complete else self.last_checkpoint

@@ -29,9 +29,9 @@ from dynpipe_ds.checkpoint.optimizer_files import (
 )
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
-from dynpipe_ds.migration.migrate import MigrationError
 from dynpipe_ds.migration.plan import stage_of
 from dynpipe_ds.migration.restore import restore_state
+from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.profile import PipelineProfile, smooth
 
@@ -102,8 +102,11 @@ class Loading:
         message = first_error(error, self._engine.device)
         if message is None:
             return result
+        raise self._failure(message, harmless=harmless) from error
+
+    def _failure(self, message: str, *, harmless: bool) -> CheckpointError:
         changed = "nothing was changed" if harmless else "weights or optimizer state are half loaded: load again"
-        raise CheckpointError(f"loading checkpoint {self._root} failed, {changed} ({message})") from error
+        return CheckpointError(f"loading checkpoint {self._root} failed, {changed} ({message})")
 
     def _from_first(self, action: Callable[[], T]) -> T:
         """What the first rank finds, on every rank."""
@@ -241,14 +244,17 @@ class Loading:
         }
         changed = bool(departed) or engine._trainable != engine._trainable_flags()
 
-        def prepare() -> None:
+        def take_in() -> None:
             engine.name_parameters()
             if changed:
                 optimizer.prepare(departed, arrived)
 
-        self._together(prepare, harmless=False)
-        if changed:
-            optimizer.fill({})
+        try:
+            Transaction(optimizer, engine.device, "telling the optimizer of the loaded parameters").run(
+                take_in, engine.name_parameters, {}
+            )
+        except MigrationError as error:
+            raise self._failure(str(error), harmless=False) from error
 
     def _load_optimizer(self) -> None:
         engine = self._engine

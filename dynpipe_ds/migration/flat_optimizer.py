@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from dynpipe_ds.agreement import together
 from dynpipe_ds.migration.flat_buffers import GroupBuffers, building
 from dynpipe_ds.migration.optimizer_state import PlainOptimizer, Room, StageOptimizer
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
@@ -30,7 +32,22 @@ Source = tuple[Any, Any, State]  # a parameter's fragment, its replicas, and the
 
 
 class FlatOptimizer(StageOptimizer):
-    """One flat fp32 buffer a parameter group, sharded over replicas: ZeRO-1 and bf16."""
+    """One flat fp32 buffer a parameter group, sharded over replicas: ZeRO-1 and bf16.
+
+    Args:
+        engine: the pipeline engine that owns the optimizer.
+        groups: the parameter groups all stages agreed on.
+    """
+
+    def __init__(self, engine: Any, groups: ParameterGroups) -> None:
+        super().__init__(engine, groups)
+        self._forget_change()
+
+    def _forget_change(self) -> None:
+        self._sources: dict[nn.Parameter, Source] = {}
+        self._room: Room = {}
+        self._given: Room = {}  # of the room, what DeepSpeed took
+        self._before = None
 
     @override
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
@@ -92,7 +109,6 @@ class FlatOptimizer(StageOptimizer):
         self._sources = {
             p: self._source(p) for p in self.groups.index if p.requires_grad and p not in gone and self._is_flat(p)
         }
-        self._template = next((s for s in old_states if s), {})
         for parameter in involved:
             _forget_wrapper(parameter)
         self.groups.replace(gone, arrived)
@@ -108,29 +124,41 @@ class FlatOptimizer(StageOptimizer):
                 setattr(fresh, name, vars(wrapper)[name])
         wrapper.__dict__ = fresh.__dict__
         wrapper.register_grad_acc_post_hook(self.engine._backward_post_hook)
+        self._make_states(next((s for s in old_states if s), {}))
+
+    def _make_states(self, template: State) -> None:
+        """An entry of optimizer state for every flat buffer, to be filled unless the buffer was given."""
+        wrapper, basic, flats = self.engine.optimizer, self.groups.optimizer, self._flats()
+        self._given = {i: r for i, r in self._room.items() if r.master.data_ptr() == flats[i].data_ptr()}
+        if not template:
+            return
+        for i, flat in enumerate(flats):
+            moments = self._given[i].moments if i in self._given else {}
+            basic.state[flat] = {
+                key: moments[key] if key in moments else _like(value, flat) for key, value in template.items()
+            }
+        wrapper._hp_optimizer_states_linked = False
+        wrapper._lazy_init_hp_params_optimizer_state()
 
     @override
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        wrapper, basic = self.engine.optimizer, self.groups.optimizer
-        flats = self._flats()
-        given = {i: r for i, r in self._room.items() if r.master.data_ptr() == flats[i].data_ptr()}
-        if self._template:
-            for i, flat in enumerate(flats):
-                moments = given[i].moments if i in given else {}
-                basic.state[flat] = {
-                    key: moments[key] if key in moments else _like(value, flat) for key, value in self._template.items()
-                }
-            wrapper._hp_optimizer_states_linked = False
-            wrapper._lazy_init_hp_params_optimizer_state()
-        for buffers in given.values():
-            buffers.clear_padding()
-        to_fill = [p for p, i in self.groups.index.items() if i not in given and self._is_flat(p)]
-        for parameter, state in _full_states({p: self._sources[p] for p in to_fill if p in self._sources}):
-            _write_state(parameter, state)
-        for parameter in to_fill:
-            if parameter not in self._sources:
-                _write_state(parameter, states.get(parameter, {}))
-        self._sources, self._room, self._before = {}, {}, None
+        to_fill = [p for p, i in self.groups.index.items() if i not in self._given and self._is_flat(p)]
+        arrived = ((p, states.get(p, {})) for p in to_fill if p not in self._sources)
+        kept = _full_states({p: self._sources[p] for p in to_fill if p in self._sources})
+        error: Exception | None = None
+        for parameter, state in chain(arrived, kept):
+            try:
+                _write_state(parameter, state)
+            except Exception as caught:  # the other replicas wait for what follows
+                error = error or caught
+        if error is not None:
+            raise error
+
+    @override
+    def commit(self) -> None:
+        for buffers in self._given.values():
+            buffers.clear_padding()  # until now it may have been a parameter's that leaves
+        self._forget_change()
 
     @override
     def rollback(self) -> None:
@@ -143,7 +171,7 @@ class FlatOptimizer(StageOptimizer):
             group["params"] = parameters
         for snapshot in snapshots:
             snapshot.restore()
-        self._sources, self._room, self._before = {}, {}, None
+        self._forget_change()
 
     @override
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -244,17 +272,21 @@ def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, So
         for parameter, key, share in shares:
             states[parameter][key] = share
         return states
-    # One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
-    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=parameters[0].device)
-    start = 0
-    for parameter, key, share in shares:
-        place = bits[start : start + parameter.numel()]
-        if share is not None:
-            address = sources[parameter][0].lp_fragment_address
-            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
-        states[parameter][key] = place.view(torch.float32)
-        start += parameter.numel()
-    dist.all_reduce(bits, group=group)
+    def own_bits() -> Tensor:
+        """One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign."""
+        bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
+        start = 0
+        for parameter, key, share in shares:
+            place = bits[start : start + parameter.numel()]
+            if share is not None:
+                address = sources[parameter][0].lp_fragment_address
+                place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
+            states[parameter][key] = place.view(torch.float32)
+            start += parameter.numel()
+        return bits
+
+    device = parameters[0].device
+    dist.all_reduce(together(own_bits, device, RuntimeError, group), group=group)
     return states
 
 

@@ -1,18 +1,19 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
 Phases: pack what leaves, tell what comes, allocate for it, and vote; transfer weights; put the layers together, take
-them into module and optimizer, and vote, while optimizer state travels. Until the last vote every rank can go back.
+them into module and optimizer, and vote, while optimizer state travels; fill it in, and vote. Until the last vote every
+rank can go back. What fails while data travels can't be voted on, since others wait for it: that ends all ranks
+(``fatal.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from dynpipe_ds.agreement import together
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
@@ -26,13 +27,8 @@ from dynpipe_ds.migration.packing import (
 )
 from dynpipe_ds.migration.parameter_groups import Entry
 from dynpipe_ds.migration.plan import Move, plan_moves
+from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
-
-T = TypeVar("T")
-
-
-class MigrationError(RuntimeError):
-    """A migration failed on some rank; every rank keeps the partition it had."""
 
 
 @dataclass
@@ -80,6 +76,9 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
+        change = Transaction(
+            self._optimizer, self._engine.device, f"changing the partition from {self._before} to {self._target}"
+        )
         packages: dict[int, Package] = {}
         error: Exception | None = None
         try:
@@ -92,32 +91,30 @@ class Migration:
             if error is not None:
                 raise error
             coming = self._allocate(skeletons)
-            return coming, *self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
+            journeys = self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
+            for package in packages.values():
+                warn_lost(package.warnings)
+            return coming, *journeys
 
-        coming, weights, states = self._together(get_ready)
+        coming, weights, states = change.together(get_ready)
         weights.start()
         states.start()
         weights.finish()
-        self._commit(skeletons, coming, states)
-        for package in packages.values():
-            warn_lost(package.warnings)
-
-    def _together(self, action: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, fail on all."""
-        return together(action, self._engine.device, lambda message: MigrationError(
-            f"changing the partition from {self._before} to {self._target} failed and was "
-            f"undone on every rank ({message})"
-        ))
+        change.run(
+            lambda: self._take_in(skeletons, coming), self._put_back,
+            {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=states.finish,
+        )
 
     # -- phases -------------------------------------------------------------------------------
 
     def _pack(self) -> dict[int, Package]:
         names = self._module.layer_names()
-        packages = {}
-        for layer in (move.layer for move in self._leaving):
-            module = self._old_layers.get(layer)
-            packages[layer] = pack(module, f"layer {layer} ({names[layer]})", self._entries(module))
-        return packages
+        leaving = [move.layer for move in self._leaving]
+        entries = {layer: self._entries(self._old_layers.get(layer)) for layer in leaving}  # replicas work together
+        return {
+            layer: pack(self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer])
+            for layer in leaving
+        }
 
     def _entries(self, layer: nn.Module | None) -> list[Entry]:
         parameters = [] if layer is None else list(layer.parameters())
@@ -176,30 +173,16 @@ class Migration:
         layers = {layer: unpack(skeleton, tensors[layer]) for layer, skeleton in skeletons.items()}
         return {layer: module for layer, module in layers.items() if module is not None}
 
-    # -- the point of no return ---------------------------------------------------------------
-
-    def _commit(self, skeletons: dict[int, bytes], coming: _Coming, states: Transfer) -> None:
-        module, optimizer = self._module, self._optimizer
+    def _take_in(self, skeletons: dict[int, bytes], coming: _Coming) -> None:
         leaving = {move.layer for move in self._leaving}
         kept = {layer: m for layer, m in self._old_layers.items() if layer not in leaving}
+        layers = kept | self._unpack(skeletons, coming.tensors)
+        self._module.install(self._target, dict(sorted(layers.items())))
+        self._engine.name_parameters()
         arrived = {e.parameter: e.group for e in coming.entries if e.group is not None}
-        changes = bool(self._departed or arrived)
+        if self._departed or arrived:
+            self._optimizer.prepare(self._departed, arrived, coming.room)
 
-        def take_in() -> None:
-            layers = kept | self._unpack(skeletons, coming.tensors)
-            module.install(self._target, dict(sorted(layers.items())))
-            self._engine.name_parameters()
-            if changes:
-                optimizer.prepare(self._departed, arrived, coming.room)
-
-        try:
-            self._together(take_in)
-        except MigrationError:
-            states.finish()  # into memory that nobody uses
-            optimizer.rollback()
-            module.install(self._before, self._old_layers)
-            self._engine.name_parameters()
-            raise
-        states.finish()
-        if changes:
-            optimizer.fill({e.parameter: e.state for e in coming.entries if e.group is not None})
+    def _put_back(self) -> None:
+        self._module.install(self._before, self._old_layers)
+        self._engine.name_parameters()

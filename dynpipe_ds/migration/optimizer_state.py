@@ -32,11 +32,16 @@ class StageOptimizer(ABC):
     def __init__(self, engine: Any, groups: ParameterGroups) -> None:
         self.engine = engine
         self.groups = groups
-        self._before: Any = None  # what rollback() needs; None outside prepare() ... fill()
+        self._before: Any = None  # what rollback() needs; None outside prepare() ... commit()
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether ``prepare`` has begun a change that is neither final nor undone."""
+        return self._before is not None
 
     @abstractmethod
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
-        """State of parameters, complete, ready to travel; collective over their replicas.
+        """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
 
         Args:
             parameters: of this stage, the same on all replicas.
@@ -74,15 +79,19 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        """Write the state of all parameters into what ``prepare`` made; collective over replicas.
+        """Write the state of all parameters into what ``prepare`` made; collective over replicas, which fail together.
 
         Args:
             states: what ``export`` gave for the parameters that came.
         """
 
+    def commit(self) -> None:
+        """Make ``prepare`` and ``fill`` final; takes no memory and communicates nothing."""
+        self._before = None
+
     @abstractmethod
     def rollback(self) -> None:
-        """Undo ``prepare``, complete or broken off, bit for bit; nothing to do if it had not begun."""
+        """Undo ``prepare`` and ``fill``, complete or broken off, bit for bit; nothing to do if they had not begun."""
 
     @abstractmethod
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -139,7 +148,6 @@ class PlainOptimizer(StageOptimizer):
         for parameter, state in states.items():
             if state:
                 self.groups.optimizer.state[parameter] = state
-        self._before = None
 
     @override
     def rollback(self) -> None:

@@ -260,6 +260,7 @@ def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
                 "a __getstate__ that leaves that out, or forbid cuts around the layer with pinned_cuts"
             ) from error
         lost += hooks_lost
+    _refuse_without_data(tensors.sources, name)
     num_own = len(tensors.sources)
     companion = _pickled(extra, tensors)
     # As plain tuples: objects are pickled much more slowly.
@@ -267,6 +268,15 @@ def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
     skeleton = join([cloudpickle.dumps((num_own, specs)), body, companion])
     dense = tensors.dense()
     return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), tuple(lost))
+
+
+def _refuse_without_data(sources: Sequence[Tensor], name: str) -> None:
+    for source in sources:
+        if source.is_meta:
+            raise PackingError(
+                f"{name} holds a tensor of shape {tuple(source.shape)} on the meta device, which has no data to carry; "
+                "give it data before the layer moves, or forbid cuts around the layer with pinned_cuts"
+            )
 
 
 @contextmanager

@@ -6,14 +6,15 @@ The optimizer goes on as if the parameter had always had its new shape: what it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import first_error
+from dynpipe_ds.agreement import same_on_replicas
 from dynpipe_ds.migration.parameter_groups import State
+from dynpipe_ds.migration.transaction import Transaction
 
 
 @dataclass(frozen=True)
@@ -51,41 +52,43 @@ def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]
         replacements: those of this rank's layers, the same on all replicas of a stage; may be empty.
 
     Raises:
-        RuntimeError: on every rank, with the same text, if any rank could not do its part; nothing has
+        MigrationError: on every rank, with the same text, if any rank could not do its part; nothing has
             changed then.
     """
     optimizer, module = engine.stage_optimizer, engine.module
-    olds: list[nn.Parameter] = []
+    change = Transaction(optimizer, engine.device, "replacing parameters")
+    olds = change.together(lambda: _checked(replacements, module))
+    same_on_replicas(
+        [f"{tuple(old.shape)} by {tuple(r.parameter.shape)}" for old, r in zip(olds, replacements, strict=True)],
+        "parameters to replace", engine.stage_id,
+    )
     states: dict[nn.Parameter, State] = {}
-    error: Exception | None = None
-    try:
-        olds = [replacement.old for replacement in replacements]
-        _refuse_tied(module, olds)
+
+    def carry() -> None:
         for old, state, replacement in zip(olds, optimizer.export(olds), replacements, strict=True):
             states[replacement.parameter] = _carried(state, old, replacement)
-    except Exception as caught:
-        error = caught
-    _agree(error, engine)
-    try:
+
+    def put(parameters: Iterable[nn.Parameter]) -> None:
+        for replacement, parameter in zip(replacements, parameters, strict=True):
+            setattr(replacement.owner, replacement.name, parameter)
+        engine.name_parameters()
+
+    def take_in() -> None:
         index = optimizer.groups.index
         groups = {r.parameter: index[old] for old, r in zip(olds, replacements, strict=True) if old in index}
-        for replacement in replacements:
-            setattr(replacement.owner, replacement.name, replacement.parameter)
-        engine.name_parameters()
+        put(replacement.parameter for replacement in replacements)
         if replacements:
             optimizer.prepare(olds, groups)
-    except Exception as caught:
-        error = caught
-    try:
-        _agree(error, engine)
-    except RuntimeError:
-        optimizer.rollback()
-        for old, replacement in zip(olds, replacements, strict=True):
-            setattr(replacement.owner, replacement.name, old)
-        engine.name_parameters()
-        raise
-    if replacements:
-        optimizer.fill(states)
+
+    change.together(carry)
+    change.run(take_in, lambda: put(olds), states)
+
+
+def _checked(replacements: Sequence[ParameterReplacement], module: Any) -> list[nn.Parameter]:
+    """The parameters that are replaced."""
+    olds = [replacement.old for replacement in replacements]
+    _refuse_tied(module, olds)
+    return olds
 
 
 def _carried(state: State, old: nn.Parameter, replacement: ParameterReplacement) -> State:
@@ -110,9 +113,3 @@ def _refuse_tied(module: Any, olds: Sequence[nn.Parameter]) -> None:
     for old in olds:
         if old in tied:
             raise ValueError("a parameter of a tied layer can't change its shape: its copies would not follow")
-
-
-def _agree(error: Exception | None, engine: Any) -> None:
-    message = first_error(error, engine.device)
-    if message is not None:
-        raise RuntimeError(f"replacing parameters failed and was undone on every rank ({message})") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.live import RepackError, Shrink
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import Workers
+from dynpipe_ds.telling import warn
 
 _SHARE_FOR_PLANNING = 0.01
 """Deciding may cost this share of training: where it takes long, it is done less often."""
@@ -217,8 +217,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
             try:
                 callback(event)
             except Exception as error:  # noqa: BLE001 - the ranks have left: there is no way back
-                message = f"the on_repack callback {callback!r} raised {type(error).__name__}: {error}"
-                warnings.warn(f"dynamic_pipeline: {message}; training goes on", stacklevel=2)
+                warn(f"the on_repack callback {callback!r} raised {type(error).__name__}: {error}; training goes on")
 
 
 def _with(rules: Constraints, ranks: Sequence[int]) -> Constraints:

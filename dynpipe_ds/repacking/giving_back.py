@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_b
 from dynpipe_ds.release.options import ReleaseOptions
 from dynpipe_ds.repacking.decision import Repacking
 from dynpipe_ds.repacking.world import World
+from dynpipe_ds.telling import warn
 
 
 class GivingBack:
@@ -93,9 +93,9 @@ class GivingBack:
             self.backend.release(chosen.released_ranks, chosen.released_nodes)
             self.backend.verify()
         except Exception as error:  # noqa: BLE001 - they have left: training goes on in any case
-            warnings.warn(
-                f"dynamic_pipeline: ranks {list(chosen.released_ranks)} have left, but giving them back failed "
-                f"({type(error).__name__}: {error}); training goes on without them", stacklevel=2,
+            warn(
+                f"ranks {list(chosen.released_ranks)} have left, but giving them back failed "
+                f"({type(error).__name__}: {error}); training goes on without them"
             )
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 
 from dynpipe_ds.agreement import together
 from dynpipe_ds.heartbeat import start_heartbeat
-from dynpipe_ds.migration.migrate import MigrationError
+from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.repacking.world import Groups, World, holders_of_groups
 
 

@@ -6,11 +6,44 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from dynpipe_ds.telling import warn
+
 if TYPE_CHECKING:
     from dynpipe_ds.events import RebalanceEvent
     from dynpipe_ds.profile import PipelineProfile
 
 _PREFIX = "Train/DynamicPipeline/"
+
+
+class GuardedMonitor:
+    """DeepSpeed's monitor, whose failures stop no rank: only the first one writes, and the others go on.
+
+    Args:
+        inner: DeepSpeed's ``MonitorMaster``; its attributes are this one's.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._has_warned = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write_events(self, events: Any) -> None:
+        """Write events; what fails is told once.
+
+        Args:
+            events: as DeepSpeed's monitor takes them.
+        """
+        try:
+            self._inner.write_events(events)
+        except Exception as error:  # noqa: BLE001 - a full disk, a server that is down: anything
+            if not self._has_warned:
+                warn(
+                    f"the monitor could not write ({type(error).__name__}: {error}); training goes on, further "
+                    "failures will not be reported"
+                )
+            self._has_warned = True
 
 
 def _write(monitor: Any, values: dict[str, float], samples: int) -> None:

@@ -1,0 +1,19 @@
+"""Warnings that stop nobody: an exception on one rank alone would part it from the others."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+
+def warn(message: str) -> None:
+    """Warn in the name of the library; where warnings are errors, write the text to stderr instead.
+
+    Args:
+        message: what to tell.
+    """
+    text = f"dynamic_pipeline: {message}"
+    try:
+        warnings.warn(text, stacklevel=3)
+    except Warning:
+        print(text, file=sys.stderr, flush=True)
