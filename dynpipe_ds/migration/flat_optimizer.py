@@ -258,36 +258,52 @@ def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Pa
 
 def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]) -> dict[nn.Parameter, State]:
     """Complete state of parameters with the same replicas, put together from their fragments in one message."""
+    group, device = sources[parameters[0]][1], parameters[0].device
+    if dist.get_world_size(group) == 1:
+        states, shares = _shares(parameters, sources)
+        for parameter, key, share in shares:
+            states[parameter][key] = share
+        return states
+    states, bits = together(lambda: _own_bits(parameters, sources, device), device, RuntimeError, group)
+    dist.all_reduce(bits, group=group)
+    return states
+
+
+def _shares(
+    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]
+) -> tuple[dict[nn.Parameter, State], list[tuple[nn.Parameter, str, Tensor | None]]]:
+    """What of the parameters' state has no elements; this rank's fragments of all else."""
     states: dict[nn.Parameter, State] = {}
     shares: list[tuple[nn.Parameter, str, Tensor | None]] = []
     for parameter in parameters:
-        mapping, group, flat_state = sources[parameter]
+        mapping, _, flat_state = sources[parameter]
         states[parameter] = {key: value for key, value in flat_state.items() if not _is_moment(value)}
         # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
         # other groups have no state yet, and never again.
         shares.append((parameter, "master", mapping and mapping.hp_fragment.detach()))
         moments = ((key, value) for key, value in flat_state.items() if _is_moment(value))
         shares += [(parameter, key, mapping and _fragment(value, mapping)) for key, value in moments]
-    if dist.get_world_size(group) == 1:
-        for parameter, key, share in shares:
-            states[parameter][key] = share
-        return states
-    def own_bits() -> Tensor:
-        """One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign."""
-        bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
-        start = 0
-        for parameter, key, share in shares:
-            place = bits[start : start + parameter.numel()]
-            if share is not None:
-                address = sources[parameter][0].lp_fragment_address
-                place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
-            states[parameter][key] = place.view(torch.float32)
-            start += parameter.numel()
-        return bits
+    return states, shares
 
-    device = parameters[0].device
-    dist.all_reduce(together(own_bits, device, RuntimeError, group), group=group)
-    return states
+
+def _own_bits(
+    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source], device: torch.device
+) -> tuple[dict[nn.Parameter, State], Tensor]:
+    """States whose tensors lie in one row of bits, and that row with this rank's fragments in it.
+
+    One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
+    """
+    states, shares = _shares(parameters, sources)
+    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
+    start = 0
+    for parameter, key, share in shares:
+        place = bits[start : start + parameter.numel()]
+        if share is not None:
+            address = sources[parameter][0].lp_fragment_address
+            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
+        states[parameter][key] = place.view(torch.float32)
+        start += parameter.numel()
+    return states, bits
 
 
 def _is_moment(value: Any) -> bool:

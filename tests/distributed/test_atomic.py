@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from dynpipe_ds import MigrationError
-from dynpipe_ds.migration import migrate
+from dynpipe_ds.migration import flat_optimizer, migrate
 from dynpipe_ds.migration.parameter_groups import ParameterGroups
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -22,6 +23,8 @@ from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP
 from tests.matrix import mostly
 
 FIRST, TARGET, LATER = (0, 3, 6, 8), (0, 1, 4, 8), (0, 5, 6, 8)
+TARGETS = {FIRST: TARGET, (0, 5, 8): (0, 3, 8)}
+LATERS = {FIRST: LATER, (0, 5, 8): (0, 6, 8)}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
     "zero1": {**ADAMW, **ZERO},
@@ -73,10 +76,11 @@ def wrapper_of(engine: Any) -> str:
 
 def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractContextManager[Any]], str]]:
     """What fails, by name: on which rank, how, and what the message says."""
+    receiver = 1 if engine.num_stages == 3 else 3
     found: dict[str, tuple[int, Any, str]] = {
         "pack": (1, unpicklable_layer, "rank 1: PackingError: layer 4 (Block) holds something"),
         "allocate": (2, replaced(lambda _: migrate, "empty_tensors", after=False), "rank 2: MemoryError: no"),
-        "unpack": (1, replaced(lambda _: migrate, "unpack", after=True), "rank 1: MemoryError: no room"),
+        "unpack": (receiver, replaced(lambda _: migrate, "unpack", after=True), f"rank {receiver}: MemoryError: no"),
     }
     steps = [
         (0, "module", lambda e: e.module, "install"),
@@ -85,6 +89,13 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
     ]
     if engine.zero_optimization():
         steps.append((1, "wrap", lambda e: e, wrapper_of(engine)))
+    has_replicas = engine.grid.data_parallel_size > 1
+    if not (engine.zero_optimization() and has_replicas):
+        steps.append((1, "fill", lambda e: e.stage_optimizer, "fill"))
+    else:  # what replicas do together, on one of them alone
+        steps += [
+            (1, "export", lambda _: flat_optimizer, "_own_bits"), (3, "write", lambda _: flat_optimizer, "_write_state")
+        ]
     for rank, what, owner, method in steps:
         for after in (False, True):
             text = f"rank {rank}: MemoryError: no room left here"
@@ -104,7 +115,7 @@ def once(engine: Any, rank: int, sabotage: Callable[[Any], AbstractContextManage
 
 def refuse(engine: Any, rank: int, sabotage: Any) -> str:
     with once(engine, rank, sabotage), pytest.raises(MigrationError) as caught:
-        engine.repartition(TARGET)
+        engine.repartition(TARGETS[engine.partition])
     return str(caught.value)
 
 
@@ -114,19 +125,20 @@ def refuse(engine: Any, rank: int, sabotage: Any) -> str:
 def train_through_failures(_rank: int, run: Run) -> dict[str, Any]:
     """Before every batch one attempt to move fails; then one succeeds, and another."""
     engine = make_engine(run)
-    batches, losses, texts = data(0, run.micro_batches), [], {}
+    batches, losses, texts = data(engine.grid.get_data_parallel_id(), run.micro_batches), [], {}
     losses.append(float(engine.train_batch(batches)))
     for name, (rank, sabotage, text) in sabotages(engine).items():
         before = digest(engine), engine.param_names.copy(), [id(m) for m in engine.local_layers().values()]
         said = refuse(engine, rank, sabotage)
-        assert engine.partition == FIRST, name
-        assert said.startswith(f"changing the partition from {FIRST} to {TARGET} failed and was undone"), said
+        assert engine.partition == run.first, name
+        change = f"changing the partition from {run.first} to {TARGETS[run.first]}"
+        assert said.startswith(f"{change} failed and was undone on every rank"), said
         assert text in said, said
         after = digest(engine), engine.param_names.copy(), [id(m) for m in engine.local_layers().values()]
         assert before == after, name
         texts[name] = said
         losses.append(float(engine.train_batch(batches)))
-    for target in (TARGET, LATER):
+    for target in (TARGETS[run.first], LATERS[run.first]):
         engine.repartition(target)
         assert engine.partition == target
         losses.append(float(engine.train_batch(batches)))
@@ -135,7 +147,7 @@ def train_through_failures(_rank: int, run: Run) -> dict[str, Any]:
 
 def train_static(_rank: int, run: Run) -> dict[str, Any]:
     engine = make_engine(run)
-    batches = data(0, run.micro_batches)
+    batches = data(engine.grid.get_data_parallel_id(), run.micro_batches)
     return {
         "losses": [float(engine.train_batch(batches)) for _ in range(run.num_batches)],
         "digest": digest(engine),
@@ -147,10 +159,15 @@ def with_and_without_failures(rank: int, run: Run) -> tuple[dict[str, Any], dict
     return failing, train_static(rank, replace(run, num_batches=len(failing["losses"])))
 
 
-@pytest.mark.parametrize("optimizer", mostly(OPTIMIZERS, ["adamw", "zero1"]))
-def test_a_failure_on_one_rank_changes_nothing_on_any(optimizer: str) -> None:
-    run = Run(num_stages=3, first=FIRST, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP})
-    results = run_ranks(with_and_without_failures, 3, run)
+@pytest.mark.parametrize(
+    ("optimizer", "num_stages"),
+    mostly(product(OPTIMIZERS, (3, 2)), [("adamw", 3), ("zero1", 3), ("zero1", 2)]),
+)
+def test_a_failure_on_one_rank_changes_nothing_on_any(optimizer: str, num_stages: int) -> None:
+    """On three stages, and on two with two replicas each, one of which fails alone."""
+    first = FIRST if num_stages == 3 else (0, 5, 8)
+    run = Run(num_stages=num_stages, first=first, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP})
+    results = run_ranks(with_and_without_failures, 3 if num_stages == 3 else 4, run)
     failing, static = zip(*results, strict=True)
     assert all(r["texts"] == failing[0]["texts"] for r in failing), "every rank raises the same text"
     assert failing[0]["losses"] == static[0]["losses"]

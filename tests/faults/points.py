@@ -81,6 +81,7 @@ def kill(note: str) -> None:
 
 ENGINE = "dynpipe_ds.engine:DynamicPipelineEngine."
 MIGRATE = "dynpipe_ds.migration.migrate:"
+STAGE_OPTIMIZER = "dynpipe_ds.migration.optimizer_state:StageOptimizer."
 OPTIMIZER = "dynpipe_ds.migration.optimizer_state:PlainOptimizer."
 
 SAVE = "dynpipe_ds.checkpoint.save:Saving."
@@ -100,7 +101,7 @@ TRAINING = [
     Point("profiling: after profiles were exchanged", "dynpipe_ds.balancing:gather_profile", after=True, call=3),
     Point("planning: before the plan", ENGINE + "_plan"),
     Point("planning: after the choice, before the vote", ENGINE + "_choose", after=True),
-    Point("planning: before ranks compare their plans", "dynpipe_ds.balancing:same_everywhere"),
+    Point("planning: before ranks compare their plans", "dynpipe_ds.balancing:disagreement"),
     Point("planning: after the plan", ENGINE + "_plan", after=True),
     Point("migration: before it", MIGRATE + "Migration.run"),
     Point("migration: a layer is packed", MIGRATE + "Migration._pack"),
@@ -118,6 +119,7 @@ TRAINING = [
     Point("migration: the optimizer prepared", OPTIMIZER + "prepare", after=True),
     Point("migration: before state is filled in", OPTIMIZER + "fill"),
     Point("migration: after state was filled in", OPTIMIZER + "fill", after=True),
+    Point("migration: after the last vote", STAGE_OPTIMIZER + "commit"),
     Point("migration: before caches are renewed", ENGINE + "_settle"),
     Point("migration: after it, before callbacks", "dynpipe_ds.balancing:write_rebalance"),
 ]  # fmt: skip

@@ -160,7 +160,7 @@ def test_killed_and_restarted(
 
 
 BY_HAND: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.balancing:same_everywhere"),
+    "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.balancing:disagreement"),
     "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.engine:same_everywhere"),
     "its transfer": (lambda engine: engine.repartition((0, 3, 5, 8)), TRANSFER + "start"),
     "replace_parameters": (lambda engine: engine.replace_parameters(()), "dynpipe_ds.engine:replace_parameters"),
