@@ -16,7 +16,7 @@ from dynpipe_ds.agreement import same_everywhere
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
-from dynpipe_ds.heartbeat import RankLostError, broke_connection
+from dynpipe_ds.fatal import RankLostError, broke_connection
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod

@@ -15,7 +15,8 @@ from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.heartbeat import Heartbeat, naming_lost_ranks
+from dynpipe_ds.fatal import naming_lost_ranks
+from dynpipe_ds.heartbeat import Heartbeat
 
 
 class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
