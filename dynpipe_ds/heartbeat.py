@@ -193,7 +193,7 @@ def _start(listener: Listener | None) -> Heartbeat | None:
     addresses = _gather(None if listener is None else listener.address)
     made = None
     if listener is not None and all(address is not None for address in addresses):
-        made = Heartbeat(listener, dist.get_rank(), addresses, timeout_s=_timeout().total_seconds())
+        made = Heartbeat(listener, dist.get_rank(), addresses, timeout_s=group_timeout().total_seconds())
         missing = made.unreachable()
         why = f"no connection to {fatal.names(missing)}" if missing else None
     reasons = {rank: reason for rank, reason in enumerate(_gather(why)) if reason is not None}
@@ -207,7 +207,7 @@ def _start(listener: Listener | None) -> Heartbeat | None:
         rank, reason = next(iter(reasons.items()))
         warnings.warn(
             f"dynamic_pipeline: the ranks can't ask each other (rank {rank}: {reason}), so a rank that fails, ends or "
-            f"is stopped is not named, and the others may wait for it for the process group's timeout of {_timeout()} "
+            f"is stopped is not named, and the others may wait for it for the process group's {group_timeout()} "
             "or longer; let the job's machines connect to each other on every port", stacklevel=2,
         )
     return None
@@ -219,8 +219,8 @@ def _gather(value: Any) -> list[Any]:
     return values
 
 
-def _timeout() -> timedelta:
-    """The timeout of the world's process group, as far as torch tells."""
+def group_timeout() -> timedelta:
+    """The timeout of the world's process group, as far as torch tells it."""
     for device in dist.group.WORLD._device_types:  # type: ignore[union-attr]
         options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
         if options is not None:
