@@ -21,7 +21,7 @@ _deepspeed.check_version()
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
-from dynpipe_ds.heartbeat import RankLostError  # noqa: E402
+from dynpipe_ds.fatal import FatalError, RankLostError  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
@@ -37,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "DynamicPipelineEngine",
     "DynamicPipelineModule",
+    "FatalError",
     "LayerProfile",
     "MigrationError",
     "Overhead",

@@ -276,7 +276,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._num_batches += 1
         self.note_batch_read()
         if self.profiling:
-            with self._no_way_back(f"after batch {self._num_batches}"):
+            with self._no_way_back(f"stages were balanced after batch {self._num_batches}"):
                 if self._take_profile(meter.num_bytes if meter is not None else None):
                     self._maybe_rebalance()
                     self._maybe_repack()

@@ -1,203 +1,229 @@
-"""Which rank was lost, when communication breaks down.
+"""Which rank was lost, when communication breaks down or does not come back.
 
-A process that is killed closes its connections, so its neighbours fail at once, with an error that names a
-socket; *their* neighbours fail when they have ended, and so on. To name the first cause, every process tells
-a store, from a thread of its own, that it is alive; whoever sees a connection break looks whose signs have
-stopped, and the first to find out leaves the answer for all others.
+A process that is killed closes its connections, so its neighbours fail at once, with an error that names a socket;
+*their* neighbours fail when they have ended, and so on. To name the first cause, every process can be asked whether
+it lives (``answering.py``), and whoever finds the cause tells all others before it ends itself. While all is well
+nothing is sent.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
-INTERVAL_S = 0.5
-"""Seconds between two signs of life."""
+from dynpipe_ds import fatal
+from dynpipe_ds.answering import Address, Answer, Listener, RunningClock, ask
+from dynpipe_ds.fatal import NewestCheckpoint, Verdict
 
-PATIENCE = 6
-"""A rank that gives no sign for this many intervals is lost."""
+PATIENCE_S = 5.0
+"""A process that does not answer for this long is stopped, or its machine is gone."""
 
-_STORE_TIMEOUT_S = 10
+MARGIN_S = 3.0
+"""How much longer than the process group's own timeout a call may take before the others are asked."""
 
-_BROKEN = re.compile(
-    r"gloo|[Cc]onnection (was )?(closed|reset|refused)|[Bb]roken pipe|[Tt]imed out|remote process|NCCL", re.ASCII
-)
-
-
-class RankLostError(RuntimeError):
-    """Another rank ended, so that this one cannot go on; names it and the last complete checkpoint.
-
-    Args:
-        ranks: who was lost, kept as an attribute.
-        message: the text.
-    """
-
-    def __init__(self, ranks: list[int], message: str) -> None:
-        super().__init__(message)
-        self.ranks = ranks
+_TOLD_S = 0.5  # a silent process gets the verdict when it goes on; nobody waits for its reply
+_AGAIN_S = 0.1
+_WATCH_EVERY_S = 0.5
 
 
 class Heartbeat:
-    """Signs of life of this process, and a look at those of the others.
+    """Knows how to ask the other ranks of a world, and watches how long this one waits for them.
 
     Args:
-        store: a connection of its own to the process group's store.
+        listener: answers for this process.
         rank: this process.
-        num_ranks: world size.
-        interval_s: seconds between two signs.
+        addresses: of all ranks, by rank.
+        timeout_s: the process group's.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, *, interval_s: float) -> None:
-        self._store, self._rank, self._num_ranks, self._interval_s = store, rank, num_ranks, interval_s
-        self._known: list[int] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="dynpipe_ds heartbeat", daemon=True)
-        self._sign(0)
+    def __init__(self, listener: Listener, rank: int, addresses: list[Address], *, timeout_s: float) -> None:
+        self.listener = listener
+        self._rank, self._timeout_s = rank, timeout_s
+        self._addresses = dict(enumerate(addresses))
+        self._sections: list[tuple[str, NewestCheckpoint]] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dynpipe_ds watch", daemon=True)
         self._thread.start()
-        # A thread that the interpreter ends while it is inside the store takes the process down with it.
-        atexit.register(self.stop)
-
-    def _sign(self, number: int) -> None:
-        with self._lock:
-            self._store.set(f"alive/{self._rank}", str(number))
-
-    def _beat(self) -> None:
-        number = 0
-        with suppress(RuntimeError):  # the store is gone: its owner has ended
-            while not self._stop.wait(self._interval_s):
-                number += 1
-                self._sign(number)
-                self._known = self._known or self._found()
 
     def stop(self) -> None:
-        """Give no more signs."""
-        self._stop.set()
-        self._thread.join(timeout=_STORE_TIMEOUT_S)
-        atexit.unregister(self.stop)
+        """Answer nobody, and watch no more."""
+        self.stop_watching()
+        self.listener.close()
 
-    def _signs(self) -> list[bytes]:
-        with self._lock:
-            keys = [f"alive/{rank}" for rank in range(self._num_ranks)]
-            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+    def stop_watching(self) -> None:
+        """Leave waiting unbounded; this process still answers."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def lost_ranks(self) -> list[int]:
-        """Find the ranks that give no more signs; takes up to ``PATIENCE`` intervals.
+    def forget(self, ranks: Collection[int]) -> None:
+        """Miss some ranks no more: they end on purpose.
+
+        Args:
+            ranks: whom.
+        """
+        self._addresses = {rank: address for rank, address in self._addresses.items() if rank not in ranks}
+
+    def unreachable(self) -> list[int]:
+        """Ranks that this one can't ask; takes up to ``PATIENCE_S``."""
+        return [rank for rank, answer in self._ask_all().items() if answer is not Answer.LIVES]
+
+    # -- finding the cause --------------------------------------------------------------------
+
+    def find_lost(self, doing: str, newest_checkpoint: NewestCheckpoint) -> Verdict | None:
+        """Find out who was lost, and tell all others; takes up to ``PATIENCE_S``.
+
+        Those that ended are the lost ones. Silent ones are only if nobody ended: they may be stopped for a while.
+
+        Args:
+            doing: what went on, for the message.
+            newest_checkpoint: finds it.
 
         Returns:
-            The ranks that the first process to look found lost; rank 0 if the store is gone, which it
-            holds unless the launcher does; empty if all are alive.
+            The first verdict of all ranks; ``None`` if everybody lives.
         """
+        clock = RunningClock()
+        while True:
+            answers = self._ask_all()
+            if fatal.held() is not None:
+                return fatal.held()
+            ended = [rank for rank, answer in answers.items() if answer is Answer.ENDED]
+            silent = [rank for rank, answer in answers.items() if answer is Answer.SILENT]
+            if ended:
+                return self._tell(fatal.ended(ended, doing, newest_checkpoint), answers)
+            if silent:
+                return self._tell(fatal.silent(silent, doing, newest_checkpoint), answers)
+            if clock.tick() > PATIENCE_S:
+                return None
+            time.sleep(_AGAIN_S)  # its connections may be closed before its process has ended
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        """Tell all ranks why they stop.
+
+        Args:
+            verdict: of this rank.
+
+        Returns:
+            The first one, which may be another rank's.
+        """
+        return self._tell(verdict, self._ask_all())
+
+    def _ask_all(self) -> dict[int, Answer]:
+        """This process is asked as well: what was told it before is read by then."""
+        return ask(self._addresses, PATIENCE_S)
+
+    def _tell(self, verdict: Verdict, answers: dict[int, Answer]) -> Verdict:
+        """Which verdict was first is for the lowest rank that answers to say."""
+        living = {rank: self._addresses[rank] for rank, answer in answers.items() if answer is Answer.LIVES}
+        silent = {rank: self._addresses[rank] for rank, answer in answers.items() if answer is Answer.SILENT}
+        first = min(living, default=self._rank)
+        if first != self._rank:
+            ask({first: living[first]}, PATIENCE_S, verdict)
+        held = fatal.hold(verdict)
+        ask(living, PATIENCE_S)
+        ask(silent, _TOLD_S)
+        return held
+
+    # -- bounding the waiting -----------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, doing: str, newest_checkpoint: NewestCheckpoint) -> Iterator[None]:
+        """Ask for the others, from another thread, if what is inside takes longer than the process group's timeout.
+
+        Nothing bounds a call into a store whose process is stopped, for example. If all others live it goes on.
+
+        Args:
+            doing: what goes on inside, for the message.
+            newest_checkpoint: finds it.
+        """
+        self._sections.append((doing, newest_checkpoint))
         try:
-            found = self._look()
-        except RuntimeError:
-            return self._known or [0]
-        if found and self._rank == 0:
-            # The store ends with this process: the others shall have read the answer before.
-            time.sleep(3 * self._interval_s)
-        return found
+            yield
+        finally:
+            self._sections.pop()
 
-    def _look(self) -> list[int]:
-        first, deadline_s = self._signs(), time.monotonic() + PATIENCE * self._interval_s
-        silent = {rank for rank in range(self._num_ranks) if rank != self._rank}
-        while silent and time.monotonic() < deadline_s:
-            found = self._found()
-            if found:
-                return found
-            time.sleep(self._interval_s / 4)
-            now = self._signs()
-            silent = {rank for rank in silent if now[rank] == first[rank]}
-        if silent:
-            with self._lock:
-                self._store.compare_set("lost", "", ",".join(map(str, sorted(silent))))
-        return self._found()
+    def _watch(self) -> None:
+        clock, outermost, since_s = RunningClock(), None, 0.0
+        while not self._stopped.wait(_WATCH_EVERY_S):
+            now_s, sections = clock.tick(), tuple(self._sections)
+            if not sections or sections[0] is not outermost:
+                outermost, since_s = sections[0] if sections else None, now_s
+            elif now_s - since_s > self._timeout_s + MARGIN_S:
+                since_s = now_s - MARGIN_S
+                if self.find_lost(*sections[-1]) is not None:
+                    return
 
-    def _found(self) -> list[int]:
-        with self._lock:
-            text = self._store.get("lost").decode() if self._store.check(["lost"]) else ""
-        return [int(rank) for rank in text.split(",")] if text else []
 
+# -- one for each process group ---------------------------------------------------------------
 
 _heartbeat: tuple[Any, Heartbeat | None] | None = None
-_generation = 0
 
 
 def start_heartbeat() -> Heartbeat | None:
-    """Start this process's signs of life, once a process group; collective over all ranks.
+    """Let the ranks ask each other from now on, once a process group; collective over all ranks.
 
     Returns:
-        The heartbeat; ``None`` where the process group's store takes no second connection.
+        The heartbeat; ``None`` for a single rank, or, with a warning, where ranks can't connect to each other.
     """
-    global _heartbeat, _generation
-    store = dist.distributed_c10d._get_default_store()
+    global _heartbeat
     if _heartbeat is None or _heartbeat[0] is not dist.group.WORLD:
-        if _heartbeat is not None and _heartbeat[1] is not None:
-            _heartbeat[1].stop()
-        own = _own_connection(store)
-        _generation += 1
-        made = None
-        if own is not None:
-            prefixed = PrefixStore(f"dynpipe_ds/heartbeat/{_generation}", own)
-            made = Heartbeat(prefixed, dist.get_rank(), dist.get_world_size(), interval_s=INTERVAL_S)
-        dist.barrier()  # from here on every rank has its connection
+        earlier = _heartbeat[1] if _heartbeat is not None else None
+        made = _start(earlier.listener if earlier is not None else None) if dist.get_world_size() > 1 else None
+        if earlier is not None and made is None:
+            earlier.stop()
+        elif earlier is not None:
+            earlier.stop_watching()
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]
 
 
-def _own_connection(store: Any) -> Any:
-    """A second connection, since one blocks while the main thread waits on it."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+def _start(listener: Listener | None) -> Heartbeat | None:
+    why = None
     try:
-        own = store.clone() if os.environ.get("WORLD_SIZE") != "1" else None
-        if own is not None:
-            own.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
-        return own
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def broke_connection(error: BaseException) -> bool:
-    """Say whether an error looks like a lost connection to another rank."""
-    if isinstance(error, RankLostError):
-        return False
-    return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
-
-
-@contextmanager
-def naming_lost_ranks(
-    heartbeat: Heartbeat | None, doing: str, newest_checkpoint: Callable[[], str | None]
-) -> Iterator[None]:
-    """Turn a broken connection into an error that says who was lost and where to go on from.
-
-    Args:
-        heartbeat: this process's; without one errors pass as they are.
-        doing: what goes on inside, for the message: ``"training batch 12"``.
-        newest_checkpoint: finds the newest complete checkpoint that this run knows of.
-
-    Raises:
-        RankLostError: if communication broke down inside because another rank ended.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        lost = heartbeat.lost_ranks() if heartbeat is not None and broke_connection(error) else []
-        if not lost:
-            raise
-        names = ", ".join(f"rank {rank}" for rank in lost)
-        newest = newest_checkpoint()
-        where = (
-            f"the last complete checkpoint is {newest}: load it and go on from there"
-            if newest else "no checkpoint was saved or loaded by this run"
+        listener = listener or Listener()
+    except OSError as error:
+        why = f"no socket to listen on ({error})"
+    addresses = _gather(None if listener is None else listener.address)
+    made = None
+    if listener is not None and all(address is not None for address in addresses):
+        made = Heartbeat(listener, dist.get_rank(), addresses, timeout_s=group_timeout().total_seconds())
+        missing = made.unreachable()
+        why = f"no connection to {fatal.names(missing)}" if missing else None
+    reasons = {rank: reason for rank, reason in enumerate(_gather(why)) if reason is not None}
+    if not reasons:
+        return made
+    if made is not None:
+        made.stop_watching()
+    if listener is not None:
+        listener.close()
+    if dist.get_rank() == 0:
+        rank, reason = next(iter(reasons.items()))
+        warnings.warn(
+            f"dynamic_pipeline: the ranks can't ask each other (rank {rank}: {reason}), so a rank that fails, ends or "
+            f"is stopped is not named, and the others may wait for it for the process group's {group_timeout()} "
+            "or longer; let the job's machines connect to each other on every port", stacklevel=2,
         )
-        raise RankLostError(lost, f"{names} ended while {doing}, so this rank stops; {where}") from error
+    return None
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def group_timeout() -> timedelta:
+    """The timeout of the world's process group, as far as torch tells it."""
+    for device in dist.group.WORLD._device_types:  # type: ignore[union-attr]
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)  # type: ignore[union-attr]
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return dist.constants.default_pg_timeout

@@ -27,9 +27,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from dynpipe_ds import RankLostError
+from dynpipe_ds import FatalError
 from dynpipe_ds._deepspeed import init_distributed
-from dynpipe_ds.heartbeat import naming_lost_ranks, start_heartbeat
+from dynpipe_ds.fatal import naming_lost_ranks
+from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
@@ -226,14 +227,14 @@ def run(settings: Settings) -> None:
 
 
 def main(settings: Settings) -> None:
-    """Run the job; being interrupted, or losing a rank, ends in one line."""
+    """Run the job; being interrupted, or a failure that ends all ranks, is one line."""
     try:
         run(settings)
     except InterruptedRunError as error:
         if rank() == 0:
             print(f"\n{error}", flush=True)
         sys.exit(128 + signal.SIGTERM)
-    except RankLostError as error:
+    except FatalError as error:
         sys.exit(f"error: {error}; the same command continues from the last checkpoint of both runs, if there is one")
 
 

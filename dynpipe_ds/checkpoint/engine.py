@@ -15,7 +15,8 @@ from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.heartbeat import Heartbeat, naming_lost_ranks
+from dynpipe_ds.fatal import naming_lost_ranks, no_way_back
+from dynpipe_ds.heartbeat import Heartbeat
 
 
 class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
@@ -84,7 +85,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
 
     def _no_way_back(self, doing: str) -> AbstractContextManager[None]:
         """End all ranks if something fails inside that can't be undone."""
-        return self._naming_lost_ranks(doing)
+        return no_way_back(self._heartbeat, doing, self._newest_checkpoint)
 
     def _newest_checkpoint(self) -> str | None:
         complete = self._in_hand is not None and (self._in_hand / MANIFEST_FILE).is_file()

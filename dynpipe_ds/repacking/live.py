@@ -111,6 +111,7 @@ class Shrink:
                 and atexit handlers of the back-ends wait for ranks that are no longer in their world.
         """
         dist.barrier()
+        self._miss_no_more()
         self.world.leave()
         if self._engine._heartbeat is not None:
             self._engine._heartbeat.stop()
@@ -123,6 +124,7 @@ class Shrink:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""
         engine, module = self._engine, self._engine.module
         dist.barrier()
+        self._miss_no_more()
         old = Groups(module)
         self.world.regroup()
         topology = _shorter(module._topo, len(self._staying))
@@ -136,6 +138,11 @@ class Shrink:
         self._renumber(topology)
         old.hand_over(Groups(module), holders_of_groups(engine))
         engine._heartbeat = start_heartbeat()
+
+    def _miss_no_more(self) -> None:
+        """Who leaves now is not lost."""
+        if self._engine._heartbeat is not None:
+            self._engine._heartbeat.forget(self.world.leaving - {self.world.rank})
 
     def _renumber(self, topology: ProcessTopology) -> None:
         engine, module = self._engine, self._engine.module

@@ -8,20 +8,26 @@ and leaves one way to do it. Survivors keep the order of their ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import deepspeed.comm
 import torch
 import torch.distributed as dist
-from deepspeed.constants import default_pg_timeout
 from deepspeed.utils import groups
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
+from dynpipe_ds.answering import RunningClock
+from dynpipe_ds.heartbeat import group_timeout
+
 _LET_GO_S = 30
 """Longest time to wait for all survivors to have closed their connections."""
+
+_STORE_S = _LET_GO_S + 5
+"""Longest time for anything that the store does."""
 
 _generation = 0
 
@@ -47,8 +53,8 @@ class World:
             RuntimeError: if this rank can't reach the store where the survivors are to meet.
         """
         key = self._key("reach", self.rank)
-        self._store.set(key, "yes")
-        self._store.get(key)
+        _bounded(lambda: self._store.set(key, "yes"))
+        _bounded(lambda: self._store.get(key))
 
     def leave(self) -> None:
         """Give up all groups and wait until the survivors have done so; the process can end then."""
@@ -57,7 +63,7 @@ class World:
 
     def say_goodbye(self) -> None:
         """Tell the survivors that this rank ends now."""
-        self._store.set(self._key("gone", self.rank), "yes")
+        _bounded(lambda: self._store.set(self._key("gone", self.rank), "yes"))
 
     def wait_for_leaving(self) -> None:
         """Wait until the ranks that leave are at their end.
@@ -65,33 +71,57 @@ class World:
         Raises:
             RuntimeError: if they aren't in time.
         """
-        self._store.wait([self._key("gone", rank) for rank in self.leaving], timedelta(seconds=_LET_GO_S))
+        self._wait_for("gone", self.leaving)
 
     def _key(self, what: str, rank: int) -> str:
         return f"dynpipe_ds/world/{self._generation}/{what}/{rank}"
 
     def _wait_for_survivors(self) -> None:
-        self._store.wait([self._key("let_go", rank) for rank in self.survivors], timedelta(seconds=_LET_GO_S))
+        self._wait_for("let_go", self.survivors)
+
+    def _wait_for(self, what: str, ranks: Iterable[int]) -> None:
+        keys = [self._key(what, rank) for rank in ranks]
+        _bounded(lambda: self._store.wait(keys, timedelta(seconds=_LET_GO_S)))
 
     def regroup(self) -> None:
         """Give up all groups and join the survivors' new world; collective over the survivors."""
         global _generation
-        backend, device = dist.get_backend(), _bound_device()
+        backend, device, timeout = dist.get_backend(), _bound_device(), group_timeout()
         _destroy()
-        self._store.set(self._key("let_go", self.rank), "yes")
+        _bounded(lambda: self._store.set(self._key("let_go", self.rank), "yes"))
         self._wait_for_survivors()  # bounded, while meeting in the new world would take the back-end's patience
         _generation += 1
         rank, size = self.survivors.index(self.rank), len(self.survivors)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
         dist.init_process_group(
             backend, store=PrefixStore(f"dynpipe_ds/world/{_generation}", self._store), rank=rank,
-            world_size=size, timeout=default_pg_timeout, device_id=device if size > 1 else None,
+            world_size=size, timeout=timeout, device_id=device if size > 1 else None,
         )
 
 
 def _destroy() -> None:
     # DeepSpeed's function also drops the groups that its own modules remember.
     deepspeed.comm.destroy_process_group()
+
+
+def _bounded(action: Callable[[], object]) -> None:
+    """Use the store, which lives in another process: if that one is stopped, no timeout of the store's own counts."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:
+            failures.append(error)
+
+    thread, clock = threading.Thread(target=run, name="dynpipe_ds store", daemon=True), RunningClock()
+    thread.start()
+    while thread.is_alive():
+        if clock.tick() > _STORE_S:
+            raise RuntimeError(f"the store where the ranks meet did not answer for {_STORE_S} s; timed out")
+        thread.join(0.25)
+    if failures:
+        raise failures[0]
 
 
 def _root(store: Any) -> Any:

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from dynpipe_ds import heartbeat
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, Manifest
-from dynpipe_ds.heartbeat import RankLostError
+from dynpipe_ds.fatal import RankLostError
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
 
 NUM_BATCHES = 8
 SAVE_EVERY = 2
-SIGN_EVERY_S = 0.2
 
 FIRST = {2: (0, 1, 8), 3: (0, 1, 2, 8), 4: (0, 1, 2, 3, 8)}
 
@@ -82,7 +80,6 @@ def train(rank: int, job: Job, place: str | None, point: Point | None, victim: i
     """
     outcome = Outcome()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(heartbeat, "INTERVAL_S", SIGN_EVERY_S))
         if point is not None and not point.exchange:
             stack.enter_context(patch.object(folder, "_exchange", lambda one, other: False))
         engine = make_engine(job.run)

@@ -6,7 +6,9 @@ What can be undone is: training goes on with the old partition and one warning. 
 from __future__ import annotations
 
 import errno
+import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,14 +21,17 @@ import torch
 from _pytest.mark import ParameterSet
 from deepspeed.monitor.csv_monitor import csvMonitor
 
-from dynpipe_ds import controller, register_partitioner
+from dynpipe_ds import FatalError, MigrationError, controller, register_partitioner
 from dynpipe_ds.migration.migrate import Migration
-from tests.distributed.models import Run, data, make_engine
+from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import ENGINE, MIGRATE, OPTIMIZER, STAGE_OPTIMIZER, TRANSFER, Point
+from tests.matrix import mostly
 
 FIRST = (0, 1, 2, 8)
 NUM_BATCHES = 7
+AUTOMATIC = {"enabled": True, "rebalance_every": 3, "min_gain": 0.0, "cost": "parameters", "profile_batches": 1}
+"""The first attempt to move comes after the third batch."""
 
 
 def out_of_memory() -> None:
@@ -158,8 +163,7 @@ def train_in(folder: str, rank: int, fault: str | None) -> tuple[list[float], li
         what.register(at_fault=at_fault)
     run = Run(3, first=FIRST, config={
         "csv_monitor": {"enabled": True, "output_path": folder},
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": 3, "min_gain": 0.0, "cost": "parameters",
-                             "profile_batches": 1, **({"partitioner": "mine"} if isinstance(what, Choice) else {})},
+        "dynamic_pipeline": {**AUTOMATIC, **({"partitioner": "mine"} if isinstance(what, Choice) else {})},
     })
     engine = make_engine(run)
     batches = data(0, run.micro_batches)
@@ -226,3 +230,109 @@ def test_a_callback_that_raises_stops_nobody() -> None:
         assert num_events == 1
         assert len(told) == (1 if rank == 1 else 0)
         assert all("raised KeyError: 'mine'; training goes on" in text for text in told)
+
+
+# -- what can't be undone -----------------------------------------------------------------------
+
+CANT_BE_UNDONE: dict[str, tuple[int, Point]] = {
+    "before skeletons travel": (0, Point("", MIGRATE + "Migration._exchange_skeletons")),
+    "sending weights": (1, Point("", TRANSFER + "start")),
+    "sending state": (2, Point("", TRANSFER + "start", call=2)),
+    "receiving weights": (0, Point("", TRANSFER + "finish")),
+    "receiving state": (1, Point("", TRANSFER + "finish", call=2)),
+    "after the last vote": (1, Point("", STAGE_OPTIMIZER + "commit")),
+    "renewing caches": (2, Point("", ENGINE + "_settle")),
+    "exchanging profiles": (1, Point("", "dynpipe_ds.balancing:gather_profile", call=3)),
+    "noting the move": (0, Point("", "dynpipe_ds.controller:Controller.record_rebalance")),
+    "going back": (2, Point("", OPTIMIZER + "rollback")),  # because memory is short on the rank before it
+}
+BOUND_S = 20.0  # several times what it takes, for machines that are busy
+
+
+def train_to_the_end(rank: int, fault: str) -> tuple[str, float, float, int]:
+    """Message that ended this rank, when it did, when the fault was there, and batches trained."""
+    victim, point = CANT_BE_UNDONE[fault]
+    happened = [0.0]
+
+    def fail() -> None:
+        happened[0] = time.time()
+        out_of_memory()
+
+    engine = make_engine(Run(3, first=FIRST, config={"dynamic_pipeline": AUTOMATIC}))
+    if rank == victim:
+        point.arm(fail).__enter__()
+    if fault == "going back" and rank == 1:
+        Point("", OPTIMIZER + "prepare").arm(out_of_memory).__enter__()
+    batches, num_batches = data(0, 4), 0
+    try:
+        for num_batches in range(NUM_BATCHES):  # noqa: B007
+            engine.train_batch(batches)
+    except FatalError as error:
+        with pytest.raises(FatalError, match=re.escape(str(error))):
+            engine.train_batch(batches)  # nobody can go on by mistake
+        return str(error), time.time(), happened[0], num_batches
+    return "", 0.0, 0.0, num_batches
+
+
+@pytest.mark.parametrize("fault", mostly(CANT_BE_UNDONE, ["sending weights", "receiving state", "after the last vote"]))
+def test_all_ranks_end_together(fault: str, record_property: Callable[[str, object], None]) -> None:
+    victim, _ = CANT_BE_UNDONE[fault]
+    results = run_ranks(train_to_the_end, 3, fault, may_die={0, 1, 2})
+    texts = {text for text, *_ in results}
+    assert len(texts) == 1, "one message, the same on every rank"
+    assert f"rank {victim} failed while " in texts.copy().pop() and "OutOfMemoryError: no room on this" in texts.pop()
+    assert max(num_batches for *_, num_batches in results) <= 3, "nobody finishes another batch"
+    seconds = max(ended_at for _, ended_at, *_ in results) - results[victim][2]
+    assert seconds < BOUND_S
+    record_property("ended_s", round(seconds, 2))
+
+
+# -- freezing ------------------------------------------------------------------------------------
+
+
+def freeze_with(rank: int, fails: bool) -> tuple[list[float], str, dict[str, str]]:
+    """Losses, the error of the batch after freezing, and the state at the end; layers 2 and 3 are frozen."""
+    run = Run(3, first=FIRST, config={"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}})
+    engine = make_engine(run)
+    batches, losses, told = data(0, run.micro_batches), [], ""
+    for batch in range(5):
+        if batch == 2:
+            for layer, module in engine.local_layers().items():
+                module.requires_grad_(layer not in (2, 3))
+            if fails and rank == 2:
+                Point("", OPTIMIZER + "prepare", after=True).arm(out_of_memory).__enter__()
+            if fails:
+                before = digest(engine)
+                with pytest.raises(MigrationError) as caught:
+                    engine.train_batch(batches)
+                told = str(caught.value)
+                assert digest(engine) == before
+        losses.append(float(engine.train_batch(batches)))
+    return losses, told, digest(engine)
+
+
+def test_a_rebuild_for_frozen_layers_is_undone_on_every_rank() -> None:
+    expected = run_ranks(freeze_with, 3, False)
+    results = run_ranks(freeze_with, 3, True)
+    for (losses, told, state), (their_losses, _, their_state) in zip(results, expected, strict=True):
+        assert told == (
+            "rebuilding the optimizer for frozen layers failed and was undone on every rank "
+            "(rank 2: OutOfMemoryError: no room on this device)"
+        )
+        assert losses == their_losses and state == their_state, "the next batch tries again"
+
+
+def freeze_one_replica(rank: int) -> str:
+    engine = make_engine(Run(2, first=(0, 4, 8)))
+    batches = data(engine.grid.get_data_parallel_id(), 4)
+    engine.train_batch(batches)
+    if rank == 3:
+        engine.local_layers()[6].requires_grad_(False)
+    with pytest.raises(ValueError, match="replicas of stage 1 but differ in the parameters that are trained") as caught:
+        engine.train_batch(batches)
+    return str(caught.value)
+
+
+def test_replicas_that_freeze_different_layers_are_refused() -> None:
+    texts = run_ranks(freeze_one_replica, 4)
+    assert len(set(texts)) == 1 and "ranks 2 and 3 are" in texts[0] and "do the same on every replica" in texts[0]

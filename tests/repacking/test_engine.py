@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-from dynpipe_ds import RankLostError, RepackError, heartbeat
+from dynpipe_ds import RankLostError, RepackError
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
@@ -142,7 +141,6 @@ def shrink_until_killed(rank: int, victim: int, point: Point) -> str | None:
     """Train and re-pack; what the error says on ranks that are neither killed nor released."""
     run = run_with({"enabled": True, "target_stages": 2, "earliest_batch": 3})
     with ExitStack() as stack:
-        stack.enter_context(patch.object(heartbeat, "INTERVAL_S", 0.2))
         engine = make_engine(run)
         if rank == victim:
             stack.enter_context(point.arm(partial(kill, os.devnull)))

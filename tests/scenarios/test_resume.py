@@ -14,13 +14,12 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pytest
 
-from dynpipe_ds import RankLostError, heartbeat
+from dynpipe_ds import RankLostError
 from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.ranks import run_ranks
@@ -75,7 +74,6 @@ def run_entry(rank: int, settings: Settings, stop: Stop | None = None) -> tuple[
 
     printed = io.StringIO()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(heartbeat, "INTERVAL_S", 0.2))
         stack.enter_context(redirect_stdout(printed))
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         if stop is not None and stop.rank == rank:
