@@ -39,7 +39,7 @@ class Layout:
         Args:
             tensor: a strided one.
         """
-        offset = tensor.storage_offset() % (_LINE_BYTES // tensor.element_size())
+        offset = int(tensor.storage_offset()) % (_LINE_BYTES // tensor.element_size())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
     @property

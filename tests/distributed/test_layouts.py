@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.distributed.models import VOCABULARY
+from tests.distributed.models import HIDDEN, LENGTH, VOCABULARY, Block, Embed, Head
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_shapes import Case, Outcome, train
@@ -59,7 +59,7 @@ def lies_in_channels(x: Tensor) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """Changes its output in place, as convolution models do."""
+    """Changes its input in place, as convolution models do."""
 
     def __init__(self, width_in: int, width_out: int, norm: type[nn.Module], size: int = 3) -> None:
         super().__init__()
@@ -67,18 +67,7 @@ class Convolution(nn.Module):
         self.norm = nn.GroupNorm(4, width_out) if norm is nn.GroupNorm else norm(width_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.convolve(lies_in_channels(x))).relu_()
-
-
-class ActivateFirst(nn.Module):
-    """Changes its input in place."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.convolve = nn.Conv2d(width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.convolve(nn.functional.relu_(lies_in_channels(x) - 0.1).mul_(1.5))
+        return self.norm(self.convolve(lies_in_channels(x).to(self.convolve.weight.dtype).relu_()))
 
 
 def pool(x: Tensor) -> Tensor:
@@ -94,11 +83,16 @@ class ImageHead(nn.Module):
         return self.linear(lies_in_channels(x).mean((2, 3)))
 
 
-def convolution_layers() -> list[Any]:
+def convolution_layers(norm: type[nn.Module] = nn.BatchNorm2d) -> list[Any]:
     return [
-        LayerSpec(Convolution, 3, 16, nn.BatchNorm2d), LayerSpec(Convolution, 16, 24, nn.GroupNorm), pool,
-        LayerSpec(Convolution, 24, 20, nn.BatchNorm2d), LayerSpec(ActivateFirst, 20), LayerSpec(ImageHead, 20),
+        LayerSpec(Convolution, 3, 16, norm), LayerSpec(Convolution, 16, 24, nn.GroupNorm), pool,
+        LayerSpec(Convolution, 24, 20, norm), LayerSpec(Convolution, 20, 20, nn.GroupNorm, 1),
+        LayerSpec(ImageHead, 20),
     ]
+
+
+def grouped_layers() -> list[Any]:
+    return convolution_layers(nn.GroupNorm)
 
 
 def images() -> Iterator[tuple[Tensor, Tensor]]:
@@ -123,7 +117,7 @@ CONVOLVING = {
     "adamw": replace(CONVOLUTIONS, before_batch=weights_in_channels),
     # Flat buffers hold weights in the usual order, whatever the cut.
     "zero1": replace(CONVOLUTIONS, config={**ADAMW, **ZERO, **CLIP}),
-    "bf16": replace(CONVOLUTIONS, config={**ADAMW, **BF16_FP32_SUMS, **CLIP}),
+    "bf16": replace(CONVOLUTIONS, layers=grouped_layers, config={**ADAMW, **BF16_FP32_SUMS, **CLIP}),
 }
 
 
@@ -133,3 +127,118 @@ CONVOLVING = {
 )
 def test_convolutions(optimizer: str, num_stages: int) -> None:
     compare_with_undivided(CONVOLVING[optimizer], num_stages)
+
+
+# -- other layouts ----------------------------------------------------------------------------
+
+
+class Turn(nn.Module):
+    """A block that takes (b, s, h) and gives (s, b, h), or the other way round, as GPT-NeoX does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).transpose(0, 1)
+
+
+def turning_layers() -> list[Any]:
+    return [LayerSpec(Embed), *(LayerSpec(Turn) for _ in range(4)), LayerSpec(Head)]
+
+
+class Volumes(Embed):
+    """Tokens to (batch, length, 4, 2, 2), the dimensions in another order in memory."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).view(*tokens.shape, 4, 2, 2).permute(3, 1, 4, 0, 2)
+
+
+class Solid(nn.Module):
+    """A convolution over permuted volumes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve = nn.Conv3d(LENGTH, LENGTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not x.is_contiguous()
+        return x + torch.tanh(self.convolve(x)).transpose(3, 4).contiguous().transpose(3, 4)
+
+
+class Flat(Head):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(3, 1, 4, 0, 2).flatten(2))
+
+
+def volume_layers() -> list[Any]:
+    return [LayerSpec(Volumes), *(LayerSpec(Solid) for _ in range(4)), LayerSpec(Flat)]
+
+
+Mixed = tuple[Tensor, ...]
+
+
+class Start(Embed):
+    """Everything that can cross: slices, repetitions, integers, nothing, the same tensor twice, no gradient."""
+
+    def forward(self, tokens: Tensor) -> Mixed:  # type: ignore[override]
+        hidden = super().forward(tokens)
+        wide = torch.cat([hidden, hidden.sin()], -1)
+        keys, values = wide.tanh().chunk(2, -1)
+        scale = hidden.mean((1, 2), keepdim=True).expand(-1, LENGTH, 3)
+        places = torch.arange(LENGTH).expand_as(tokens)
+        empty = hidden[:, :0]
+        return hidden, keys, values, scale, places, (tokens > 4).t(), empty, hidden, hidden.detach().mT, wide[:, 1:, 3:]
+
+
+class MixAll(nn.Module):
+    """Uses everything, several times, so that gradients of many layouts are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(LENGTH, HIDDEN)
+        self.up = nn.Linear(2 * HIDDEN, HIDDEN)
+        self.out = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, state: Mixed) -> Mixed:
+        hidden, keys, values, scale, places, mask, empty, again, fixed, late = state
+        assert again is hidden and hidden.is_contiguous() and not (keys.is_contiguous() or values.is_contiguous())
+        assert scale.stride()[1:] == (0, 0) and places.stride() == (0, 1) and mask.stride() == (1, LENGTH)
+        assert fixed.stride(2) == HIDDEN and not fixed.requires_grad and empty.shape[1] == 0
+        assert late.storage_offset() % 16 == 3
+        scores = torch.softmax(keys @ again.mT * mask.t().unsqueeze(1), -1) @ values
+        update = self.up(torch.cat([hidden, scores], -1)) + self.places(places) * scale.mean(-1, keepdim=True)
+        hidden = again * 0.9 + torch.tanh(update) + fixed.mT * 0.1 + empty.sum()
+        keys, values, _ = self.out(hidden).chunk(3, -1)
+        scale = (scale[..., :1] + late.mean()).mean(1, keepdim=True).expand(-1, LENGTH, 3)
+        wide = torch.cat([keys, values], -1) + hidden.repeat(1, 1, 2)
+        return hidden, keys, values, scale, places, mask, empty, hidden, fixed, wide[:, 1:, 3:]
+
+
+class Finish(Head):
+    """Leaves out one tensor altogether; its sums give gradients that are one number, repeated."""
+
+    def forward(self, state: Mixed) -> Tensor:  # type: ignore[override]
+        hidden, keys, _, scale, _, _, _, again, _, late = state
+        return super().forward(hidden) + (again + keys).sum() * 0.01 + scale.mean() + late.mean()
+
+
+def mixed_layers() -> list[Any]:
+    return [LayerSpec(Start), *(LayerSpec(MixAll) for _ in range(4)), LayerSpec(Finish)]
+
+
+LAYOUTS = {
+    "turned": case_of(turning_layers),
+    "volumes": case_of(volume_layers),
+    "mixed": case_of(mixed_layers),
+    "mixed zero1": case_of(mixed_layers, config={**ADAMW, **ZERO, **CLIP}),
+    "mixed bf16": case_of(mixed_layers, config={**ADAMW, **BF16_FP32_SUMS, **CLIP}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    mostly(product(LAYOUTS, [2, 3, 4]), [("turned", 2), ("volumes", 2), ("mixed", 3)]),
+)
+def test_other_layouts(name: str, num_stages: int) -> None:
+    compare_with_undivided(LAYOUTS[name], num_stages)
