@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -150,13 +151,17 @@ class Crossing:
             flags.append(bool(marks & _FLAGGED))
         return cls(tuple(layouts), tuple(flags), tuple(places) if is_tuple else None)
 
-    def __str__(self) -> str:
-        texts = [
+    def describe(self, flag: str) -> list[str]:
+        """A few words about each tensor.
+
+        Args:
+            flag: what to add to those that are flagged.
+        """
+        return [
             f"{str(layout.dtype).removeprefix('torch.')} {list(layout.shape)} with strides {list(layout.stride)}"
-            + f" from element {layout.offset}" * bool(layout.offset) + " that wants a gradient" * flag
-            for layout, flag in zip(self.layouts, self.flags, strict=True)
+            + f" from element {layout.offset} of a line" * bool(layout.offset) + flag * is_flagged
+            for layout, is_flagged in zip(self.layouts, self.flags, strict=True)
         ]
-        return ", ".join(texts)
 
 
 @dataclass
@@ -177,15 +182,18 @@ class Links:
     output_gradients: Crossing | None = None
     refusals: list[str] = field(default_factory=list)
 
-    def refuse(self, what: str, told: Crossing, found: Crossing) -> None:
+    def refuse(self, what: str, told: Crossing, found: Crossing, flag: str = "") -> None:
         """Note a micro-batch that can't cross.
 
         Args:
             what: of which it is one, for the message.
             told: the kinds before.
             found: its kinds.
+            flag: what to say of flagged tensors.
         """
+        pairs = list(zip_longest(told.describe(flag), found.describe(flag), fillvalue="missing"))
+        before, now = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
         self.refusals.append(
-            f"{what} was {told} in the first micro-batch and is {found} in a later one; build the module with "
-            "dynamic_shape=True, which tells the next stage about every micro-batch"
+            f"{what} was {before} in the first micro-batch of the batch and is {now} in a later one; build the "
+            "module with dynamic_shape=True, which tells the other stage about every micro-batch"
         )

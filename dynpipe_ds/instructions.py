@@ -83,7 +83,8 @@ def send_activations(engine: Any, buffer_id: int) -> None:
     if links.outputs is None or _tells_each(engine):
         links.outputs = _tell(engine, crossing, engine.next_stage)
     elif crossing != links.outputs:
-        links.refuse(f"what stage {engine.stage_id} puts out", links.outputs, crossing)
+        what = f"what stage {engine.stage_id} puts out"
+        links.refuse(what, links.outputs, crossing, " that wants a gradient")
         outputs = engine.pipe_buffers["outputs"][buffer_id] = links.outputs.stand_in(engine.device)
     _send(engine, distinct(as_tuple(outputs)), engine.next_stage)
 

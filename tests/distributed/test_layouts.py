@@ -12,10 +12,10 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.distributed.models import HIDDEN, LENGTH, VOCABULARY, Block, Embed, Head
+from tests.distributed.models import HIDDEN, LENGTH, VOCABULARY, Block, Embed, Head, data
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
-from tests.distributed.test_shapes import Case, Outcome, train
+from tests.distributed.test_shapes import Case, Outcome, changing_lengths, make, train
 from tests.matrix import mostly
 
 NUM_BATCHES = 3
@@ -242,3 +242,109 @@ LAYOUTS = {
 )
 def test_other_layouts(name: str, num_stages: int) -> None:
     compare_with_undivided(LAYOUTS[name], num_stages)
+
+
+# -- layouts that change from micro-batch to micro-batch --------------------------------------
+
+
+def turned(x: Tensor) -> Tensor:
+    """The same values, in another order in memory."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Alternating(Block):
+    """Gives every second micro-batch another layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return turned(y) if self.calls % 2 else y
+
+
+class AlternatingBack(Block):
+    """Sends every second gradient back in another layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls % 2 and x.requires_grad:
+            x.register_hook(turned)
+        return super().forward(x)
+
+
+class Growing(Block):
+    """Makes every second micro-batch longer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return torch.cat([y, y], 1) if self.calls % 2 else y
+
+
+class SometimesUsed(Block):
+    """Passes a second tensor on and uses it in every second micro-batch only, the first time in the second one."""
+
+    def forward(self, state: Any) -> Any:
+        x, second = state if isinstance(state, tuple) else (state, state.cos())
+        y = super().forward(x)
+        return (y + second.sin() if self.calls % 2 == 0 else y), second
+
+
+class First(Head):
+    def forward(self, state: Any) -> Tensor:
+        return super().forward(state[0])
+
+
+def alternating_layers() -> list[Any]:
+    kinds = (Alternating, AlternatingBack, Block, Alternating)
+    return [LayerSpec(Embed), *map(LayerSpec, kinds), LayerSpec(Head)]
+
+
+def sometimes_layers() -> list[Any]:
+    return [LayerSpec(Embed), *(LayerSpec(SometimesUsed) for _ in range(4)), LayerSpec(First)]
+
+
+@pytest.mark.parametrize("num_stages", mostly([2, 3, 4], [2]))
+def test_layouts_and_shapes_that_change_with_dynamic_shape(num_stages: int) -> None:
+    case = case_of(alternating_layers, arguments={"dynamic_shape": True}, batches=changing_lengths)
+    compare_with_undivided(case, num_stages)
+
+
+@pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16"], ["adamw"]))
+def test_a_tensor_that_is_used_in_some_micro_batches_only(optimizer: str) -> None:
+    case = replace(case_of(sometimes_layers), config=CONVOLVING[optimizer].config)
+    compare_with_undivided(case, 3)
+
+
+def evaluate_each(_rank: int, cases: list[Case]) -> list[float]:
+    return [float(make(case).eval_batch(data(0, 4))) for case in cases]
+
+
+def test_evaluation_needs_no_dynamic_shape() -> None:
+    whole = case_of(alternating_layers)
+    expected = run_ranks(evaluate_each, 1, [whole])[0]
+    found = run_ranks(evaluate_each, 2, [replace(whole, num_stages=2, first=cut) for cut in cuts(6, 2)])
+    assert {*found[0], *found[1]} == {*expected}
+
+
+CHANGES: dict[type, str] = {
+    Alternating: (
+        r"stage 1 puts out was float32 \[2, 6, 16\] with strides \[16, 32, 1\] that wants a gradient in the first "
+        r"micro-batch of the batch and is float32 \[2, 6, 16\] with strides \[96, 16, 1\]"
+    ),
+    AlternatingBack: (
+        r"the gradient that stage 1 sends back was float32 \[2, 6, 16\] with strides \[16, 32, 1\] in the first .* is "
+        r"float32 \[2, 6, 16\] with strides \[96, 16, 1\] in a later"
+    ),
+    Growing: r"stage 1 puts out was float32 \[2, 12, 16\].* and is float32 \[2, 6, 16\]",
+}
+
+
+def refused(_rank: int) -> None:
+    for kind, message in CHANGES.items():
+        layers = [LayerSpec(Embed), LayerSpec(kind), LayerSpec(Block), LayerSpec(Head)]
+        engine = make(Case(lambda layers=layers: layers, 3, (0, 1, 2, 4), {}))
+        before = [parameter.clone() for parameter in engine.module.parameters()]
+        with pytest.raises(ValueError, match=rf"^rank 1: ValueError: .*{message}.*dynamic_shape=True"):
+            engine.train_batch(data(0, 4))
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+
+
+def test_layouts_and_shapes_that_change_are_refused_on_every_rank() -> None:
+    run_ranks(refused, 3, timeout_s=60)
