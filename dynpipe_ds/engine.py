@@ -32,6 +32,7 @@ from dynpipe_ds.migration.parameter_groups import (
     check_scheduler,
 )
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
+from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
@@ -166,6 +167,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._callbacks.append(callback)
         return callback
 
+    @in_ordinary_mode
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain; collective.
 
@@ -185,6 +187,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             plan = self._plan(self._planning_profile())
             return self._move_to(plan, time.perf_counter() - started)
 
+    @in_ordinary_mode
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
 
@@ -213,6 +216,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         with self._naming_lost_ranks("layers were moved"):
             return self._move_to(plan, 0.0)
 
+    @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape, with their optimizer state; collective.
 
