@@ -61,6 +61,7 @@ def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]
     try:
         olds = [replacement.old for replacement in replacements]
         _refuse_tied(module, olds)
+        _refuse_untrainable(replacements)
         for old, state, replacement in zip(olds, optimizer.export(olds), replacements, strict=True):
             states[replacement.parameter] = _carried(state, old, replacement)
     except Exception as caught:
@@ -110,6 +111,15 @@ def _refuse_tied(module: Any, olds: Sequence[nn.Parameter]) -> None:
     for old in olds:
         if old in tied:
             raise ValueError("a parameter of a tied layer can't change its shape: its copies would not follow")
+
+
+def _refuse_untrainable(replacements: Sequence[ParameterReplacement]) -> None:
+    for replacement in replacements:
+        if replacement.parameter.is_inference():
+            raise ValueError(
+                f"the new parameter {replacement.name!r} of {type(replacement.owner).__name__} was made inside "
+                "torch.inference_mode() and can't be trained; make it outside, or inside torch.inference_mode(False)"
+            )
 
 
 def _agree(error: Exception | None, engine: Any) -> None:
