@@ -128,16 +128,16 @@ def same_everywhere(values: Sequence[int], what: str, device: torch.device) -> N
         raise ValueError(problem)
 
 
-def same_on_replicas(values: Sequence[str], what: str, stage: int) -> None:
-    """Check that the replicas of each stage hold the same texts; collective over all ranks.
+def difference_of_replicas(values: Sequence[str], what: str, stage: int) -> str | None:
+    """Compare texts over the replicas of each stage; collective over all ranks.
 
     Args:
         values: this rank's texts.
         what: name for the message.
         stage: of this rank.
 
-    Raises:
-        ValueError: on every rank, if replicas of some stage differ.
+    Returns:
+        ``None`` if the replicas of every stage hold the same; otherwise the same text on every rank.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (stage, list(values)))
@@ -147,7 +147,8 @@ def same_on_replicas(values: Sequence[str], what: str, stage: int) -> None:
         if everyone[other][1] != theirs:
             pairs = zip_longest(everyone[other][1], theirs, fillvalue="nothing more")
             mine, yours = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(
+            return (
                 f"ranks {other} and {rank} are replicas of stage {its_stage} but differ in {what}: rank {other} has "
                 f"{mine} where rank {rank} has {yours}; do the same on every replica"
             )
+    return None

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import anywhere, same_everywhere, same_on_replicas, together
+from dynpipe_ds.agreement import anywhere, difference_of_replicas, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.data_position import DataPosition
@@ -34,6 +34,7 @@ from dynpipe_ds.migration.parameter_groups import (
 )
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.migration.transaction import MigrationError, Transaction, nothing
+from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
@@ -168,6 +169,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._callbacks.append(callback)
         return callback
 
+    @in_ordinary_mode
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain; collective.
 
@@ -189,6 +191,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
                 raise failure or AssertionError
             return self._move_to(plan, time.perf_counter() - started)
 
+    @in_ordinary_mode
     def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
 
@@ -216,6 +219,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         )
         return self._move_to(plan, 0.0)
 
+    @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape, with their optimizer state; collective.
 
@@ -330,7 +334,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def _changing(self, doing: str) -> Iterator[None]:
         """Around a change of layers or parameters: a ``MigrationError`` has undone it, all else can't be undone."""
         refused: MigrationError | None = None
-        with self._no_way_back(doing), torch.inference_mode(False):
+        with self._no_way_back(doing):
             try:
                 yield
             except MigrationError as error:
@@ -367,7 +371,9 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if not anywhere(has_changed, self.device):
             return
         trainable = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        same_on_replicas(trainable, "the parameters that are trained", self.stage_id)
+        problem = difference_of_replicas(trainable, "the parameters that are trained", self.stage_id)
+        if problem is not None:
+            raise ValueError(problem)
 
         def take_in() -> None:
             if has_changed:

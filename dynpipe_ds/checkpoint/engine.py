@@ -17,6 +17,7 @@ from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.fatal import naming_lost_ranks, no_way_back
 from dynpipe_ds.heartbeat import Heartbeat
+from dynpipe_ds.modes import in_ordinary_mode
 
 
 class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
@@ -28,6 +29,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
     _disk: DiskSync | None = None
     _in_hand: Path | None = None
 
+    @in_ordinary_mode
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
@@ -101,6 +103,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
         finally:
             self._in_hand = None
 
+    @in_ordinary_mode
     def load_checkpoint(
         self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None,

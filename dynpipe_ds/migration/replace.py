@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import same_on_replicas
+from dynpipe_ds.agreement import difference_of_replicas
 from dynpipe_ds.migration.parameter_groups import State
-from dynpipe_ds.migration.transaction import Transaction
+from dynpipe_ds.migration.transaction import MigrationError, Transaction
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]
     optimizer, module = engine.stage_optimizer, engine.module
     change = Transaction(optimizer, engine.device, "replacing parameters")
     olds = change.together(lambda: _checked(replacements, module))
-    same_on_replicas(
-        [f"{tuple(old.shape)} by {tuple(r.parameter.shape)}" for old, r in zip(olds, replacements, strict=True)],
-        "parameters to replace", engine.stage_id,
-    )
+    pairs = [f"{tuple(old.shape)} by {tuple(r.parameter.shape)}" for old, r in zip(olds, replacements, strict=True)]
+    problem = difference_of_replicas(pairs, "the shapes of parameters to replace", engine.stage_id)
+    if problem is not None:
+        raise MigrationError(problem)
     states: dict[nn.Parameter, State] = {}
 
     def carry() -> None:
@@ -88,6 +88,7 @@ def _checked(replacements: Sequence[ParameterReplacement], module: Any) -> list[
     """The parameters that are replaced."""
     olds = [replacement.old for replacement in replacements]
     _refuse_tied(module, olds)
+    _refuse_untrainable(replacements)
     return olds
 
 
@@ -113,3 +114,12 @@ def _refuse_tied(module: Any, olds: Sequence[nn.Parameter]) -> None:
     for old in olds:
         if old in tied:
             raise ValueError("a parameter of a tied layer can't change its shape: its copies would not follow")
+
+
+def _refuse_untrainable(replacements: Sequence[ParameterReplacement]) -> None:
+    for replacement in replacements:
+        if replacement.parameter.is_inference():
+            raise ValueError(
+                f"the new parameter {replacement.name!r} of {type(replacement.owner).__name__} was made inside "
+                "torch.inference_mode() and can't be trained; make it outside, or inside torch.inference_mode(False)"
+            )

@@ -17,6 +17,7 @@ from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.data_position import ReadingEngine
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.giving_back import GivingBack
@@ -59,6 +60,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         self._repack_callbacks.append(callback)
         return callback
 
+    @in_ordinary_mode
     def repack(self, num_stages: int) -> RepackEvent:
         """Go on with fewer stages, whatever throughput that costs; collective over all ranks.
 

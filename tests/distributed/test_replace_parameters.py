@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds import ParameterReplacement
+from dynpipe_ds import MigrationError, ParameterReplacement
 from tests.distributed.models import Block, Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
@@ -123,3 +123,17 @@ def test_all_or_nothing() -> None:
         assert "replacing parameters failed and was undone on every rank" in message
         assert "carry gave shape (3,) for 'weight'" in message
         assert same
+
+
+def replace_on_one_replica(rank: int) -> str:
+    engine = make_engine(Run(2, num_batches=1))
+    layer = next(layer for layer in engine.local_layers().values() if isinstance(layer, Block))
+    new = ParameterReplacement(layer.up, "weight", nn.Parameter(layer.up.weight.detach().flatten()), torch.flatten)
+    with pytest.raises(MigrationError, match="differ in the shapes of parameters to replace") as caught:
+        engine.replace_parameters([] if rank == 2 else [new])
+    return str(caught.value)
+
+
+def test_replicas_that_replace_other_parameters_are_refused() -> None:
+    texts = run_ranks(replace_on_one_replica, 4)
+    assert len(set(texts)) == 1 and "ranks 2 and 3 are replicas of stage 1" in texts[0]

@@ -1,0 +1,134 @@
+"""How a tensor lies in memory, so that a copy on another stage can lie alike.
+
+Kernels choose by layout, and add up in an order that follows from it: a tensor that arrives in another layout gives
+other bits. What crosses a boundary therefore arrives with the strides it had, and as far into a line of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+_LINE_BYTES = 64  # torch's buffers begin at multiples of it
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Kind of a tensor, and where its elements lie.
+
+    Attributes:
+        shape: its sizes.
+        stride: its strides, those of dimensions of size 1 included; any that torch allows.
+        offset: elements between the begin of a line of memory and the first element.
+        dtype: its element type.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        """The layout of a tensor.
+
+        Args:
+            tensor: a strided one.
+        """
+        offset = int(tensor.storage_offset()) % (_LINE_BYTES // tensor.element_size())
+        return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the elements lie in a row, from the begin of a line."""
+        return self.offset == 0 and self.stride == contiguous_stride(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last in memory, gaps between them included."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocate a tensor that lies so.
+
+        Args:
+            device: where.
+        """
+        memory = torch.empty(self.offset + self.span, dtype=self.dtype, device=device)
+        return _within(memory, self.offset, self.shape, self.stride)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Allocate a tensor of zeros that lies so.
+
+        Args:
+            device: where.
+        """
+        memory = torch.zeros(self.offset + self.span, dtype=self.dtype, device=device)
+        return _within(memory, self.offset, self.shape, self.stride)
+
+    def message(self, tensor: Tensor) -> Tensor:
+        """The elements as they travel: in one row, each once, without the gaps of a slice.
+
+        Args:
+            tensor: one that lies so.
+
+        Returns:
+            A row that shares the tensor's memory; a copy where there are gaps.
+        """
+        tensor = tensor.detach()
+        if self._has_gaps:
+            return tensor.as_strided(self._stored_shape, self.stride).contiguous().view(-1)
+        return tensor.as_strided((self.span,), (1,))
+
+    def unpack(self, message: Tensor, tensor: Tensor) -> None:
+        """Put what arrived in a :meth:`message` of a tensor into the tensor.
+
+        Args:
+            message: received, filled.
+            tensor: the one it was made of.
+        """
+        if self._has_gaps:
+            shape = self._stored_shape
+            tensor.detach().as_strided(shape, self.stride).copy_(message.view(shape))
+
+    @property
+    def _stored_shape(self) -> tuple[int, ...]:
+        """Sizes without the repetitions of an expanded tensor."""
+        return tuple(size if step else min(size, 1) for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def _has_gaps(self) -> bool:
+        return self.span > prod(self._stored_shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a new tensor.
+
+    Args:
+        shape: its sizes.
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def same_memory(tensor: Tensor) -> Tensor:
+    """Another tensor in a tensor's memory, of which autograd does not know that it is one.
+
+    Args:
+        tensor: whose memory it is.
+    """
+    return _within(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def _within(memory: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    tensor = torch.empty(0, dtype=memory.dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), offset, tuple(shape), tuple(stride))
