@@ -16,9 +16,12 @@ from torch import Tensor
 _LINE_BYTES = 64  # torch's buffers begin at multiples of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Kind of a tensor, and where its elements lie.
+
+    Two are equal if one's elements, as they travel, can be received into the other: where a line begins, and strides
+    that no element depends on, may differ, as they do where micro-batches are slices of one tensor.
 
     Attributes:
         shape: its sizes.
@@ -31,6 +34,17 @@ class Layout:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._kind == other._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    @property
+    def _kind(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        steps = tuple(step if size > 1 else 0 for size, step in zip(self.shape, self.stride, strict=True))
+        return self.shape, steps, self.dtype
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:

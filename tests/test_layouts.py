@@ -63,3 +63,11 @@ def test_same_memory_is_no_view() -> None:
     tensor = torch.randn(4, 6)[:, 1:3]
     other = same_memory(tensor)
     assert other.data_ptr() == tensor.data_ptr() and other.stride() == tensor.stride() and not other._is_view()
+
+
+def test_slices_of_one_tensor_travel_alike() -> None:
+    rows = torch.randn(10, 5)
+    assert len({Layout.of(rows[i : i + 2]) for i in range(9)}) == 1, "micro-batches that are parts of the data"
+    assert Layout.of(rows[:1]) == Layout.of(rows[:1].as_strided((1, 5), (99, 1))), "no element depends on it"
+    others = [rows[:, :3], rows[:, :3].clone(), rows.t()[:3], rows.t()[:3].contiguous(), rows[:3, :3].int()]
+    assert len({Layout.of(tensor) for tensor in others}) == len(others)
