@@ -168,10 +168,11 @@ def test_a_forked_worker_does_not_keep_the_socket(listener: Listener, tmp_path: 
 # -- in a job ---------------------------------------------------------------------------------
 
 ENDING = """
-import os, sys
+import gc, os, sys
 from dynpipe_ds.heartbeat import Heartbeat
 from dynpipe_ds.answering import Listener
-for _ in range(20):
+gc.freeze()
+for _ in range(4):
     child = os.fork()
     if child == 0:
         listener = Listener()
