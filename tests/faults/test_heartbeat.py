@@ -22,6 +22,7 @@ import pytest
 from dynpipe_ds import FatalError, answering, fatal, heartbeat
 from dynpipe_ds.answering import Address, Answer, Listener, RunningClock, ask
 from dynpipe_ds.fatal import Verdict, no_way_back
+from dynpipe_ds.heartbeat import Heartbeat
 from dynpipe_ds.repacking import world
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import context, run_ranks
@@ -89,6 +90,32 @@ def test_the_time_in_which_a_process_is_stopped_does_not_count() -> None:
     with patch.object(answering.time, "monotonic", iter([100.0, 100.25, 3700.0, 3700.5]).__next__):
         clock = RunningClock()
         assert [clock.tick(), clock.tick(), clock.tick()] == [0.25, 1.25, 1.75]
+
+
+def test_what_was_told_before_is_read_before_anybody_is_accused(listener: Listener) -> None:
+    """A rank that goes on after a stop: those who found out why have ended meanwhile, and are not the cause."""
+    told, receive = Verdict((2,), "rank 2 ended", lost=True), Listener._receive
+
+    def receive_late(connection: socket.socket) -> bytes:
+        time.sleep(0.3)
+        return receive(connection)
+
+    gone = Address("127.0.0.1", 1, "secret")
+    waiting = Heartbeat(listener, 0, [listener.address, gone, gone], timeout_s=60.0)
+    with patch.object(Listener, "_receive", staticmethod(receive_late)):
+        with socket.create_connection((listener.address.host, listener.address.port)) as teller:
+            teller.sendall(answering._line(listener.address.secret, told))
+        assert waiting.find_lost("batch 3 was trained", newest) == told
+    waiting.stop()
+
+
+def test_who_leaves_on_purpose_is_not_missed(listener: Listener) -> None:
+    gone = Address("127.0.0.1", 1, "secret")
+    waiting = Heartbeat(listener, 0, [listener.address, gone, gone], timeout_s=60.0)
+    with patch.object(heartbeat, "PATIENCE_S", 0.3):
+        waiting.forget([1, 2])
+        assert waiting.find_lost("layers were moved to fewer ranks", newest) is None
+    waiting.stop()
 
 
 def say(address: Address, line: bytes) -> bytes:
