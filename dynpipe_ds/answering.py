@@ -2,7 +2,7 @@
 
 There are three answers. A process that lives replies. One that has ended refuses, since the kernel closes its
 socket with it. One that is stopped, or whose machine is gone, is silent; the kernel keeps what it is told until it
-goes on. Question and reply are the same line of JSON: a secret, and the verdict that the sender holds, if any.
+goes on. Question and reply are the same line: a secret, and as JSON the verdict that the sender holds, if any.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Address(NamedTuple):
 
 def _line(secret: str, verdict: Verdict | None) -> bytes:
     told = None if verdict is None else {"ranks": verdict.ranks, "text": verdict.text, "lost": verdict.lost}
-    return json.dumps({"secret": secret, "verdict": told}).encode() + b"\n"
+    return f"{secret} {json.dumps(told)}\n".encode()
 
 
 def _read(line: bytes, secret: str) -> Verdict | None:
@@ -85,10 +85,10 @@ def _read(line: bytes, secret: str) -> Verdict | None:
     Raises:
         ValueError: if it is not one of ours.
     """
-    message: Any = json.loads(line)
-    if not isinstance(message, dict) or not hmac.compare_digest(str(message.get("secret")).encode(), secret.encode()):
+    said, _, text = line.partition(b" ")
+    if not hmac.compare_digest(said, secret.encode()):
         raise ValueError("a line without the secret")
-    told = message.get("verdict")
+    told: Any = json.loads(text)
     if told is None:
         return None
     try:
@@ -97,12 +97,18 @@ def _read(line: bytes, secret: str) -> Verdict | None:
         raise ValueError("a verdict without its parts") from error
 
 
-def _route(name: str) -> tuple[socket.AddressFamily, str]:
-    """The address by which this machine reaches another one."""
-    family, _, _, _, target = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+def _own_address() -> tuple[socket.AddressFamily, str, str]:
+    """Where to listen: family, what the others are told, what to bind to."""
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing
-        return family, str(probe.getsockname()[0])
+        probe.connect(target)  # sends nothing; finds the address by which this machine reaches the master's
+        own = str(probe.getsockname()[0])
+    if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+        return family, own, own
+    if _is_loopback(master):
+        return family, str(target[0]), str(target[0])
+    return family, master, ""  # the master's own machine: its name stands for loopback here, not for the others
 
 
 @lru_cache
@@ -111,10 +117,9 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     return family, target
 
 
-def _is_number(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return True
+        return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
@@ -126,12 +131,7 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        master = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        family, own = _route(master)
-        advertised, bound = own, own
-        if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
-            # This is the master's machine. Others may reach it by that name although here it stands for loopback.
-            advertised, bound = master, own if _is_number(master) else ""
+        family, advertised, bound = _own_address()
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.bind((bound, 0))
         self._socket.listen(_BACKLOG)

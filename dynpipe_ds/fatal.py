@@ -77,7 +77,18 @@ class Verdict:
 
 
 _held: Verdict | None = None
+_others_wait = False
 _lock = threading.Lock()
+
+
+def apply_to_this_process(others_wait: bool) -> None:
+    """Say whether the process is to end soon after a verdict even if its main thread goes on.
+
+    Args:
+        others_wait: whether there are other ranks, which would wait for it.
+    """
+    global _others_wait
+    _others_wait = others_wait
 
 
 def held() -> Verdict | None:
@@ -98,7 +109,7 @@ def hold(verdict: Verdict) -> Verdict:
     with _lock:
         if _held is None:
             _held = verdict
-            if dist.is_initialized() and dist.get_world_size() > 1:
+            if _others_wait:
                 timer = threading.Timer(GRACE_S, _end, [verdict.text])
                 timer.daemon = True
                 timer.start()

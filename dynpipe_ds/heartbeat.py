@@ -121,8 +121,10 @@ class Heartbeat:
 
     def _tell(self, verdict: Verdict, answers: dict[int, Answer]) -> Verdict:
         """Which verdict was first is for the lowest rank that answers to say."""
-        living = {rank: self._addresses[rank] for rank, answer in answers.items() if answer is Answer.LIVES}
-        silent = {rank: self._addresses[rank] for rank, answer in answers.items() if answer is Answer.SILENT}
+        living, silent = (
+            {rank: address for rank, address in self._addresses.items() if answers.get(rank) is answer}
+            for answer in (Answer.LIVES, Answer.SILENT)
+        )
         first = min(living, default=self._rank)
         if first != self._rank:
             ask({first: living[first]}, PATIENCE_S, verdict)
@@ -175,7 +177,9 @@ def start_heartbeat() -> Heartbeat | None:
     global _heartbeat
     if _heartbeat is None or _heartbeat[0] is not dist.group.WORLD:
         earlier = _heartbeat[1] if _heartbeat is not None else None
-        made = _start(earlier.listener if earlier is not None else None) if dist.get_world_size() > 1 else None
+        several = dist.get_world_size() > 1
+        fatal.apply_to_this_process(several)
+        made = _start(earlier.listener if earlier is not None else None) if several else None
         if earlier is not None and made is None:
             earlier.stop()
         elif earlier is not None:

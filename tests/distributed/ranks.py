@@ -20,14 +20,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _WHERE_ARE_YOU = signal.SIGUSR1
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.distributed.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.distributed.preload"])
 
 
 class RankFailure(AssertionError):
@@ -36,7 +37,7 @@ class RankFailure(AssertionError):
 
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0,
-    may_die: Collection[int] = (), may_leave: Collection[int] = (),
+    may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -45,8 +46,9 @@ def run_ranks(
         num_ranks: world size.
         *args: picklable arguments.
         timeout_s: after which the ranks that are still running are named and killed.
-        may_die: ranks whose end is part of the test.
+        may_die: ranks whose end is part of the test; when all others have answered, they have a second left.
         may_leave: ranks that may end without an answer, with exit code 0.
+        collective_s: timeout of the process group; by default DeepSpeed's.
 
     Returns:
         What the ranks returned, by rank; ``None`` for one that died or left and was allowed to.
@@ -57,7 +59,8 @@ def run_ranks(
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         stay = not may_die
-        ranks = [_Rank(r, num_ranks, port, stay, function, args, Path(folder)) for r in range(num_ranks)]
+        world = _World(num_ranks, port, collective_s)
+        ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks)]
         _collect(ranks, timeout_s, may_die, may_leave)
         failures = [r.failure() for r in ranks if r.rank not in may_die]
         if any(failures):
@@ -71,17 +74,22 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
+class _World(NamedTuple):
+    num_ranks: int
+    port: int
+    collective_s: float | None
+
+
 class _Rank:
     def __init__(
-        self, rank: int, num_ranks: int, port: int, stay: bool, function: Callable[..., Any], args: Any,
-        folder: Path,
+        self, rank: int, world: _World, stay: bool, function: Callable[..., Any], args: Any, folder: Path
     ) -> None:
         self.rank, self.result, self.error, self.stuck = rank, None, "", False
         self.log = folder / f"rank{rank}.log"
-        self.pipe, theirs = _context.Pipe(duplex=True)
-        self.process = _context.Process(
+        self.pipe, theirs = context.Pipe(duplex=True)
+        self.process = context.Process(
             target=_run, daemon=True,
-            args=(theirs, str(self.log), rank, num_ranks, port, stay, function, args),
+            args=(theirs, str(self.log), rank, world, stay, function, args),
         )
         self.process.start()
         theirs.close()
@@ -132,6 +140,8 @@ def _collect(
             elif not good and rank.rank not in may_die:
                 # The others may wait for it for ever; a short grace shows errors of their own.
                 deadline = min(deadline, time.monotonic() + 5)
+        if may_die and all(rank.rank in may_die for rank in pending.values()):
+            deadline = min(deadline, time.monotonic() + 1)  # stopped ranks don't come
     for r in pending.values():
         # After another rank's failure, those left are its victims, not the cause.
         r.stuck = not any(other.error for other in ranks if other.rank not in may_die)
@@ -144,8 +154,7 @@ def _collect(
 
 
 def _run(
-    pipe: Any, log: str, rank: int, num_ranks: int, port: int, stay: bool, function: Callable[..., Any],
-    args: Any,
+    pipe: Any, log: str, rank: int, world: _World, stay: bool, function: Callable[..., Any], args: Any
 ) -> None:
     stream = open(log, "w", buffering=1)
     os.dup2(stream.fileno(), 1)
@@ -153,7 +162,7 @@ def _run(
     sys.stdout = sys.stderr = stream
     faulthandler.register(_WHERE_ARE_YOU, file=stream)
     try:
-        _init(rank, num_ranks, port)
+        _init(rank, world)
         buffer = io.BytesIO()
         pickle.dump(function(rank, *args), buffer)
         pipe.send((True, buffer.getvalue()))
@@ -168,15 +177,20 @@ def _run(
         os._exit(0)
 
 
-def _init(rank: int, num_ranks: int, port: int) -> None:
+def _init(rank: int, world: _World) -> None:
     import torch
 
     from dynpipe_ds._deepspeed import init_distributed
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.num_ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(world.port),
     )
     torch.set_num_threads(1)
     torch.manual_seed(1234)
+    if world.collective_s is not None:  # meeting may take longer; gloo takes no other timeout later
+        store = torch.distributed.TCPStore("127.0.0.1", world.port, world.num_ranks, rank == 0)
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world.num_ranks, timeout=timedelta(seconds=world.collective_s)
+        )
     init_distributed("gloo")
