@@ -123,7 +123,7 @@ CONVOLVING = {
 
 @pytest.mark.parametrize(
     ("optimizer", "num_stages"),
-    mostly(product(CONVOLVING, [2, 3, 4]), [("adamw", 2), ("zero1", 3), ("bf16", 2)]),
+    mostly(product(CONVOLVING, [2, 3, 4]), [("adamw", 2), ("zero1", 3)]),
 )
 def test_convolutions(optimizer: str, num_stages: int) -> None:
     compare_with_undivided(CONVOLVING[optimizer], num_stages)
@@ -239,7 +239,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("name", "num_stages"),
-    mostly(product(LAYOUTS, [2, 3, 4]), [("turned", 2), ("volumes", 2), ("mixed", 3)]),
+    mostly(product(LAYOUTS, [2, 3, 4]), [("turned", 2), ("mixed", 3)]),
 )
 def test_other_layouts(name: str, num_stages: int) -> None:
     compare_with_undivided(LAYOUTS[name], num_stages)
@@ -276,6 +276,11 @@ class Growing(Block):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return torch.cat([y, y], 1) if self.calls % 2 else y
+
+
+class Shorten(Head):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :LENGTH])
 
 
 class SometimesUsed(Block):
@@ -339,7 +344,7 @@ CHANGES: dict[type, str] = {
 
 def refused(_rank: int) -> None:
     for kind, message in CHANGES.items():
-        layers = [LayerSpec(Embed), LayerSpec(kind), LayerSpec(Block), LayerSpec(Head)]
+        layers = [LayerSpec(Embed), LayerSpec(kind), LayerSpec(Block), LayerSpec(Shorten)]
         engine = make(Case(lambda layers=layers: layers, 3, (0, 1, 2, 4), {}))
         before = [parameter.clone() for parameter in engine.module.parameters()]
         with pytest.raises(ValueError, match=rf"^rank 1: ValueError: .*{message}.*dynamic_shape=True"):
