@@ -278,7 +278,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("name", "num_stages"),
-    mostly(product(LAYOUTS, [2, 3, 4]), [("turned", 2), ("gradients in other layouts", 2), ("mixed", 3)]),
+    mostly(product(LAYOUTS, [2, 3, 4]), [("gradients in other layouts", 2), ("mixed", 3)]),
 )
 def test_other_layouts(name: str, num_stages: int) -> None:
     compare_with_undivided(LAYOUTS[name], num_stages)
