@@ -67,7 +67,7 @@ def freeze(engine: Any, folder: str) -> Any:
 
 
 def look(engine: Any, _folder: str) -> Any:
-    assert engine.profile.num_layers == 6 and len(engine.last_batch_profile.stages) == 2
+    assert len(engine.profile.layers) == 6 and len(engine.last_batch_profile.stages) == 2
 
 
 CALLS: list[Callable[[Any, str], Any]] = [
