@@ -221,7 +221,7 @@ def load_profile_on_four(rank: int, folder: str) -> None:
     engine = make_engine(run)
     engine.load_checkpoint(folder)
     assert engine.partition != (0, 1, 2, 3, 8)
-    assert engine.profile is None and len(engine._controller.state_dict()["history"]) == 4
+    assert engine.profile is None and len(engine._controller.state_dict()["profiles"]) == 4
     train(engine, run, 4, 7)
 
 
