@@ -190,7 +190,8 @@ def test_balanced_static_model_is_left_alone(
         assert not run.moved_at, run.decisions[-1]
     left_alone_s = num_batches * batch_s(tuple(model(0)), start, 8)
     lost_s = run.batches_s - left_alone_s + move_s * len(run.moved_at)
-    assert lost_s <= 0.01 * left_alone_s, f"{lost_s / left_alone_s:.2%} lost by moves after batches {run.moved_at}"
+    bound = 0.03 if there_is_a_tie else 0.005  # partitions with the same bottleneck fill and drain otherwise
+    assert lost_s <= bound * left_alone_s, f"{lost_s / left_alone_s:.2%} lost by moves after batches {run.moved_at}"
 
 
 @pytest.mark.parametrize("noise", NOISES[:3], ids=str)

@@ -71,6 +71,8 @@ def place_problem(save_dir: Path, tag: str) -> str:
 
 
 def _place_problem(root: Path, tag: str) -> str:
+    if "\0" in str(root):
+        return f"save_dir = {str(root)!r}: a path can't contain '\\0'; name a folder"
     target = root / tag
     found = next((folder for folder in [root, *root.parents] if folder.exists()), Path())
     if not found.is_dir():
