@@ -131,7 +131,7 @@ class Controller:
         at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
         self._newest.append(profile)
         self._profiles.append(at_unit_speed)
-        self._history.append(tuple(accumulate(at_unit_speed.costs("time"), initial=0.0)))
+        self._history.append(_seconds_until(at_unit_speed))
 
     def smoothed(self) -> PipelineProfile | None:
         """The newest ``profile_batches`` profiles combined, to plan with.
@@ -219,28 +219,43 @@ class Controller:
         self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
         self._num_failures += 1
 
+    @property
+    def newest(self) -> list[PipelineProfile]:
+        """The newest ``profile_batches`` profiles as measured, oldest first."""
+        return list(self._newest)
+
     def state_dict(self) -> dict[str, Any]:
-        """What it knows, as plain values for a checkpoint."""
+        """All that its decisions rest on: profiles (values, each once) and plain values."""
+        measured = {} if self._config.stage_speeds is None else {"newest": list(self._newest)}
         return {
-            "newest": [profile.dumps() for profile in self._newest],
-            "history": [list(until) for until in self._history],
+            "profiles": list(self._profiles),
+            "num_newest": len(self._newest),
+            **measured,
             "costs_s": list(self._costs_s),
             "decided_batch": self._decided_batch,
+            "num_failures": self._num_failures,
+            "paused_until": self._paused_until,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
-        """Take in what :meth:`state_dict` gave.
+        """Take in what :meth:`state_dict` gave; its next decision is the one that the other would have made.
 
         Args:
-            state: as stored.
-            same_stages: whether it comes from as many stages; the newest profiles and the costs of moving
-                are left out otherwise, while layer times serve any number.
+            state: as given. Older checkpoints lack ``profiles`` and have ``history`` instead (seconds of the layers,
+                summed up), and they lack failures.
+            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving and the pause
+                after a failure are left out otherwise, while layer times serve any number.
         """
-        newest = state["newest"] if same_stages else []
-        self._newest = deque(map(PipelineProfile.loads, newest), maxlen=self._config.profile_batches)
-        self._history = deque((tuple(until) for until in state["history"]), maxlen=HISTORY)
+        profiles = state.get("profiles", [])
+        self._profiles = deque(profiles, maxlen=HISTORY)
+        history = state["history"] if "history" in state else map(_seconds_until, profiles)
+        self._history = deque(map(tuple, history), maxlen=HISTORY)
+        newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
+        self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
         self._costs_s = deque(state["costs_s"] if same_stages else [], maxlen=REMEMBERED_COSTS)
         self._decided_batch = state["decided_batch"]
+        self._num_failures = state.get("num_failures", 0) if same_stages else 0
+        self._paused_until = state.get("paused_until", 0) if same_stages else 0
 
     def _judge(
         self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
@@ -316,3 +331,8 @@ class Controller:
         noise = max(map(noise_of, zip(*shares, strict=True)))
         usual = median([max(stages) for stages in shares])
         return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
+
+
+def _seconds_until(profile: PipelineProfile) -> tuple[float, ...]:
+    """Seconds of the first 0, 1, ... L layers."""
+    return tuple(accumulate(profile.costs("time"), initial=0.0))

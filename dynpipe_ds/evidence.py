@@ -9,8 +9,12 @@ from statistics import fmean, median
 
 # The constants were chosen by regret on synthetic traces like those of tests/test_controller.py: what a run of 60
 # batches loses to one that always has the best partition, moves included. Models that change by a half or a fifth, or
-# slowly, under 10% and 20% noise lose a third of what they lose with CONFIDENCE = 4.5. One that is balanced moves at
-# most 8 times in 500 batches under 10% noise, nearly always between two partitions that tie: 0.2% of the time.
+# slowly, under 10% and 20% noise lose a third of what they lose with CONFIDENCE = 4.5. One whose layers divide evenly
+# is left alone for 500 batches, but for spikes: two of one rank in a row look like a change. With threefold spikes in
+# 1% of a rank's batches, 13 of 80 runs moved there and back, for 0.03% of the time (0.3% at worst); a third batch of
+# evidence would spare that, and cost runs of 60 batches in which the model changes by a half or more 0.2% of theirs.
+# Where partitions tie, the odd move between them (at most 7 in 500 batches) gains 1% where the other one drains sooner,
+# and loses 0.8% (2.6% at worst) under 10% noise of whole ranks where it drains later.
 
 HISTORY = 64
 """Batches over which noise is measured and a gain may be confirmed.

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dynpipe_ds.controller import Controller, Decision
 from dynpipe_ds.evidence import LEAST_EVIDENCE
 from dynpipe_ds.partition import Plan
 from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.simulation import predicted_batches_s
 from tests.matrix import mostly
 
 RECORDING = Path(__file__).parent / "data" / "recorded_freezing.json"
@@ -56,6 +58,13 @@ def profile(
     """One batch with these layer times."""
     layers = tuple(LayerProfile("layer", s / 3, s * 2 / 3, 1, 4, 4, 8, 1) for s in seconds)
     return PipelineProfile(batch, boundaries, num_micro_batches, layers, ())
+
+
+@cache
+def batch_s(seconds: tuple[float, ...], boundaries: Boundaries, num_micro_batches: int) -> float:
+    """Seconds of a batch with these layer times."""
+    batch = profile(seconds, boundaries, num_micro_batches=num_micro_batches)
+    return predicted_batches_s([(batch, boundaries)])[0]
 
 
 def controller(**section: Any) -> Controller:
@@ -100,6 +109,8 @@ class Run:
     moved_at: list[int] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     num_due: int = 0
+    batches_s: float = 0.0
+    """True seconds of all batches, as they were cut, without noise and moves."""
 
 
 def train(
@@ -117,6 +128,7 @@ def train(
     rng = random.Random(seed)
     decider, run = controller(**section), Run(start)
     for batch in range(num_batches):
+        run.batches_s += batch_s(tuple(model(batch)), run.boundaries, num_micro_batches)
         seconds = noise.apply(model(batch), run.boundaries, rng)
         decider.observe(
             profile(seconds, run.boundaries, batch=batch, num_micro_batches=num_micro_batches)
@@ -168,9 +180,18 @@ def half_gets_cheaper(num_layers: int, at: int) -> Model:
 def test_balanced_static_model_is_left_alone(
     num_batches: int, seed: int, start: Boundaries, noise: Noise
 ) -> None:
-    run = train(equal_layers(start[-1]), start, num_batches=num_batches, noise=noise, seed=seed)
+    """Two spikes of one rank in a row look like a change of the model: what that costs is promised, not the count."""
+    model, move_s = equal_layers(start[-1]), 0.05
+    run = train(model, start, num_batches=num_batches, noise=noise, seed=seed, move_s=move_s)
     there_is_a_tie = start[-1] % (len(start) - 1) != 0
-    assert len(run.moved_at) <= (num_batches // 25 if there_is_a_tie else 0), run.decisions[-1]
+    if there_is_a_tie:
+        assert len(run.moved_at) <= num_batches // 25, run.decisions[-1]
+    elif not noise.spike_probability:
+        assert not run.moved_at, run.decisions[-1]
+    left_alone_s = num_batches * batch_s(tuple(model(0)), start, 8)
+    lost_s = run.batches_s - left_alone_s + move_s * len(run.moved_at)
+    bound = 0.03 if there_is_a_tie else 0.005  # partitions with the same bottleneck fill and drain otherwise
+    assert lost_s <= bound * left_alone_s, f"{lost_s / left_alone_s:.2%} lost by moves after batches {run.moved_at}"
 
 
 @pytest.mark.parametrize("noise", NOISES[:3], ids=str)
@@ -488,3 +509,79 @@ def test_after_a_failure_it_pauses_longer_each_time_until_a_move_succeeds() -> N
     failed = next_due(last + 200)
     decider.record_failure(failed)
     assert next_due(failed + 1) == failed + 8
+
+
+# -- a run that is interrupted and goes on ------------------------------------------------------
+
+
+def interrupted(stop: int | None, *, num_batches: int = 60, same_stages: bool = True, **section: Any) -> list[Any]:
+    """Decisions and moves of a run whose every third move fails; after batch ``stop`` another controller takes over."""
+    rng, decider, boundaries = random.Random(5), controller(**section), (0, 4, 9)
+    told: list[Any] = []
+    attempts = 0
+    for batch in range(num_batches):
+        model = half_gets_cheaper(9, 20)(batch if batch < 40 else 0)
+        decider.observe(profile(Noise(0.03, 0.03).apply(model, boundaries, rng), boundaries, batch=batch))
+        if decider.due(batch):
+            smoothed = decider.smoothed()
+            assert smoothed is not None
+            plan = optimal(smoothed.costs("time"), 2, boundaries)
+            if plan.boundaries == boundaries and batch % 5 == 0:
+                plan = Plan((0, 5, 9), plan.bottleneck, plan.bottleneck)  # judged by whole batches
+            decision = decider.worth_it(plan, smoothed)
+            told.append((batch, plan.boundaries, decision))
+            if decision.rebalance:
+                attempts += 1
+                if attempts % 3 == 1:
+                    decider.record_failure(batch)
+                else:
+                    boundaries = plan.boundaries
+                    decider.record_cost(0.02 * attempts, 1)
+                    decider.record_rebalance(batch)
+        if batch == stop:
+            known, decider = decider.state_dict(), controller(**section)
+            decider.load_state_dict(known, same_stages=same_stages)
+            assert not same_stages or decider.state_dict() == known
+    return told
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{}, {"rebalance_every": 7, "min_gain": 0.0}, {"stage_speeds": [1.0, 0.9], "profile_batches": 2}],
+    ids=str,
+)
+def test_one_that_goes_on_decides_as_the_uninterrupted_one(section: dict[str, Any]) -> None:
+    expected = interrupted(None, **section)
+    assert sum(decision.rebalance for _, _, decision in expected) >= 3
+    for stop in range(60):
+        assert interrupted(stop, **section) == expected, stop
+
+
+def test_on_another_number_of_stages_layer_times_carry_over_and_pauses_do_not() -> None:
+    decider, other = controller(), controller()
+    for batch in range(10):
+        decider.observe(profile(UNEQUAL, (0, 4, 8), batch=batch))
+    decider.record_cost(3.0, 1)
+    decider.record_failure(9)
+    other.load_state_dict(decider.state_dict(), same_stages=False)
+    assert other.smoothed() is None, "what stages measured starts anew"
+    for batch in range(10, 13):
+        other.observe(profile(UNEQUAL, (0, 2, 4, 8), batch=batch))
+    assert other.due(12), "no pause"
+    known = other.state_dict()
+    assert len(known["profiles"]) == 13 and known["costs_s"] == [] and known["num_failures"] == 0
+
+
+def test_state_of_older_checkpoints_is_taken_in() -> None:
+    profiles = [profile(UNEQUAL, (0, 4, 8), batch=batch) for batch in range(10)]
+    history = [[0.0, *accumulate(p.costs("time"))] for p in profiles]
+    decider, fresh = controller(), controller()
+    decider.load_state_dict({"newest": profiles[-3:], "history": history, "costs_s": [0.2], "decided_batch": 4})
+    for p in profiles:
+        fresh.observe(p)
+    fresh.record_cost(0.2, 1)
+    smoothed = decider.smoothed()
+    assert smoothed is not None and smoothed == fresh.smoothed()
+    assert decider.worth_it(BETTER, smoothed) == fresh.worth_it(BETTER, smoothed)
+    decider.observe(profile(UNEQUAL, (0, 4, 8), batch=10))
+    assert decider.due(10)

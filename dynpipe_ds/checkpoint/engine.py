@@ -13,6 +13,7 @@ from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint.folder import DiskSync, read_latest
 from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from dynpipe_ds.checkpoint.names import agree_on_place, tag_problem
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.fatal import naming_lost_ranks, no_way_back
@@ -50,6 +51,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
             ``True``.
 
         Raises:
+            ValueError: on every rank, if the tag can't name a checkpoint there.
             CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
         """
         client_state = client_state or {}
@@ -124,6 +126,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
             tag and no ``latest``.
 
         Raises:
+            ValueError: on every rank, if the tag can't name a checkpoint.
             CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
         """
         if not self.dynamic_config.enabled or self.load_universal_checkpoint():
@@ -143,6 +146,7 @@ class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]
             name = latest_tag(load_dir) if tag is None else str(tag)
             if name is None:
                 return None, None
+            agree_on_place(Path(load_dir) / name, tag_problem(name))
             result = Loading(
                 self, load_dir, name, strict=load_module_strict, optimizer_states=load_optimizer_states,
                 scheduler_states=load_lr_scheduler_states, module_only=load_module_only,

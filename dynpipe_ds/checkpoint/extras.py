@@ -17,7 +17,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
-from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.checkpoint.profiles import pack, unpack
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.controller import Controller
+from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.profiling import LayerSizes, Spent
 
 Plain = dict[str, Any]
 
@@ -25,16 +29,38 @@ ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its 
 
 
 def common_state(engine: Any) -> Plain:
-    """State that is the same on every rank.
+    """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
 
     Args:
         engine: the dynamic pipeline engine.
     """
+    known = engine._controller.state_dict()
+    packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
     return {
         "num_batches": engine._num_batches,
-        "window": [profile.dumps() for profile in engine._window],
-        "controller": engine._controller.state_dict(),
+        "controller": {**known, **packed},
+        "repacking": {"wished_stages": engine._wished_stages, "next_batch": engine._next_repack_batch},
     }
+
+
+def _controller_state(common: Plain) -> Plain:
+    """What the controller takes in; older checkpoints keep the newest profiles, and only these, as JSON."""
+    stored = common["controller"]
+    if "profiles" not in stored:
+        return {**stored, "newest": [PipelineProfile.loads(text) for text in stored["newest"]]}
+    return {**stored, **{key: unpack(stored[key]) for key in ("profiles", "newest") if key in stored}}
+
+
+def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[PipelineProfile]:
+    """The newest profiles in a checkpoint.
+
+    Args:
+        common: as :func:`common_state` gave it.
+        config: the present section.
+    """
+    controller = Controller(config)
+    controller.load_state_dict(_controller_state(common))
+    return controller.newest
 
 
 def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
@@ -46,9 +72,11 @@ def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
     engine._num_batches = state["num_batches"]
-    engine._window = [PipelineProfile.loads(text) for text in state["window"]] if same_stages else []
-    engine._controller.load_state_dict(state["controller"], same_stages=same_stages)
-    engine._measure_sizes = True
+    engine._controller.load_state_dict(_controller_state(state), same_stages=same_stages)
+    engine._window = engine._controller.newest
+    repacking = state.get("repacking", {"wished_stages": None, "next_batch": 0})
+    engine._wished_stages = repacking["wished_stages"] if same_stages else None
+    engine._next_repack_batch = max(repacking["next_batch"], engine.dynamic_config.repack.earliest_batch)
 
 
 def rank_state(engine: Any) -> Plain:
@@ -63,22 +91,39 @@ def rank_state(engine: Any) -> Plain:
         "micro_offset": engine.module.micro_offset,
         "micro_steps": engine.micro_steps,
         "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
+        # What the next profile reports of the last move, and whether it measures sizes anew.
+        "spent": tuple(map(float, engine._spent)),
+        "bytes_moved": int(engine._bytes_moved),
+        "measure_sizes": engine._measure_sizes,
         "attributes": {i: _attributes(layer) for i, layer in engine.local_layers().items()},
     }
 
 
-def restore_rank(engine: Any, state: Plain) -> None:
-    """Put back what :func:`rank_state` gave, but for the layers' attributes.
+def restore_rank(engine: Any, state: Plain, *, same_stages: bool) -> None:
+    """Put back what :func:`rank_state` gave, but for the layers' attributes; :func:`restore_common` goes first.
 
     Args:
         engine: the dynamic pipeline engine.
         state: as stored by some rank.
+        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
     _set_random_streams(state["random"])
     engine.module.micro_offset = state["micro_offset"]
     engine.micro_steps = state["micro_steps"]
     for key, seconds in state["overhead"].items():
         setattr(engine.overhead, key, seconds)
+    known = same_stages and bool(engine._window)
+    engine._spent = Spent(*state["spent"]) if known and "spent" in state else Spent()
+    engine._bytes_moved = state.get("bytes_moved", 0) if known else 0
+    engine._measure_sizes = state.get("measure_sizes", True) if known else True
+    if known:
+        engine._sizes = {i: _layer_sizes(engine._window[-1].layers[i]) for i in engine.local_layers()}
+
+
+def _layer_sizes(layer: LayerProfile) -> LayerSizes:
+    return LayerSizes(
+        layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes
+    )
 
 
 def _random_streams() -> Plain:

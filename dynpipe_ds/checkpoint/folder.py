@@ -22,7 +22,9 @@ import torch
 from deepspeed.utils import logger
 from torch import Tensor
 
+from dynpipe_ds.checkpoint.full_disk import full_disk_text, naming_full_disk, stored_bytes
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileEntry
+from dynpipe_ds.checkpoint.plain import plain
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _READ_BYTES = 1 << 20
@@ -115,8 +117,22 @@ def write_latest(save_dir: Path, tag: str) -> None:
         tag: the checkpoint's.
     """
     partial = save_dir / ".latest.partial"
-    partial.write_text(tag, encoding="utf-8")
+    write_text(partial, tag)
     os.replace(partial, save_dir / "latest")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file.
+
+    Args:
+        path: the file.
+        text: its content.
+
+    Raises:
+        CheckpointError: if there is no room for it.
+    """
+    with naming_full_disk(path, lambda: len(text.encode())):
+        path.write_text(text, encoding="utf-8")
 
 
 def read_latest(save_dir: str | Path) -> str | None:
@@ -224,7 +240,7 @@ class DiskSync:
             return ""
         except OSError as error:
             logger.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
-            return f"{path}: {error}"
+            return full_disk_text(error, path) or f"{path}: {error}"
         return ""
 
     def wait(self) -> None:
@@ -276,11 +292,17 @@ class RecordingWriter:
         Args:
             state_dict: what ``torch.save`` takes.
             path: where to.
+
+        Raises:
+            CheckpointError: if it holds what could not be loaded again, or if there is no room for it.
         """
-        if Path(path).name.startswith("layer_"):
+        file = Path(path)
+        if file.name.startswith("layer_"):
             state_dict = {key: _compact(value) for key, value in state_dict.items()}
-        self._inner.save(state_dict, path)
-        self.entries[str(Path(path).relative_to(self._root))] = fingerprint(Path(path))
+        stored = plain(state_dict, f"{file.name}: ")
+        with naming_full_disk(file, lambda: stored_bytes(stored)):
+            self._inner.save(stored, path)
+            self.entries[str(file.relative_to(self._root))] = fingerprint(file)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder.

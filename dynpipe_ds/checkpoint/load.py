@@ -17,7 +17,7 @@ from torch import nn
 from dynpipe_ds.agreement import first_error
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
-from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank
+from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank, stored_window
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
 from dynpipe_ds.checkpoint.optimizer_files import (
@@ -180,9 +180,9 @@ class Loading:
     def _stored_profile(self) -> PipelineProfile | None:
         if not self._manifest.is_ours:
             return None
-        window = self._reader.read(COMMON_FILE)["window"]
         config = self._engine.dynamic_config
-        return smooth([PipelineProfile.loads(text) for text in window], config.smoothing) if window else None
+        window = stored_window(self._reader.read(COMMON_FILE), config)
+        return smooth(window, config.smoothing) if window else None
 
     def _read(self, partition: tuple[int, ...]) -> None:
         """Everything this rank will need in the wanted partition."""
@@ -292,7 +292,7 @@ class Loading:
         engine.skipped_steps = checkpoint["skipped_steps"]
         if self._manifest.is_ours:
             restore_common(engine, self._common, same_stages=self._same_stages)
-            restore_rank(engine, self._rank_state)
+            restore_rank(engine, self._rank_state, same_stages=self._same_stages)
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ def _zero_stage(owner: Any, name: str) -> ZeroStageEnum:
 _DEEPSPEED_CLASSES: list[Any] = [
     DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (_zero_stage, "builtins.getattr"),
 ]
+
+
+def known_classes() -> list[Any]:
+    """What may be read besides tensors and plain values, for ``torch.serialization.safe_globals``."""
+    return list(_DEEPSPEED_CLASSES)
 
 
 class Reader:
@@ -60,20 +66,25 @@ class Reader:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         try:
-            with torch.serialization.safe_globals(_DEEPSPEED_CLASSES):
+            with torch.serialization.safe_globals(known_classes()):
                 return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{file} holds objects that could run code when they are read, or is damaged; allow classes you trust "
-                f"with torch.serialization.add_safe_globals([...]): {_first_line(error)}"
+                f"with torch.serialization.add_safe_globals([...]): {first_line(error)}"
             ) from error
         except Exception as error:
-            raise CheckpointError(f"{file} is damaged or can't be read: {_first_line(error)}") from error
+            raise CheckpointError(f"{file} is damaged or can't be read: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The line of a reading error that names the class, or else the first one.
+
+    Args:
+        error: what ``torch.load`` raised.
+    """
     text = str(error).strip()
-    found = [line.strip() for line in text.splitlines() if "GLOBAL" in line or "global" in line]
+    found = [line.strip() for line in text.splitlines() if re.search("global|Unsupported", line, re.I)]
     return (found or text.splitlines() or [type(error).__name__])[0]
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.extras import common_state, rank_state
+from dynpipe_ds.checkpoint.full_disk import naming_full_disk
 from dynpipe_ds.checkpoint.manifest import (
     EXTRAS_FOLDER,
     MANIFEST_FILE,
@@ -32,6 +33,8 @@ from dynpipe_ds.checkpoint.manifest import (
     named_parameters,
     tensor_forms,
 )
+from dynpipe_ds.checkpoint.names import agree_on_place, place_problem, tag_problem
+from dynpipe_ds.checkpoint.plain import plain
 from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
 
 T = TypeVar("T")
@@ -96,7 +99,6 @@ class Saving:
         self._exclude_frozen = exclude_frozen_parameters
         self._earlier = earlier
         self._target = self._save_dir / tag
-        self._folder = folder.partial_folder(self._target)
         self._first = dist.get_rank() == 0
         self._replica = engine.grid.get_data_parallel_id()
 
@@ -110,10 +112,12 @@ class Saving:
             This rank's files, on their way to the disk.
 
         Raises:
+            ValueError: on every rank, with the same text, if the tag or its folder can't be used.
             CheckpointError: on every rank, with the same text, if any rank could not do its part.
         """
         self._agree_on_tag()
         try:
+            self._client_state = self._together(lambda: plain(self._client_state, "client_state"))
             self._together(self._start)
             part = self._together(lambda: (self._write_files(), *self._describe()))
             parts = self._gather(part)
@@ -125,28 +129,29 @@ class Saving:
         return folder.DiskSync(str(self._target), self._written(part[0]))
 
     def _together(self, action: Callable[[], T]) -> T:
-        return together(action, self._engine.device, lambda message: CheckpointError(
+        def run() -> T:
+            with naming_full_disk(self._folder):
+                return action()
+
+        return together(run, self._engine.device, lambda message: CheckpointError(
             f"saving checkpoint {self._target} failed; earlier checkpoints are as they were ({message})"
         ))
 
     def _agree_on_tag(self) -> None:
         """All name the same, and the one before it is on the disk, so that one is there whatever fails now."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (str(self._target), self._not_on_disk()))
-        tags = {tag for tag, _ in everyone}
-        if len(tags) > 1:
-            raise CheckpointError(f"the ranks name different checkpoints: {sorted(tags)}; give all the same")
-        problems = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone) if text)
-        if problems:
-            raise CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {problems}")
+        problem = tag_problem(self._tag)
+        if not problem and self._first:
+            problem = place_problem(self._save_dir, self._tag)
+        agree_on_place(self._target, problem)
+        earlier = self._earlier
+        together(lambda: earlier.wait() if earlier is not None else None, self._engine.device, lambda message: (
+            CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {message}")
+        ))
 
-    def _not_on_disk(self) -> str:
-        try:
-            if self._earlier is not None:
-                self._earlier.wait()
-        except CheckpointError as error:
-            return str(error)
-        return ""
+    @property
+    def _folder(self) -> Path:
+        """Where it is written before it gets its name."""
+        return folder.partial_folder(self._target)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class Saving:
     def _finish(self, parts: list[Any], *, save_latest: bool) -> None:
         if not self._first:
             return
-        (self._folder / MANIFEST_FILE).write_text(self._manifest(parts).dumps(), encoding="utf-8")
+        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
         folder.publish(self._target)
         if save_latest:
             folder.write_latest(self._save_dir, self._tag)
@@ -211,7 +216,8 @@ class Saving:
         if self._first:
             written += [self._target / MANIFEST_FILE, self._target / EXTRAS_FOLDER, self._target]
             latest = self._save_dir / "latest"
-            written += [latest, self._save_dir] if latest.exists() else [self._save_dir]
+            written += [latest] if latest.exists() else []
+            written += [self._target, *self._target.parents][1 : self._tag.count("/") + 2]  # up to save_dir
         return written
 
     # -- the manifest -------------------------------------------------------------------------

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,6 +22,7 @@ from tests.distributed import models
 from tests.distributed.clients import compile_first
 from tests.distributed.models import HIDDEN, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_checkpoint_faults import same_text
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FP16, WARMUP, ZERO
 from tests.matrix import mostly
 
@@ -216,7 +221,7 @@ def load_profile_on_four(rank: int, folder: str) -> None:
     engine = make_engine(run)
     engine.load_checkpoint(folder)
     assert engine.partition != (0, 1, 2, 3, 8)
-    assert engine.profile is None and len(engine._controller.state_dict()["history"]) == 4
+    assert engine.profile is None and len(engine._controller.state_dict()["profiles"]) == 4
     train(engine, run, 4, 7)
 
 
@@ -281,7 +286,10 @@ class Rogue:
 def unsafe_client_state(rank: int, folder: str) -> None:
     run = Run(2, config=ADAMW)
     engine = make_engine(run)
-    engine.save_checkpoint(folder, client_state={"rogue": Rogue()})
+    with pytest.raises(CheckpointError, match=r"client_state\['rogue'\] is of class .*Rogue .*add_safe_globals"):
+        engine.save_checkpoint(folder, client_state={"rogue": Rogue()})
+    with torch.serialization.safe_globals([Rogue]):
+        engine.save_checkpoint(folder, client_state={"rogue": Rogue()})
     with pytest.raises(CheckpointError, match=r"(?s)add_safe_globals.*Rogue"):
         engine.load_checkpoint(folder)
     with torch.serialization.safe_globals([Rogue]):
@@ -291,6 +299,82 @@ def unsafe_client_state(rank: int, folder: str) -> None:
 
 def test_reading_runs_no_code(tmp_path: Any) -> None:
     run_ranks(unsafe_client_state, 2, str(tmp_path))
+
+
+class Scheduler:
+    """A schedule of the caller's own, with state that NumPy computed."""
+
+    def __init__(self, since: Any = None) -> None:
+        self.rate, self.since = numpy.float64(0.01), since
+
+    def step(self, *_: Any, **__: Any) -> None:
+        self.rate *= 0.9
+
+    def get_last_lr(self) -> list[float]:
+        return [self.rate]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": self.rate, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rate, self.since = state["rate"], state["since"]
+
+
+def numbers_of_numpy(rank: int, folder: str) -> None:
+    """Everywhere that values of others get into a checkpoint: stored as plain values, or refused by their path."""
+    for name in ("adamw", "zero1"):
+        run, place = Run(2, config=OPTIMIZERS[name]), f"{folder}/{name}"
+        engine = make_engine(run)
+        engine.lr_scheduler = Scheduler()
+        train(engine, run, 0, 1)
+        groups = engine.stage_optimizer.groups.optimizer.param_groups
+        for group in groups:
+            group["lr"] = numpy.float64(group["lr"])
+        layer = next(iter(engine.local_layers().values()))
+        layer.seen = {"at": numpy.int64(3), "order": numpy.arange(3)}
+        keep_in_checkpoints(layer, "seen")
+        client = {"step": numpy.int32(7), "best": (numpy.float64(0.1), Path("a/b"))}
+        engine.save_checkpoint(place, client_state=client)
+        other = make_engine(run)
+        other.lr_scheduler = Scheduler()
+        _, found = other.load_checkpoint(place)
+        assert (found["step"], found["best"]) == (7, (0.1, "a/b")) and type(found["step"]) is int
+        assert type(other.lr_scheduler.rate) is float and other.lr_scheduler.rate == engine.lr_scheduler.rate
+        seen = next(iter(other.local_layers().values())).seen
+        assert type(seen["at"]) is int and seen["at"] == 3 and seen["order"].tolist() == [0, 1, 2]
+        ours = other.stage_optimizer.groups.optimizer.param_groups
+        assert [group["lr"] for group in ours] == [group["lr"] for group in groups]
+        assert train(other, run, 1, 2) == train(engine, run, 1, 2)
+
+        before = sorted(path.name for path in Path(place).iterdir())
+        for where, spoil, restore in (
+            (
+                r"lr_scheduler'\]\['since'\] is of class datetime.datetime",
+                lambda: setattr(engine, "lr_scheduler", Scheduler(datetime.now())),
+                lambda: setattr(engine, "lr_scheduler", Scheduler()),
+            ),
+            (
+                r"param_groups'\]\[0\]\['note'\] is of class decimal.Decimal",
+                lambda: groups[0].update(note=Decimal(1)), lambda: groups[0].pop("note"),
+            ),
+            (
+                r"attributes'\]\[\d\]\[''\]\['seen'\] is of class argparse.Namespace",
+                lambda: setattr(layer, "seen", Namespace(a=1)), lambda: setattr(layer, "seen", 1),
+            ),
+        ):
+            spoil()
+            with pytest.raises(CheckpointError, match=where) as caught:
+                engine.save_checkpoint(place, tag="refused")
+            assert "and could not be loaded again; store " in same_text(str(caught.value))
+            torch.distributed.barrier()
+            assert sorted(path.name for path in Path(place).iterdir()) == before, "nothing is left"
+            torch.distributed.barrier()
+            restore()
+        engine.load_checkpoint(place)
+
+
+def test_values_of_others_are_stored_as_plain_ones_or_refused(tmp_path: Any) -> None:
+    run_ranks(numbers_of_numpy, 2, str(tmp_path))
 
 
 def other_optimizers(rank: int, folder: str, clients: list[str]) -> None:

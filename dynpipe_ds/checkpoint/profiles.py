@@ -1,0 +1,78 @@
+"""Profiles in a checkpoint: a few tensors for all of them; sizes of layers, which rarely change, are kept once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+
+_Sizes = tuple[tuple[str, int, int, int, int, int], ...]  # of every layer, as LayerProfile has them
+
+
+def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
+    """Plain values and tensors that :func:`unpack` reads back, equal.
+
+    Args:
+        profiles: of one model; stages may differ in number.
+    """
+    tables: dict[_Sizes, int] = {}
+    table_of = [tables.setdefault(_sizes(profile), len(tables)) for profile in profiles]
+    stages = [stage for profile in profiles for stage in profile.stages]
+    return {
+        "batches": [profile.batch for profile in profiles],
+        "boundaries": [profile.boundaries for profile in profiles],
+        "num_micro_batches": [profile.num_micro_batches for profile in profiles],
+        "seconds": torch.tensor(
+            [[(layer.forward_s, layer.backward_s) for layer in profile.layers] for profile in profiles],
+            dtype=torch.float64,
+        ),
+        "names": [[layer[0] for layer in table] for table in tables],
+        "sizes": torch.tensor([[layer[1:] for layer in table] for table in tables], dtype=torch.int64),
+        "table_of": table_of,
+        "num_stages": [len(profile.stages) for profile in profiles],
+        "stage_seconds": torch.tensor(
+            [(s.busy_s, s.fill_drain_s, s.waiting_s, s.step_s, s.batch_s) for s in stages], dtype=torch.float64
+        ),
+        "stage_bytes": torch.tensor([stage.peak_memory_bytes for stage in stages], dtype=torch.int64),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
+    """The profiles that :func:`pack` was given.
+
+    Args:
+        packed: as stored.
+    """
+    tables = [
+        [(name, *sizes) for name, sizes in zip(names, table, strict=True)]
+        for names, table in zip(packed["names"], packed["sizes"].tolist(), strict=True)
+    ]
+    of_stages = zip(packed["stage_seconds"].tolist(), packed["stage_bytes"].tolist(), strict=True)
+    stages = iter([[*times, num_bytes] for times, num_bytes in of_stages])
+    profiles = []
+    for i, seconds in enumerate(packed["seconds"].tolist()):
+        profiles.append(PipelineProfile(
+            batch=packed["batches"][i],
+            boundaries=packed["boundaries"][i],
+            num_micro_batches=packed["num_micro_batches"][i],
+            layers=tuple(
+                LayerProfile(name, *times, *sizes)
+                for (name, *sizes), times in zip(tables[packed["table_of"][i]], seconds, strict=True)
+            ),
+            stages=tuple(StageProfile(*stage) for stage in islice(stages, packed["num_stages"][i])),
+        ))  # fmt: skip
+    return profiles
+
+
+def _sizes(profile: PipelineProfile) -> _Sizes:
+    return tuple(
+        (
+            layer.name, layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes,
+            layer.activation_bytes,
+        )
+        for layer in profile.layers
+    )
