@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import deepspeed
@@ -139,7 +140,7 @@ def init_distributed(backend: str | None = None) -> None:
     """
     operations: Any = importlib.import_module("deepspeed.ops")
     known = vars(operations).get("__compatible_ops__")
-    operations.__compatible_ops__ = {}
+    operations.__compatible_ops__ = defaultdict(bool)  # none; up to 0.19.2 DeepSpeed asks for one that must be there
     try:
         deepspeed.init_distributed(backend, verbose=False)
     finally:

@@ -33,7 +33,7 @@ class Mode:
 
     name: str
     tolerance: float
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict, hash=False)
     clipping: float = 0.5
     bf16: bool = False
     tied: bool = True
