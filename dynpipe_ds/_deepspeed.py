@@ -63,8 +63,8 @@ def why_unsupported() -> str:
     """The rule that the installed DeepSpeed breaks, to be read after its version; empty if it breaks none."""
     if is_older(str(deepspeed.__version__), LEAST_DEEPSPEED):
         return (
-            f"is older than {LEAST_DEEPSPEED}, the first release whose pipeline gradients are right (earlier ones divide "
-            "them by the accumulation steps again at every stage but the last)"
+            f"is older than {LEAST_DEEPSPEED}, the first release whose pipeline gradients are right (before, every "
+            "stage but the last divides them by the accumulation steps once more)"
         )
     missing = _missing_names()
     return f"has no {', '.join(missing)}, which dynpipe_ds needs" if missing else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Course, Mode
 from dynpipe_ds.cli.numerics.model import NUM_LAYERS
-from dynpipe_ds.cli.numerics.record import KINDS, LOSS, WEIGHT, WHOLE, Quantity, Record
+from dynpipe_ds.cli.numerics.record import KINDS, WEIGHT, WHOLE, Quantity, Record
 
 _LEAST_SIZE = 1e-3  # of the largest tensor of its kind and batch: below, rounding is all there is to see
 
@@ -38,7 +38,7 @@ def merge(records: tuple[Record, Record]) -> tuple[Record, list[str]]:
         All quantities, and what is wrong with the layers' places: each is on one rank after every batch.
     """
     first, second = records
-    problems = []
+    problems: list[str] = []
     for batch in range(NUM_BATCHES):
         held = [sorted({q.layer for q in r if q.batch == batch and q.kind == WEIGHT}) for r in records]
         counts = {layer: sum(layer in layers for layers in held) for layer in range(NUM_LAYERS)}
@@ -47,7 +47,8 @@ def merge(records: tuple[Record, Record]) -> tuple[Record, list[str]]:
             problems.append(f"after batch {batch + 1} {', '.join(wrong)}")
     differing = [q for q in first.keys() & second.keys() if q.layer == WHOLE and not _same(first[q], second[q])]
     if differing:
-        problems.append(f"{_what(min(differing, key=_order))} differs between the two stages")
+        batch, kind, *_ = min(differing, key=_order)
+        problems.append(f"{_name(batch, kind)} after batch {batch + 1} differs between the two stages")
     return {**second, **first}, problems
 
 
@@ -59,14 +60,16 @@ def compare(mode: Mode, reference: Record, runs: Mapping[Course, Record]) -> Ver
         reference: of the undivided model.
         runs: of the divided one, by course.
     """
-    problems, largest = [], 0.0
+    problems: list[str] = []
+    largest = 0.0
     agreeing: dict[Course, Record] = {}
     for course, record in runs.items():
         differences = _differences(reference, record)
         off = {q: d for q, d in differences.items() if not d <= mode.tolerance}
         largest = max([largest, *(d for d in differences.values() if d == d)])
         if off:
-            problems.append(f"{_first_of(off, course)}, of the undivided model's (allowed {mode.tolerance:.0e})")
+            share = f"as a share of the undivided model's (allowed {mode.tolerance:.0e})"
+            problems.append(f"{_first_of(off, course)}, {share}")
         else:
             agreeing[course] = record
     # What is off by itself is told; comparing its bits, too, would say the same again.
@@ -100,7 +103,7 @@ def _differing_bits(runs: Mapping[Course, Record]) -> list[str]:
     for course, record in others:
         differing = {q: 0.0 for q in wanted.keys() | record.keys() if not _same(wanted.get(q), record.get(q))}
         if differing:
-            problems.append(f"{_first_of(differing, course)} other bits than with {first.at(0)}")
+            problems.append(f"{_first_of(differing, course)}: other bits than with cut {first}")
     return problems
 
 
@@ -109,20 +112,36 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _first_of(off: Mapping[Quantity, float], course: Course) -> str:
-    """The first quantity that is off, with what else of its kind, and by how much."""
-    first = min(off, key=_order)
-    same = {q: d for q, d in off.items() if (q.batch, q.kind) == (first.batch, first.kind)}
-    layers = sorted({q.layer for q in same} - {WHOLE})
-    where = "" if not layers else f" of layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-    amount = max(same.values())
-    by = "has" if not amount else "is missing" if amount == float("inf") else f"is off by {amount:.1e}"
-    return f"{course.at(first.batch)}: {_what(first)}{where} {by}"
+    """All that is off in the first batch where something is, in the order of cause and effect."""
+    batch = min(q.batch for q in off)
+    told = []
+    for kind in KINDS:
+        amounts = {q.layer: d for q, d in off.items() if (q.batch, q.kind) == (batch, kind)}
+        if amounts:
+            amount = max(d for q, d in off.items() if (q.batch, q.kind) == (batch, kind))
+            by = "" if not amount else " missing" if amount == float("inf") else f" off by {amount:.1e}"
+            told.append(f"{_name(batch, kind)}{_layers(set(amounts))}{by}")
+    when = "in the evaluation" if batch == NUM_BATCHES else f"batch {batch + 1}"
+    return f"{course.at(batch)}, {when}: {', '.join(told)}"
 
 
-def _what(quantity: Quantity) -> str:
-    if quantity.batch == NUM_BATCHES:
-        return "evaluation loss"
-    return f"{quantity.kind} {'of' if quantity.kind == LOSS else 'after'} batch {quantity.batch + 1}"
+def _name(batch: int, kind: str) -> str:
+    return "loss of the evaluation" if batch == NUM_BATCHES else kind
+
+
+def _layers(layers: set[int]) -> str:
+    """``of layer 3``, ``of layers 0-2, 7``."""
+    known = sorted(layers - {WHOLE})
+    if not known:
+        return ""
+    spans: list[list[int]] = []
+    for layer in known:
+        if spans and spans[-1][-1] == layer - 1:
+            spans[-1].append(layer)
+        else:
+            spans.append([layer])
+    shown = ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
+    return f" of layer{'s' if len(known) > 1 else ''} {shown}"
 
 
 def _order(quantity: Quantity) -> tuple[int, int, int, str]:

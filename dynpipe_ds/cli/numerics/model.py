@@ -106,8 +106,8 @@ class Block(nn.Module):
         self.bias = _weights(index, width)
         self.down = _weights(-index, width, HIDDEN)
         self.dropout = nn.Dropout(dropout)
-        if keeps_mean:
-            self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.mean: Tensor | None
+        self.register_buffer("mean", torch.zeros(HIDDEN) if keeps_mean else None)
         self.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,9 +119,10 @@ class Block(nn.Module):
         Returns:
             The same shape.
         """
-        if self.training and "mean" in self._buffers:
+        if self.training and self.mean is not None:
             self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
-        return x + self.dropout(torch.tanh(self.norm(x) @ self.up + self.bias) @ self.down)
+        change: Tensor = self.dropout(torch.tanh(self.norm(x) @ self.up + self.bias) @ self.down)
+        return x + change
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:

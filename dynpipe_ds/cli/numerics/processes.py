@@ -17,8 +17,8 @@ from dynpipe_ds.cli.numerics.rank import progress_file
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.numerics.rank")
 
-PATIENCE_S = 60.0
-"""Longest time without progress, importing DeepSpeed on a slow disk included."""
+PATIENCE_S = 120.0
+"""Longest time without progress; importing DeepSpeed on a busy machine takes a minute."""
 
 _GRACE_S = 3.0  # for the other rank to say what it thinks went wrong
 _POLL_S = 0.05

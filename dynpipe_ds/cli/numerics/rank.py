@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds._deepspeed import init_distributed
+from dynpipe_ds._versions import is_older
 from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.model import (
     DROPOUT_SEED,
@@ -32,6 +35,9 @@ from dynpipe_ds.cli.numerics.model import (
     micro_batches,
 )
 from dynpipe_ds.cli.numerics.record import LOSS, NORM, Quantity, Record, note, note_layer, save
+
+# Before, DeepSpeed's own asks for a stream of the device, which a CPU has not.
+_LEAST_CHECKPOINTING_ON_CPU = "0.19.8"
 
 
 def record_file(folder: Path, mode: Mode, course: Course, rank: int) -> Path:
@@ -120,13 +126,20 @@ def make_engine(mode: Mode, course: Course) -> DynamicPipelineEngine:
     module = DynamicPipelineModule(
         [first, *blocks, last], loss_fn=loss_fn, num_stages=NUM_STAGES, partition_method=list(course.first),
         activation_checkpoint_interval=int(mode.checkpointing), seed_layers=True, base_seed=DROPOUT_SEED,
-        seed_fn=torch.manual_seed,
+        seed_fn=torch.manual_seed, activation_checkpoint_func=_checkpoint_function(),
     )  # fmt: skip
     engine: DynamicPipelineEngine
     engine, *_ = deepspeed.initialize(
         model=module, config=mode.deepspeed_config(), optimizer=make_optimizer, lr_scheduler=make_scheduler
     )
     return engine
+
+
+def _checkpoint_function() -> Any:
+    """DeepSpeed's activation checkpointing, or torch's where DeepSpeed's does not run on a CPU."""
+    if is_older(deepspeed.__version__, _LEAST_CHECKPOINTING_ON_CPU):
+        return partial(checkpoint, use_reentrant=True)
+    return deepspeed.checkpointing.checkpoint
 
 
 def _norm(engine: DynamicPipelineEngine) -> float:

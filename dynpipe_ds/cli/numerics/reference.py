@@ -59,8 +59,7 @@ class Undivided(nn.Module):
     def _run(self, index: int, layer: nn.Module, seed: int, x: Tensor) -> Tensor:
         def run(x: Tensor) -> Tensor:
             torch.manual_seed(seed)
-            tied = isinstance(layer, Embedding) and index > 0
-            result: Tensor = as_head(layer, x) if tied else layer(x)
+            result: Tensor = as_head(layer, x) if isinstance(layer, Embedding) and index else layer(x)
             return result
 
         if self._mode.checkpointing and x.requires_grad:
@@ -129,7 +128,7 @@ class _Training:
         losses = []
         for tokens, labels in batch:
             loss = loss_fn(self._model(tokens), labels)
-            (loss / len(batch)).backward()
+            torch.autograd.backward(loss / len(batch))
             losses.append(loss.detach())
             if self._mode.bf16:
                 self._add_up()
