@@ -33,7 +33,6 @@ changed. A warning may be meant and does not count.
 """
 _EXAMPLES = """
 dynpipe doctor
-dynpipe doctor --numerics
 dynpipe doctor --config ds_config.json
 dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
 """
