@@ -155,9 +155,10 @@ def test_processes_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     folder = tmp_path / "folder"
     folder.mkdir()
     before = set(psutil.Process().children())
-    with started(folder, rank_that(tmp_path, code), patience_s=1.0) as ranks:
-        assert ranks.wait().startswith(found)
-        assert found or ranks.wait() == ""
+    patience_s = 1.0 if "no progress" in found else 60.0
+    with started(folder, rank_that(tmp_path, code), patience_s=patience_s) as ranks:
+        failure = ranks.wait()
+    assert failure.startswith(found) if found else failure == ""
     assert set(psutil.Process().children()) <= before
 
 
