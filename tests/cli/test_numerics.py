@@ -81,7 +81,7 @@ def test_faults_are_found_in_their_mode(tmp_path: Path, references: dict[str, Re
 def test_the_command_finds_every_fault(name: str) -> None:
     """Also those that end a rank, or let it wait for ever."""
     command = (sys.executable, "-m", "tests.cli.mutants", name)
-    checks = check_numerics(command, patience_s=20.0 if MUTANTS[name].breaks else 120.0)
+    checks = check_numerics(command, patience_s=20.0 if MUTANTS[name].breaks else 60.0)
     assert MUTANTS[name].told in told(checks) and told(checks), f"{name}: {checks}"
     assert all(check.remedy for check in checks if check.status == "problem")
 

@@ -11,14 +11,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 import dynpipe_ds
 from dynpipe_ds.cli.numerics.cases import NUM_STAGES
 from dynpipe_ds.cli.numerics.rank import progress_file
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.numerics.rank")
 
-PATIENCE_S = 120.0
-"""Longest time without progress; importing DeepSpeed on a busy machine takes a minute."""
+PATIENCE_S = 60.0
+"""Longest time without progress, which is a word in a file or a second of computing."""
+
+LIMIT_S = 900.0
+"""Longest time in all, for a machine that is busy with other things."""
+
 
 _GRACE_S = 3.0  # for the other rank to say what it thinks went wrong
 _POLL_S = 0.05
@@ -36,6 +42,8 @@ class Ranks:
 
     def __init__(self, folder: Path, command: Sequence[str], patience_s: float) -> None:
         self._folder, self._patience_s = folder, patience_s
+        self._start_s = self._last_sign_s = time.monotonic()
+        self._written_s = self._computed_s = 0.0
         port = _free_port()
         self._logs = [folder / f"rank-{rank}.log" for rank in range(NUM_STAGES)]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -59,9 +67,24 @@ class Ranks:
                 return self._failure(failed[0])
             if not any(code is None for code in codes):
                 return ""
-            if time.time() - max(map(self._last_sign_s, range(NUM_STAGES))) > self._patience_s:
+            now_s = time.monotonic()
+            if self._gets_on():
+                self._last_sign_s = now_s
+            if now_s - self._last_sign_s > self._patience_s:
                 return f"no progress for {self._patience_s:.0f} s: {self._where()}"
+            if now_s - self._start_s > LIMIT_S:
+                return f"not done after {LIMIT_S:.0f} s: {self._where()}"
             time.sleep(_POLL_S)
+
+    def _gets_on(self) -> bool:
+        """Whether a process wrote something, or computed for a second, since that was last so."""
+        files = [*self._logs, *(progress_file(self._folder, rank) for rank in range(NUM_STAGES))]
+        written_s = max(file.stat().st_mtime for file in files if file.exists())
+        computed_s = sum(map(_processor_s, self._processes))
+        if written_s <= self._written_s and computed_s < self._computed_s + 1.0:
+            return False
+        self._written_s, self._computed_s = written_s, computed_s
+        return True
 
     def _failure(self, first: int) -> str:
         where = self._where()
@@ -83,10 +106,6 @@ class Ranks:
     def _progress(self, rank: int) -> str:
         file = progress_file(self._folder, rank)
         return (file.read_text(encoding="utf-8") if file.exists() else "") or "the start of the processes"
-
-    def _last_sign_s(self, rank: int) -> float:
-        files = (self._logs[rank], progress_file(self._folder, rank))
-        return max(file.stat().st_mtime for file in files if file.exists())
 
     def _last_lines(self, rank: int) -> str:
         lines = self._logs[rank].read_text(encoding="utf-8", errors="replace").splitlines()
@@ -116,6 +135,15 @@ def started(folder: Path, command: Sequence[str] = COMMAND, patience_s: float = 
         yield ranks
     finally:
         ranks.end()
+
+
+def _processor_s(process: subprocess.Popen[bytes]) -> float:
+    """Seconds that a process has computed; 0 when it has ended."""
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
 
 
 def _free_port() -> int:
