@@ -33,13 +33,13 @@ by_name: dict[str, Mode] = {mode.name: mode for mode in MODES}
 
 
 def train_mutants(_rank: int, folder: str, names: list[str]) -> None:
-    """Each in the mode where it shows, in a folder of its own."""
+    """Each in the mode where it shows, on a cut that stays and one that moves, in a folder of its own."""
     for name in names:
         place = Path(folder) / name
         place.mkdir(exist_ok=True)
         with Patches() as patches:
             MUTANTS[name].apply(patches)
-            rank.run_rank(place, [by_name[MUTANTS[name].mode]])
+            rank.run_rank(place, [by_name[MUTANTS[name].mode]], [COURSES[1], COURSES[3]])
 
 
 @pytest.fixture(scope="module")
