@@ -2,6 +2,8 @@
 # make repack-demo  train on four ranks, and on fewer as the model is pruned
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
+# make test-lowest  the quickstart and `dynpipe doctor --numerics` on the lowest torch and DeepSpeed that are supported, in
+#              .venv-lowest; downloads a torch with CUDA (TORCH_LOWEST='torch==2.4.0+cpu' where there is such a build)
 # make lint    ruff and mypy
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, 9 to 10 minutes; rewrites benchmarks/results and the README's table
@@ -14,11 +16,18 @@ TORCH    ?= torch==2.13.0
 SCENARIO ?=
 RANKS    ?=
 ARGS     ?=
+# The quickstart with fewer batches: a twentieth of them warms up, half of the layers freeze, and one move follows.
+LOWEST_ARGS ?= run.batches=16
 VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
 
-.PHONY: env run repack-demo test test-all lint docs bench bench-full clean
+LOWEST   := .venv-lowest
+version   = $(shell $(PYTHON) -c 'import runpy; print(runpy.run_path("dynpipe_ds/_versions.py")["$(1)"])')
+TORCH_LOWEST     ?= torch==$(call version,LEAST_TORCH).0
+DEEPSPEED_LOWEST ?= deepspeed==$(call version,LEAST_DEEPSPEED)
+
+.PHONY: env run repack-demo test test-all test-lowest lint docs bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -48,6 +57,20 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
 
+$(LOWEST)/.ready: setup.py dynpipe_ds/_versions.py
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check "$(TORCH_LOWEST)" numpy setuptools
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation "$(DEEPSPEED_LOWEST)"
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+test-lowest: export PATH := $(CURDIR)/$(LOWEST)/bin:$(PATH)
+test-lowest: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(LOWEST)/ops
+test-lowest: export OMP_NUM_THREADS := 1
+test-lowest: $(LOWEST)/.ready
+	$(LOWEST)/bin/python -m dynpipe_ds doctor --numerics
+	$(LOWEST)/bin/python -m scenarios.train output_dir=outputs/lowest $(LOWEST_ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -67,4 +90,4 @@ bench-full: $(READY)
 	$(BIN)/python -m benchmarks.run --full $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info outputs docs/_build
+	rm -rf $(VENV) $(LOWEST) build dist *.egg-info outputs docs/_build

@@ -1,10 +1,12 @@
 """Installer of dynpipe_ds: ``pip install -e .[dev]``."""
 
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 here = Path(__file__).parent
+versions = runpy.run_path(str(here / "dynpipe_ds" / "_versions.py"))
 
 KUBERNETES = ["kubernetes>=29"]  # the release back-end of that name
 HF = ["transformers>=5.23,<6", "safetensors>=0.5"]  # models of Hugging Face
@@ -32,7 +34,7 @@ setup(
         "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
     ],
-    python_requires=">=3.10",
+    python_requires=f">={versions['LEAST_PYTHON']}",
     packages=[
         *find_packages(include=["dynpipe_ds", "dynpipe_ds.*", "scenarios", "scenarios.*"]),
         "scenarios.conf",
@@ -40,8 +42,8 @@ setup(
     package_dir={"scenarios.conf": "conf"},
     package_data={"dynpipe_ds": ["py.typed"], "scenarios.conf": ["**/*.yaml", "**/*.json", "*.yaml"]},
     install_requires=[
-        "torch>=2.4",
-        "deepspeed>=0.19,<0.20",
+        f"torch>={versions['LEAST_TORCH']}",
+        versions["DEEPSPEED_RANGE"],
         "numpy",
         "pydantic>=2",
         "cloudpickle>=3",

@@ -16,7 +16,8 @@ if is_command_line():  # before the first import of DeepSpeed, which writes to s
 
 from dynpipe_ds import _deepspeed  # noqa: E402
 
-_deepspeed.check_version()
+if not is_command_line():  # `dynpipe doctor` must run where nothing may be trained, to say so
+    _deepspeed.check_version()
 
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402

@@ -10,9 +10,10 @@ from pathlib import Path
 
 
 def is_command_line() -> bool:
-    """Whether this process was started as ``dynpipe`` or ``python -m dynpipe_ds``."""
+    """Whether this process was started as ``dynpipe`` or ``python -m dynpipe_ds``, or by that."""
     program = Path(sys.argv[0]).stem if sys.argv else ""
-    return program == "dynpipe" or ("-m", "dynpipe_ds") in pairwise(sys.orig_argv)
+    modules = [module for flag, module in pairwise(sys.orig_argv) if flag == "-m"]
+    return program == "dynpipe" or any(m == "dynpipe_ds" or m.startswith("dynpipe_ds.cli.") for m in modules[:1])
 
 
 def import_deepspeed_quietly() -> None:

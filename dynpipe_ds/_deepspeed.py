@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import deepspeed
 
+from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_SERIES, is_older
 from dynpipe_ds.config import parse_config
-
-TESTED_SERIES = "0.19"
 
 # What we call or override, by owner: a missing name is reported at import, not in the middle of training.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -56,16 +56,21 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 
 class DeepSpeedVersionError(RuntimeError):
-    """The installed DeepSpeed lacks something that dynpipe_ds builds on."""
+    """The installed DeepSpeed trains wrongly, or lacks something that dynpipe_ds builds on."""
 
 
-def check_version() -> None:
-    """Check that DeepSpeed has what dynpipe_ds needs; warn when its series was not tested.
+def why_unsupported() -> str:
+    """The rule that the installed DeepSpeed breaks, to be read after its version; empty if it breaks none."""
+    if is_older(str(deepspeed.__version__), LEAST_DEEPSPEED):
+        return (
+            f"is older than {LEAST_DEEPSPEED}, the first release whose pipeline gradients are right (before, every "
+            "stage but the last divides them by the accumulation steps once more)"
+        )
+    missing = _missing_names()
+    return f"has no {', '.join(missing)}, which dynpipe_ds needs" if missing else ""
 
-    Raises:
-        DeepSpeedVersionError: if a needed class or method is gone, naming it and the remedy.
-    """
-    version = str(deepspeed.__version__)
+
+def _missing_names() -> list[str]:
     missing = []
     for owner, names in _NEEDED.items():
         module_name, class_name = owner.split(":")
@@ -75,15 +80,25 @@ def check_version() -> None:
             missing.append(owner)
             continue
         missing += [f"{owner}.{name}" for name in names if not hasattr(cls, name)]
-    if missing:
+    return missing
+
+
+def check_version() -> None:
+    """Check that DeepSpeed is right and has what dynpipe_ds needs; warn when its series was not tested.
+
+    Raises:
+        DeepSpeedVersionError: if its gradients are wrong, or a needed class or method is gone, naming the remedy.
+    """
+    version = str(deepspeed.__version__)
+    rule = why_unsupported()
+    if rule:
         raise DeepSpeedVersionError(
-            f"DeepSpeed {version} has no {', '.join(missing)}, which dynpipe_ds needs. "
-            f"Install the series it was tested with: pip install 'deepspeed=={TESTED_SERIES}.*'"
+            f"DeepSpeed {version} {rule}. Install a supported release: pip install '{DEEPSPEED_RANGE}'"
         )
     if not version.startswith(f"{TESTED_SERIES}."):
         warnings.warn(
             f"dynpipe_ds was tested with DeepSpeed {TESTED_SERIES}.x; {version} has every name it "
-            "needs, but its behaviour was not checked",
+            "needs, but its behaviour was not checked; 'dynpipe doctor --numerics' does that",
             stacklevel=2,
         )
 
@@ -125,7 +140,7 @@ def init_distributed(backend: str | None = None) -> None:
     """
     operations: Any = importlib.import_module("deepspeed.ops")
     known = vars(operations).get("__compatible_ops__")
-    operations.__compatible_ops__ = {}
+    operations.__compatible_ops__ = defaultdict(bool)  # none; up to 0.19.2 DeepSpeed asks for one that must be there
     try:
         deepspeed.init_distributed(backend, verbose=False)
     finally:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from dynpipe_ds._deepspeed import TESTED_SERIES
+from dynpipe_ds._deepspeed import why_unsupported
+from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_PYTHON, LEAST_TORCH, TESTED_SERIES, is_older
 from dynpipe_ds.cli.command import listed_problems
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 
@@ -33,9 +34,6 @@ STALE_LOCK_S = 600.0
 """Age from which a compile lock counts as left behind: DeepSpeed's operations compile in well under this time."""
 
 _KEY = re.compile(r"(\w+)[\w.]* (?:=|is missing)")  # as the configuration's problems begin
-
-_LEAST_PYTHON = (3, 10)
-_LEAST_TORCH = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -58,20 +56,27 @@ class Check:
 def check_versions() -> Iterator[Check]:
     """Python and the libraries against the least versions, DeepSpeed against the series that was tested."""
     python = platform.python_version()
-    if sys.version_info < _LEAST_PYTHON:
-        yield Check("python", "problem", python, "install Python 3.10 or newer")
+    if is_older(python, LEAST_PYTHON):
+        yield Check("python", "problem", python, f"install Python {LEAST_PYTHON} or newer")
     else:
         yield Check("python", "ok", f"{python} ({sys.executable})")
     version = str(torch.__version__)
-    old = tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _LEAST_TORCH
-    yield Check("torch", "problem" if old else "ok", version, "pip install 'torch>=2.4'" if old else "")
-    deepspeed = importlib.metadata.version("deepspeed")
-    tested = deepspeed.startswith(f"{TESTED_SERIES}.")
-    remedy = "" if tested else f"pip install 'deepspeed=={TESTED_SERIES}.*', the series that was tested"
-    yield Check("deepspeed", "ok" if tested else "warning", deepspeed, remedy)
+    remedy = f"pip install 'torch>={LEAST_TORCH}'" if is_older(version, LEAST_TORCH) else ""
+    yield Check("torch", "problem" if remedy else "ok", version, remedy)
+    yield _check_deepspeed(importlib.metadata.version("deepspeed"))
     others = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("dynpipe_ds", "numpy", "pydantic")
                        if _is_installed(name))  # fmt: skip
     yield Check("others", "ok", others)
+
+
+def _check_deepspeed(version: str) -> Check:
+    rule = why_unsupported()
+    if rule:
+        return Check("deepspeed", "problem", f"{version} {rule}", f"pip install '{DEEPSPEED_RANGE}'")
+    if not version.startswith(f"{TESTED_SERIES}."):
+        remedy = f"run 'dynpipe doctor --numerics', or pip install '{DEEPSPEED_RANGE}', the series that was tested"
+        return Check("deepspeed", "warning", version, remedy)
+    return Check("deepspeed", "ok", version)
 
 
 def _is_installed(name: str) -> bool:

@@ -1,0 +1,13 @@
+"""``dynpipe doctor --numerics``: whether what is installed trains the model that it was given.
+
+Two processes train a small model with DeepSpeed, cut at several places and moved while it trains; this process trains
+the undivided model with torch alone. Losses, gradients, optimizer state and weights are compared. Read in this order:
+``model.py`` (what is trained), ``cases.py`` (how, and cut where), ``reference.py``, ``rank.py`` (the two processes),
+``compare.py`` (the verdict), ``processes.py``.
+"""
+
+from __future__ import annotations
+
+from dynpipe_ds.cli.numerics.check import check_numerics
+
+__all__ = ["check_numerics"]

@@ -1,0 +1,536 @@
+"""Faults that an engine could have, seeded into ours: ``-m tests.cli.mutants NAME FOLDER`` is a rank with one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, instructions
+from dynpipe_ds import engine as engine_module
+from dynpipe_ds.cli.numerics import rank
+from dynpipe_ds.gradient_norm import GradientNorm
+from dynpipe_ds.migration import migrate
+from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
+from dynpipe_ds.migration.optimizer_state import PlainOptimizer
+from dynpipe_ds.migration.parameter_groups import ParameterGroups
+
+
+class Patches(ExitStack):
+    """What a mutant changes; undone on leaving."""
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        self.enter_context(mock.patch.object(owner, name, value))
+
+    def instruct(self, instruction: type, function: Callable[..., None]) -> None:
+        kind = instructions._OURS[instruction][0]
+        self.enter_context(mock.patch.dict(instructions._OURS, {instruction: (kind, function)}))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        apply: seeds it.
+        mode: in which it is found.
+        told: what the problem's text says.
+        breaks: whether it ends or stops the processes instead of computing something else.
+    """
+
+    apply: Callable[[Patches], None]
+    mode: str
+    told: str
+    breaks: bool = False
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(mode: str, told: str, *, breaks: bool = False) -> Callable[[Callable[[Patches], None]], Any]:
+    def add(function: Callable[[Patches], None]) -> Callable[[Patches], None]:
+        MUTANTS[function.__name__] = Mutant(function, mode, told, breaks)
+        return function
+
+    return add
+
+
+def _moved(engine: Any) -> bool:
+    """Whether layers have moved in this run."""
+    return getattr(engine, "_mutant_moved", False)
+
+
+def _note_moves(patches: Patches, after: Callable[[Any], None] = lambda engine: None) -> None:
+    original = DynamicPipelineEngine._migrate
+
+    def migrate_and_note(self: Any, boundaries: Sequence[int]) -> None:
+        original(self, boundaries)
+        self._mutant_moved = True
+        after(self)
+
+    patches.put(DynamicPipelineEngine, "_migrate", migrate_and_note)
+
+
+# -- clipping and its norm
+
+
+@mutant("fp32", "optimizer state")
+def dropped_clip(patches: Patches) -> None:
+    patches.put(engine_module, "clip_gradients", lambda *_: None)
+
+
+@mutant("fp32", "optimizer state")
+def clip_on_one_stage_only(patches: Patches) -> None:
+    original = engine_module.clip_gradients
+
+    def clip(parameters: Any, norm: Any, bound: float) -> None:
+        if torch.distributed.get_rank() == 0:
+            original(parameters, norm, bound)
+
+    patches.put(engine_module, "clip_gradients", clip)
+
+
+@mutant("fp32", "gradient norm")
+def norm_of_the_first_stage(patches: Patches) -> None:
+    patches.put(GradientNorm, "_counts", lambda self, parameter: self._grid.get_pipe_parallel_rank() == 0)
+
+
+@mutant("ZeRO-1", "gradient norm")
+def norm_of_the_own_stage(patches: Patches) -> None:
+    def own(self: Any, gradients: Any, *, sharded: bool) -> Any:
+        return torch.stack([g.double().square().sum() for _, g in gradients]).sum().sqrt().float()
+
+    patches.put(GradientNorm, "__call__", own)
+
+
+@mutant("fp32", "gradient norm")
+def tied_weights_counted_twice(patches: Patches) -> None:
+    patches.put(GradientNorm, "_counts", lambda self, parameter: True)
+
+
+@mutant("ZeRO-1", "gradient norm")
+def norm_stale_after_a_move(patches: Patches) -> None:
+    """The norm knows the layers that were here at the start."""
+    original = DynamicPipelineModule.layer_of_parameter
+
+    def first(self: Any) -> Any:
+        if not hasattr(self, "_mutant_layers"):
+            self._mutant_layers = original(self)
+        return self._mutant_layers
+
+    patches.put(DynamicPipelineModule, "layer_of_parameter", first)
+
+
+@mutant("fp32", "gradient norm")
+def norm_squared_once_too_few(patches: Patches) -> None:
+    original = GradientNorm.__call__
+    patches.put(GradientNorm, "__call__", lambda self, *a, **k: original(self, *a, **k).sqrt())
+
+
+# -- gradients
+
+
+@mutant("checkpointing", "gradient")
+def gradient_divided_twice(patches: Patches) -> None:
+    """As DeepSpeed did before its fix: at every stage but the last."""
+
+    def receive(engine: Any, buffer_id: int) -> None:
+        instructions.receive_gradients(engine, buffer_id)
+        engine.grad_layer = tuple(g / engine.gradient_accumulation_steps() for g in engine.grad_layer)
+
+    patches.instruct(schedule.RecvGrad, receive)
+
+
+@mutant("fp32", "gradient")
+def gradient_divided_twice_after_a_move(patches: Patches) -> None:
+    def receive(engine: Any, buffer_id: int) -> None:
+        instructions.receive_gradients(engine, buffer_id)
+        if _moved(engine):
+            engine.grad_layer = tuple(g / engine.gradient_accumulation_steps() for g in engine.grad_layer)
+
+    _note_moves(patches)
+    patches.instruct(schedule.RecvGrad, receive)
+
+
+@mutant("fp32", "gradient")
+def loss_not_scaled(patches: Patches) -> None:
+    """The gradients of all micro-batches are added, not averaged."""
+    original = DeepSpeedEngine.backward
+
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, loss * self.gradient_accumulation_steps(), *args, **kwargs)
+
+    patches.put(DeepSpeedEngine, "backward", backward)
+
+
+@mutant("fp32", "loss")
+def loss_of_the_last_micro_batch(patches: Patches) -> None:
+    original = PipelineEngine._aggregate_total_loss
+
+    def last(self: Any) -> Any:
+        if self.is_last_stage():
+            self.total_loss = self.loss.detach() * self.gradient_accumulation_steps()
+        return original(self)
+
+    patches.put(PipelineEngine, "_aggregate_total_loss", last)
+
+
+@mutant("ZeRO-1", "gradient")
+def micro_batch_without_backward(patches: Patches) -> None:
+    """The first stage forgets every fourth."""
+
+    def backward(engine: Any, buffer_id: int) -> None:
+        engine._mutant_count = getattr(engine, "_mutant_count", 0) + 1
+        if engine.is_first_stage() and engine._mutant_count % 4 == 0:
+            engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
+        instructions.backward_pass(engine, buffer_id)
+
+    patches.instruct(schedule.BackwardPass, backward)
+
+
+@mutant("bf16", "gradient")
+def gradient_lost_at_the_cut(patches: Patches) -> None:
+    def receive(engine: Any, buffer_id: int) -> None:
+        instructions.receive_gradients(engine, buffer_id)
+        engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
+
+    patches.instruct(schedule.RecvGrad, receive)
+
+
+@mutant("fp32", "gradient")
+def tied_gradients_not_added(patches: Patches) -> None:
+    patches.instruct(schedule.ReduceTiedGrads, lambda engine: None)
+
+
+@mutant("ZeRO-1", "gradient")
+def tied_gradients_added_once_too_few(patches: Patches) -> None:
+    """The first copy's are left out."""
+    original = instructions._add_copies
+
+    def without_first(engine: Any, weights: dict[int, Any], layers: list[int], owners: list[int]) -> None:
+        for layer, weight in weights.items():
+            gradient = engine.stage_optimizer.gradient(weight)
+            if layer == layers[0] and gradient is not None:
+                gradient.zero_()
+        original(engine, weights, layers, owners)
+
+    patches.put(instructions, "_add_copies", without_first)
+
+
+@mutant("fp32", "gradient")
+def tied_gradients_added_on_one_stage_only(patches: Patches) -> None:
+    original = instructions._add_copies
+
+    def only_first(engine: Any, weights: dict[int, Any], layers: list[int], owners: list[int]) -> None:
+        kept = {layer: None if weight.grad is None else weight.grad.clone() for layer, weight in weights.items()}
+        original(engine, weights, layers, owners)
+        for layer, weight in weights.items():
+            if layer != layers[0] and kept[layer] is not None:
+                weight.grad.copy_(kept[layer])
+
+    patches.put(instructions, "_add_copies", only_first)
+
+
+# -- stale flags
+
+
+@mutant("checkpointing", "loss")
+def layers_dropped_by_a_stale_count(patches: Patches) -> None:
+    """As DeepSpeed's forward does with a stale ``is_checkpointable_results``."""
+    original = DynamicPipelineModule.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        if not hasattr(self, "_mutant_count"):
+            self._mutant_count = len(self.forward_funcs)
+        functions, self.forward_funcs = self.forward_funcs, self.forward_funcs[: self._mutant_count]
+        try:
+            return original(self, x)
+        finally:
+            self.forward_funcs = functions
+
+    patches.put(DynamicPipelineModule, "forward", forward)
+
+
+@mutant("checkpointing", "", breaks=True)
+def stale_first_output_send(patches: Patches) -> None:
+    """What crosses the cut is told once and never again, though after a move it wants a gradient."""
+    original = DynamicPipelineEngine.reset_activation_shape
+
+    def once(self: Any) -> None:
+        if not getattr(self, "_mutant_reset", False):
+            self._mutant_reset = True
+            original(self)
+
+    patches.put(DynamicPipelineEngine, "reset_activation_shape", once)
+
+
+@mutant("fp32", "weights")
+def frozen_layer_thaws_by_moving(patches: Patches) -> None:
+    original = migrate.unpack
+    patches.put(migrate, "unpack", lambda *a: original(*a).requires_grad_(True))
+
+
+@mutant("fp32", "weights")
+def trained_layer_freezes_by_moving(patches: Patches) -> None:
+    original = migrate.unpack
+    patches.put(migrate, "unpack", lambda *a: original(*a).requires_grad_(False))
+
+
+@mutant("ZeRO-1", "weights")
+def freezing_not_noticed(patches: Patches) -> None:
+    patches.put(DynamicPipelineEngine, "_notice_frozen_layers", lambda self: None)
+
+
+@mutant("fp32", "gradient")
+def gradient_stays_away_after_a_move(patches: Patches) -> None:
+    """A stale flag that cuts earlier stages off from training."""
+
+    def receive(engine: Any, buffer_id: int) -> None:
+        instructions.receive_gradients(engine, buffer_id)
+        if _moved(engine):
+            engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
+
+    _note_moves(patches)
+    patches.instruct(schedule.RecvGrad, receive)
+
+
+@mutant("fp32", "weights")
+def learning_rate_stale_after_a_move(patches: Patches) -> None:
+    def reset(engine: Any) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+
+    _note_moves(patches, reset)
+
+
+# -- layers and what belongs to them
+
+
+@mutant("fp32", "loss")
+def lost_layer(patches: Patches) -> None:
+    """A stage that got layers leaves out its last one."""
+    original = DynamicPipelineModule.install
+
+    def install(self: Any, boundaries: Sequence[int], layers: Any) -> None:
+        grew = len(layers) > len(self._layers) > 0
+        original(self, boundaries, layers)
+        if grew and self.stage_id == 0:
+            self.forward_funcs.pop()
+
+    patches.put(DynamicPipelineModule, "install", install)
+
+
+@mutant("fp32", "loss")
+def layers_in_another_order(patches: Patches) -> None:
+    original = DynamicPipelineModule.install
+
+    def install(self: Any, boundaries: Sequence[int], layers: Any) -> None:
+        changed = bool(self._layers) and set(layers) != set(self._layers)
+        original(self, boundaries, layers)
+        if changed and self.stage_id == 0 and len(self.forward_funcs) > 3:
+            self.forward_funcs[1], self.forward_funcs[2] = self.forward_funcs[2], self.forward_funcs[1]
+
+    patches.put(DynamicPipelineModule, "install", install)
+
+
+@mutant("fp32", "loss")
+def layer_arrives_as_first_built(patches: Patches) -> None:
+    original = migrate.unpack
+
+    def fresh(*args: Any) -> Any:
+        layer = original(*args)
+        if type(layer).__name__ == "Block":
+            index = (layer.bias.numel() - 16) // 2
+            state = type(layer)(index, 0.0, True, False).state_dict()
+            layer.load_state_dict(state, strict=False)
+        return layer
+
+    patches.put(migrate, "unpack", fresh)
+
+
+@mutant("fp32", "buffers")
+def buffers_stay_behind(patches: Patches) -> None:
+    original = migrate.unpack
+
+    def without(*args: Any) -> Any:
+        layer = original(*args)
+        for buffer in layer.buffers():
+            buffer.zero_()
+        return layer
+
+    patches.put(migrate, "unpack", without)
+
+
+@mutant("fp32", "optimizer state")
+def optimizer_state_stays_behind(patches: Patches) -> None:
+    original = PlainOptimizer.fill
+    patches.put(PlainOptimizer, "fill", lambda self, states: original(self, {}))
+
+
+@mutant("ZeRO-1", "optimizer state")
+def flat_optimizer_state_stays_behind(patches: Patches) -> None:
+    original = migrate.Migration._entries
+
+    def without_moments(self: Any, layer: Any) -> Any:
+        entries = original(self, layer)
+        for entry in entries:
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in entry.state:
+                    entry.state[key] = torch.zeros_like(entry.state[key])
+        return entries
+
+    patches.put(migrate.Migration, "_entries", without_moments)
+
+
+@mutant("bf16", "optimizer state")
+def optimizer_stale_after_a_move(patches: Patches) -> None:
+    """The moments that a layer had when it left are used again when it comes back."""
+    original = migrate.Migration._entries
+    seen: dict[Any, Any] = {}
+
+    def stale(self: Any, layer: Any) -> Any:
+        entries = original(self, layer)
+        for i, entry in enumerate(entries):
+            moment = entry.state.get("exp_avg")
+            if moment is not None:
+                entry.state["exp_avg"] = torch.full_like(moment, 0.01) if i in seen else moment
+                seen[i] = True
+        return entries
+
+    patches.put(migrate.Migration, "_entries", stale)
+
+
+@mutant("fp32", "weights")
+def weight_decay_group_lost(patches: Patches) -> None:
+    """What arrives is put into the last group, which has no weight decay."""
+    original = ParameterGroups.replace
+
+    def into_last(self: Any, departed: Any, arrived: Any) -> None:
+        original(self, departed, dict.fromkeys(arrived, len(self.placeholders) - 1))
+
+    patches.put(ParameterGroups, "replace", into_last)
+
+
+@mutant("ZeRO-1", "weights")
+def no_weight_decay_on_one_stage(patches: Patches) -> None:
+    original = FlatOptimizer.before_step
+
+    def before(self: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            for group in self.groups.optimizer.param_groups:
+                group["weight_decay"] = 0.0
+        original(self)
+
+    patches.put(FlatOptimizer, "before_step", before)
+
+
+@mutant("fp32", "")
+def arrived_layers_not_in_the_optimizer(patches: Patches) -> None:
+    original = ParameterGroups.replace
+    patches.put(ParameterGroups, "replace", lambda self, departed, arrived: original(self, departed, {}))
+
+
+@mutant("fp32", "optimizer state")
+def two_steps_on_one_stage(patches: Patches) -> None:
+    original = PlainOptimizer.after_step
+
+    def again(self: Any) -> None:
+        original(self)
+        if torch.distributed.get_rank() == 0:
+            for p in chain.from_iterable(g["params"] for g in self.groups.optimizer.param_groups):
+                if p in self.groups.optimizer.state:
+                    self.groups.optimizer.state[p]["step"] += 1
+
+    patches.put(PlainOptimizer, "after_step", again)
+
+
+@mutant("fp32", "weights")
+def no_step_on_one_stage(patches: Patches) -> None:
+    original = DynamicPipelineEngine._take_model_step
+
+    def step(self: Any, lr_kwargs: Any) -> None:
+        weights = [p.detach().clone() for p in self.module.parameters()]
+        original(self, lr_kwargs)
+        if torch.distributed.get_rank() == 1:
+            for parameter, before in zip(self.module.parameters(), weights, strict=True):
+                parameter.data.copy_(before)
+
+    patches.put(DynamicPipelineEngine, "_take_model_step", step)
+
+
+# -- data, order and random numbers
+
+
+@mutant("ZeRO-1", "buffers")
+def micro_batches_swapped(patches: Patches) -> None:
+    """Both stages agree, so losses and gradients are the same but for rounding."""
+    original = rank.islice
+
+    def swapped(data: Any, count: int) -> Any:
+        batch = list(original(data, count))
+        return iter([batch[1], batch[0], *batch[2:]])
+
+    patches.put(rank, "islice", swapped)
+
+
+@mutant("fp32", "loss")
+def labels_of_another_micro_batch(patches: Patches) -> None:
+    original = rank.islice
+
+    def shifted(data: Any, count: int) -> Any:
+        batch = list(original(data, count))
+        return iter([*batch[1:], batch[0]] if torch.distributed.get_rank() == 1 else batch)
+
+    patches.put(rank, "islice", shifted)
+
+
+@mutant("checkpointing", "loss")
+def dropout_seeded_by_the_place_on_the_stage(patches: Patches) -> None:
+    original = DynamicPipelineModule._block
+
+    def block(self: Any, start: int, stop: int) -> Any:
+        first, self._local_start = self._local_start, 0
+        try:
+            return original(self, start, stop)
+        finally:
+            self._local_start = first
+
+    patches.put(DynamicPipelineModule, "_block", block)
+
+
+@mutant("checkpointing", "")
+def checkpointing_cuts_off_frozen_inputs(patches: Patches) -> None:
+    """Reentrant checkpointing of layers whose inputs want no gradient."""
+    patches.put(DynamicPipelineModule, "_checkpoint_keeps_gradients", lambda self, inputs: True)
+
+
+@mutant("fp32", "", breaks=True)
+def a_rank_ends(patches: Patches) -> None:
+    """One ends without a word after a move."""
+    _note_moves(patches, lambda engine: sys.exit(0) if torch.distributed.get_rank() == 1 else None)
+
+
+@mutant("fp32", "", breaks=True)
+def a_rank_waits_for_ever(patches: Patches) -> None:
+    import time
+
+    _note_moves(patches, lambda engine: time.sleep(1e6) if torch.distributed.get_rank() == 1 else None)
+
+
+def main(name: str, folder: str) -> None:
+    patches = Patches()
+    MUTANTS[name].apply(patches)
+    rank.main(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
