@@ -37,7 +37,7 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import activation_meter
-from dynpipe_ds.reducing import ReducingEngine
+from dynpipe_ds.reducing import ReducingEngine, install_order
 from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
@@ -328,6 +328,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._trainable = self._trainable_flags()
         self._measure_sizes = True
         self._norm.install(self.optimizer)
+        install_order(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------
 
