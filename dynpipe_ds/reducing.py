@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dynpipe_ds.config import DynamicPipelineConfig
 
-PIECE_BYTES = 2**25
+PIECE_BYTES = 2**23
 """Bytes of gradients that are added up at a time; as many are needed besides."""
 
 MIN_REPLICAS = 3
@@ -42,15 +42,18 @@ def add_up(tensor: Tensor, group: Any, *, piece_bytes: int = PIECE_BYTES) -> Non
         group: process group.
         piece_bytes: bytes to add up at a time.
     """
-    for piece in torch.split(tensor.view(-1), max(1, piece_bytes // tensor.element_size())):
-        _add_up_piece(piece, group)
+    flat, num_ranks = tensor.view(-1), dist.get_world_size(group)
+    length = min(max(1, piece_bytes // tensor.element_size()), flat.numel())
+    room = flat.new_empty(num_ranks * -(-length // num_ranks))
+    for piece in torch.split(flat, length):
+        _add_up_piece(piece, room, group)
 
 
-def _add_up_piece(piece: Tensor, group: Any) -> None:
+def _add_up_piece(piece: Tensor, room: Tensor, group: Any) -> None:
     num_ranks, width = dist.get_world_size(group), piece.element_size()
     shares = [len(share) for share in piece.tensor_split(num_ranks)]
     share = shares[dist.get_rank(group)]
-    summands = piece.new_empty((num_ranks, share))
+    summands = room[: num_ranks * share].view(num_ranks, share)
     # As bytes, since not every back-end exchanges every dtype.
     mine, all_of_them = [share * width] * num_ranks, [s * width for s in shares]
     dist.all_to_all_single(_bytes(summands), _bytes(piece), mine, all_of_them, group=group)
