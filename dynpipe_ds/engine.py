@@ -19,7 +19,7 @@ from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
-from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
+from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
@@ -384,7 +384,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         gradients = ((p, p.grad) for p in parameters if p.grad is not None)
-        self._global_grad_norm = self._norm(gradients, sharded=False)
+        self._global_grad_norm = self._norm(sums_of_squares(gradients))
         clip_gradients(parameters, self._global_grad_norm, self.gradient_clipping())
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
