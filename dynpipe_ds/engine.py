@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds.agreement import same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
+from dynpipe_ds.comparison import warn_of_differences
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
@@ -24,6 +25,7 @@ from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.migrate import Migration, MigrationError
+from dynpipe_ds.migration.native_adam import whole_lanes
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -109,6 +111,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         )
         self._is_started = True
         self._adopt_optimizer()
+        warn_of_differences(self)
 
     def _coupled_cuts(self) -> set[int]:
         """Cuts that would keep a value from reaching its reader; refused if the first partition has one."""
@@ -358,7 +361,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
         self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
         self.name_parameters()
-        super()._configure_optimizer(basic, parameters)
+        with whole_lanes(basic, on_host=self.steps_on_host()):
+            super()._configure_optimizer(basic, parameters)
         if self._is_started:
             self._adopt_optimizer()
 
@@ -370,6 +374,10 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return optimizer
         built: torch.optim.Optimizer = self._configure_basic_optimizer(parameters or [{"params": []}])
         return built
+
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer computes on a CPU."""
+        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
 
     def name_parameters(self) -> None:
         """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""

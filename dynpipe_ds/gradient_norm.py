@@ -120,7 +120,10 @@ def sums_of_squares(gradients: Gradients) -> Squares:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach().flatten(), dtype=torch.float64)
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()  # all other elements are zero
+    norm: Tensor = torch.linalg.vector_norm(gradient.flatten(), dtype=torch.float64)
     return norm.square()
 
 
@@ -182,4 +185,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
             parameter.grad.mul_(scale.to(parameter.grad.dtype))
