@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from dynpipe_ds.agreement import anywhere, difference_of_replicas, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
+from dynpipe_ds.comparison import warn_of_differences
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
-from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients
+from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.migration.native_adam import whole_lanes
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -40,7 +42,7 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import ActivationMeter
-from dynpipe_ds.reducing import ReducingEngine
+from dynpipe_ds.reducing import ReducingEngine, install_order
 from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
@@ -112,6 +114,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         )
         self._is_started = True
         self._adopt_optimizer()
+        warn_of_differences(self)
 
     def _coupled_cuts(self) -> set[int]:
         """Cuts that would keep a value from reaching its reader; refused if the first partition has one."""
@@ -350,6 +353,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._trainable = self._trainable_flags()
         self._measure_sizes = True
         self._norm.install(self.optimizer)
+        install_order(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------
 
@@ -398,7 +402,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
         self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
         self.name_parameters()
-        super()._configure_optimizer(basic, parameters)
+        with whole_lanes(basic, on_host=self.steps_on_host()):
+            super()._configure_optimizer(basic, parameters)
         if self._is_started:
             self._adopt_optimizer()
 
@@ -410,6 +415,10 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return optimizer
         built: torch.optim.Optimizer = self._configure_basic_optimizer(parameters or [{"params": []}])
         return built
+
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer computes on a CPU."""
+        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
 
     def name_parameters(self) -> None:
         """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""
@@ -424,7 +433,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         gradients = ((p, p.grad) for p in parameters if p.grad is not None)
-        self._global_grad_norm = self._norm(gradients, sharded=False)
+        self._global_grad_norm = self._norm(sums_of_squares(gradients))
         clip_gradients(parameters, self._global_grad_norm, self.gradient_clipping())
 
     def _take_model_step(self, lr_kwargs: Any) -> None:

@@ -17,8 +17,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-# (parameter, its gradient or the piece of it that this rank holds)
 Gradients = Iterable[tuple[nn.Parameter, Tensor]]
+Squares = Iterable[tuple[nn.Parameter, Tensor]]  # float64 scalars
 
 
 class GradientNorm:
@@ -44,26 +44,24 @@ class GradientNorm:
         self._grid = grid
         self._device = device
 
-    def __call__(self, gradients: Gradients, *, sharded: bool) -> Tensor:
+    def __call__(self, squares: Squares) -> Tensor:
         """Euclidean norm of all gradients of the model; collective over all ranks.
 
         Args:
-            gradients: this rank's parameters and gradients.
-            sharded: whether replicas hold different pieces (ZeRO-1) or equal copies.
+            squares: parameters of this stage and the sums of their gradients' squares, the same on all replicas.
 
         Returns:
             A float32 scalar on this rank's device, equal on all ranks.
         """
-        squares = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
-        if sharded or self._grid.get_data_parallel_id() == 0:
+        by_layer = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
+        if self._grid.get_data_parallel_id() == 0:
             layer_of = self._layer_of()
-            for parameter, gradient in gradients:
+            for parameter, square in squares:
                 if parameter in layer_of and self._counts(parameter):
-                    norm = torch.linalg.vector_norm(gradient.detach().flatten(), dtype=torch.float64)
-                    squares[layer_of[parameter]] += norm.square().to(self._device)
+                    by_layer[layer_of[parameter]] += square.to(self._device)
         # A layer is on one stage: the others add zeros, which is exact in any order.
-        dist.all_reduce(squares)
-        return squares.sum().sqrt().float()
+        dist.all_reduce(by_layer)
+        return by_layer.sum().sqrt().float()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         if getattr(parameter, "ds_pipe_replicated", False):
@@ -82,13 +80,7 @@ class GradientNorm:
             optimizer.scaled_global_norm = lambda norm_type=2: self._zero_norm(optimizer)
 
     def _zero_norm(self, optimizer: DeepSpeedZeroOptimizer) -> Tensor:
-        def gradients() -> Gradients:
-            for i, parameters in enumerate(optimizer.params_in_partition):
-                gradients_and_padding = optimizer.averaged_gradients[i]
-                pieces = (g for g in gradients_and_padding if not getattr(g, "_zero_padding", False))
-                yield from zip(parameters, pieces, strict=False)
-
-        norm = self(gradients(), sharded=True)
+        norm = self(_zero_squares(optimizer, self._device))
         return torch.where(norm.isfinite(), norm, torch.full_like(norm, torch.inf))
 
     def _install_bf16(self, optimizer: BF16_Optimizer) -> None:
@@ -99,7 +91,7 @@ class GradientNorm:
         def get_grads_for_norm(for_clipping: bool = False) -> Any:
             if for_clipping:
                 return original(optimizer, for_clipping=True)
-            norm = self(self._bf16_gradients(optimizer), sharded=False)
+            norm = self(sums_of_squares(self._bf16_gradients(optimizer)))
             counted = self._grid.get_model_parallel_rank() == 0
             return [norm if counted else torch.zeros_like(norm)], {}
 
@@ -118,6 +110,70 @@ class GradientNorm:
                     yield parameter, gradient
 
 
+def sums_of_squares(gradients: Gradients) -> Squares:
+    """The sum of squares of every gradient, each in float64.
+
+    Args:
+        gradients: parameters and their whole gradients.
+    """
+    return ((parameter, _square(gradient)) for parameter, gradient in gradients)
+
+
+def _square(gradient: Tensor) -> Tensor:
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()  # all other elements are zero
+    norm: Tensor = torch.linalg.vector_norm(gradient.flatten(), dtype=torch.float64)
+    return norm.square()
+
+
+def _zero_squares(optimizer: DeepSpeedZeroOptimizer, device: torch.device) -> Squares:
+    """Sums of squares of all gradients of a stage of which every replica holds a share.
+
+    A gradient that lies across the end of a share, which follows the cut, is put together first: added up in
+    pieces, the sum would be rounded otherwise.
+    """
+    squares: list[tuple[nn.Parameter, Tensor]] = []
+    for i, members in enumerate(optimizer.bit16_groups):
+        pieces, group = _zero_pieces(optimizer, i), optimizer.real_dp_process_group[i]
+        found = torch.zeros(len(members), dtype=torch.float64, device=device)
+        for j, parameter in enumerate(members):
+            piece = pieces.get(parameter)
+            if len(optimizer.param_to_partition_ids[i].get(optimizer.get_param_id(parameter), ())) > 1:
+                piece = _put_together(optimizer, i, parameter, piece)
+            if piece is not None:
+                found[j] = _square(piece)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(found, group=group)  # one replica has a sum, the others add zeros
+        squares += zip(members, found, strict=True)
+    return squares
+
+
+def _zero_pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> dict[nn.Parameter, Tensor]:
+    """What this rank holds of the gradients of a parameter group, by parameter."""
+    parameters = optimizer.params_in_partition[group]
+    if optimizer.cpu_offload:
+        pairs = zip(parameters, optimizer.offload_gradient_dict[group], strict=True)
+        return {p: g for p, g in pairs if optimizer.get_param_id(p) in optimizer.norm_for_param_grads}
+    gradients = (g for g in optimizer.averaged_gradients[group] if not getattr(g, "_zero_padding", False))
+    return dict(zip(parameters, gradients, strict=False))
+
+
+def _put_together(
+    optimizer: DeepSpeedZeroOptimizer, group: int, parameter: nn.Parameter, piece: Tensor | None
+) -> Tensor | None:
+    """The whole of a gradient that lies across replicas, on the first of them that has a piece; collective."""
+    owners = sorted(optimizer.param_to_partition_ids[group][optimizer.get_param_id(parameter)])
+    replicas = optimizer.real_dp_process_group[group]
+    rank = dist.get_rank(replicas)
+    whole = torch.zeros(parameter.numel(), device=parameter.device)
+    if piece is not None:
+        start = int(optimizer.grad_start_offset[group][rank][optimizer.get_param_id(parameter)])
+        whole[start : start + piece.numel()] = piece.flatten()
+    dist.all_reduce(whole, group=replicas)
+    return whole if rank == owners[0] else None
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients down so that the model's norm is at most ``max_norm``.
 
@@ -129,4 +185,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
             parameter.grad.mul_(scale.to(parameter.grad.dtype))

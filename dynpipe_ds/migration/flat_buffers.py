@@ -35,7 +35,6 @@ LARGEST = 3.0
 """Elements that a buffer's memory may hold, as a multiple of those in use; beyond that the memory is given back."""
 
 _LINE_BYTES = 64  # where torch lets buffers begin; kernels choose by alignment, so another could mean other bits
-_FLATTENED_TO = 2  # DeepSpeed's nccl_start_alignment_factor
 _REPORTS = (
     (bf16_optimizer, "see_memory_usage"), (stage_1_and_2, "see_memory_usage"), (stage_1_and_2, "empty_cache"),
 )
@@ -53,6 +52,7 @@ class GroupBuffers:
         master: fp32 weights.
         moments: by the optimizer's names.
         gradients: fp32 sums, zero between batches; ``None`` where the wrapper keeps none.
+        multiple: number of elements that the buffers' length is a multiple of.
     """
 
     members: list[nn.Parameter]
@@ -60,6 +60,7 @@ class GroupBuffers:
     master: Tensor
     moments: dict[str, Tensor]
     gradients: Tensor | None
+    multiple: int = 2  # DeepSpeed's nccl_start_alignment_factor
 
     def clear_padding(self) -> None:
         """Zero what follows the last parameter."""
@@ -94,11 +95,13 @@ class GroupBuffers:
             first=_num_elements(self.members[: staying[0]]) if staying else 0,
             num_kept=_num_elements(kept),
             num_after=_num_elements(e.parameter for e in back),
+            multiple=self.multiple,
         )
         new = GroupBuffers(
             members, cut.apply(self.weights), cut.apply(self.master),
             {key: cut.apply(moment) for key, moment in self.moments.items()},
             None if self.gradients is None else cut.apply(self.gradients),
+            self.multiple,
         )
         new._place(front, 0)
         new._place(back, cut.num_before + cut.num_kept)
@@ -135,11 +138,12 @@ class _Cut:
     first: int  # of those that stay, in the old buffer
     num_kept: int
     num_after: int
+    multiple: int
 
     def apply(self, old: Tensor) -> Tensor:
         old = old.detach()
         num_used = self.num_before + self.num_kept + self.num_after
-        size = num_used + -num_used % _FLATTENED_TO
+        size = num_used + -num_used % self.multiple
         in_place = self._in_place(old, size)
         if in_place is not None:
             return in_place

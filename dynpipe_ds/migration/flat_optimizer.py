@@ -21,9 +21,11 @@ from typing_extensions import override
 
 from dynpipe_ds.agreement import together
 from dynpipe_ds.migration.flat_buffers import GroupBuffers, building
+from dynpipe_ds.migration.native_adam import whole_lanes
 from dynpipe_ds.migration.optimizer_state import PlainOptimizer, Room, StageOptimizer
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.migration.parameter_groups import Entry, ParameterGroups, State
+from dynpipe_ds.migration.supported import check_flat
 
 BUCKET_ELEMENTS = 2**22
 """Elements of parameters whose state replicas put together in one message; bounds what that needs at a time."""
@@ -86,7 +88,8 @@ class FlatOptimizer(StageOptimizer):
             {k: v for k, v in self._flat_state(flat).items() if isinstance(v, Tensor) and v.shape == flat.shape}
             for flat in flats
         ]
-        return [GroupBuffers(*parts) for parts in zip(groups, weights, flats, moments, gradients, strict=True)]
+        parts = zip(groups, weights, flats, moments, gradients, strict=True)
+        return [GroupBuffers(*part, wrapper.nccl_start_alignment_factor) for part in parts]
 
     @override
     def prepare(
@@ -191,9 +194,12 @@ class FlatOptimizer(StageOptimizer):
         return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
     def _wrap(self, basic: torch.optim.Optimizer) -> Any:
-        if self.engine.using_bf16_optimizer:
-            return self.engine._configure_bf16_optimizer(basic)
-        return self.engine._configure_zero_optimizer(basic)
+        configure = (
+            self.engine._configure_bf16_optimizer if self.engine.using_bf16_optimizer
+            else self.engine._configure_zero_optimizer
+        )
+        with whole_lanes(basic, on_host=self.engine.steps_on_host()):
+            return configure(basic)
 
     def _flats(self) -> list[Tensor]:
         return [group["params"][0] for group in self.groups.optimizer.param_groups]
@@ -328,7 +334,7 @@ def _write_state(parameter: nn.Parameter, state: State) -> None:
 
 
 def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:
-    """Pick the kind of :class:`StageOptimizer` for the optimizer that DeepSpeed built.
+    """Pick the kind of :class:`StageOptimizer` for the optimizer that DeepSpeed built; collective over all ranks.
 
     Args:
         engine: the engine; its ``optimizer`` decides.
@@ -338,6 +344,7 @@ def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:
         ValueError: if the optimizer is of a kind whose state can't be moved, with the remedy.
     """
     if isinstance(engine.optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
+        check_flat(engine, groups)
         return FlatOptimizer(engine, groups)
     if engine.optimizer is engine.basic_optimizer:
         return PlainOptimizer(engine, groups)

@@ -57,3 +57,24 @@ def cpu_adam(module: nn.Module) -> dict[str, Any]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return {"optimizer": DeepSpeedCPUAdam(two_groups(list(module.parameters())), lr=0.01)}
+
+
+@client
+def torch_fused_adamw(module: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.AdamW(two_groups(list(module.parameters())), lr=0.01, fused=True)}
+
+
+@client
+def torch_fused_sgd(module: nn.Module) -> dict[str, Any]:
+    groups = two_groups(list(module.parameters()))
+    return {"optimizer": torch.optim.SGD(groups, lr=0.01, momentum=0.9, fused=True)}
+
+
+@client
+def adafactor(module: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.Adafactor(list(module.parameters()), lr=0.01)}
+
+
+@client
+def adagrad(module: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.Adagrad(list(module.parameters()), lr=0.01)}

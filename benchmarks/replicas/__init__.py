@@ -1,0 +1,1 @@
+"""What adding up gradients in the order of the replicas costs."""

@@ -1,0 +1,62 @@
+"""One warning at start about what keeps losses from being those of another run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dynpipe_ds.telling import warn
+
+
+def warn_of_differences(engine: Any) -> None:
+    """Say, once and on the first rank, which losses can't be compared; collective over all ranks.
+
+    Args:
+        engine: the dynamic pipeline engine, built.
+    """
+    seeded = bool(engine.module.seed_layers)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if seeded else _dropout(engine))
+    reasons = [*(reason for reason in found if reason is not None)][:1]
+    if engine.gradient_clipping() > 0 and engine.num_stages > 1:
+        reasons.append(_clipping(engine))
+    if reasons and engine.global_rank == 0:
+        warn("losses of this run may differ from those of another one: " + "; ".join(reasons))
+
+
+def _dropout(engine: Any) -> str | None:
+    """What this stage says of dropout; ``None`` if it sees none."""
+    for index, layer in engine.local_layers().items():
+        for path, module in layer.named_modules():
+            if _drops(module):
+                where = ".".join(part for part in (f"layer {index}", path) if part)
+                return (
+                    f"{where} ({type(module).__name__}) uses dropout, whose masks follow the cut and so differ after a "
+                    "move; pass seed_layers=True to the module to have the same masks for every cut"
+                )
+    return None
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module says that it drops: a ``...Dropout`` by its ``p``, others by an attribute ``...dropout...``."""
+    rates = {k: v for k, v in vars(module).items() if "dropout" in k.lower()}
+    if "Dropout" in type(module).__name__:
+        rates["p"] = getattr(module, "p", 0.0)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
+
+
+def _clipping(engine: Any) -> str:
+    bound = engine.gradient_clipping()
+    if engine.optimizer is engine.basic_optimizer:
+        return (
+            f"gradients are clipped at {bound} by the norm of all stages, where DeepSpeed's own pipeline counts the "
+            'first stage only; to compare with DeepSpeed set "gradient_clipping": 0, or compare with a run of this '
+            'library that never moves ("rebalance_every": "never")'
+        )
+    return (
+        f"gradients are clipped at {bound} by a norm that is the same for every cut, where DeepSpeed's own is rounded "
+        'otherwise; to compare bits with DeepSpeed set "gradient_clipping": 0, or compare with a run of this library '
+        'that never moves ("rebalance_every": "never")'
+    )
