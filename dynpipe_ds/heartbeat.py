@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from dynpipe_ds import fatal
 from dynpipe_ds.answering import Address, Answer, Listener, RunningClock, ask
 from dynpipe_ds.fatal import NewestCheckpoint, Verdict
+from dynpipe_ds.telling import warn
 
 PATIENCE_S = 5.0
 """A process that does not answer for this long is stopped, or its machine is gone."""
@@ -209,10 +209,10 @@ def _start(listener: Listener | None) -> Heartbeat | None:
         listener.close()
     if dist.get_rank() == 0:
         rank, reason = next(iter(reasons.items()))
-        warnings.warn(
-            f"dynamic_pipeline: the ranks can't ask each other (rank {rank}: {reason}), so a rank that fails, ends or "
+        warn(
+            f"the ranks can't ask each other (rank {rank}: {reason}), so a rank that fails, ends or "
             f"is stopped is not named, and the others may wait for it for the process group's {group_timeout()} "
-            "or longer; let the job's machines connect to each other on every port", stacklevel=2,
+            "or longer; let the job's machines connect to each other on every port"
         )
     return None
 
