@@ -18,6 +18,7 @@ from dynpipe_ds.balancing import BalancingEngine
 from dynpipe_ds.controller import Controller
 from dynpipe_ds.data_position import ReadingEngine
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.fatal import no_way_back
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.giving_back import GivingBack
@@ -170,13 +171,15 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         """Go on with the chosen stages; does not return on the ranks of the others."""
         began = time.perf_counter()
         before, shrink = self.partition, Shrink(self, chosen.surviving_stages, chosen.boundaries)
-        with self._naming_lost_ranks("layers were moved to fewer ranks"):
+        doing = "layers were moved to fewer ranks"
+        with self._naming_lost_ranks(doing):
             shrink.prepare(lambda: self._check_before_shrinking(chosen))
             event = RepackEvent(
                 batch=self._num_batches, before=before, after=chosen.boundaries, released_ranks=chosen.released_ranks,
                 released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
                 migrate_s=time.perf_counter() - began, regroup_s=0.0,
             )
+        with no_way_back(self._heartbeat, doing, self._newest_checkpoint):
             if not shrink.stays:
                 shrink.leave(lambda: self._tell(event), self._giving_back.backend.leave)
             regrouping = time.perf_counter()
