@@ -266,10 +266,16 @@ def no_way_back(heartbeat: Heartbeat | None, doing: str, newest_checkpoint: Newe
         except Exception as error:
             verdict = _cause(error, heartbeat, doing, newest_checkpoint)
             if verdict is None:
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                verdict = failed(rank, error, doing, newest_checkpoint)
+                verdict = failed(_rank(heartbeat), error, doing, newest_checkpoint)
                 verdict = hold(verdict) if heartbeat is None else heartbeat.settle(verdict)
             raise verdict.error() from error
+
+
+def _rank(heartbeat: Heartbeat | None) -> int:
+    """This rank, as it was when the code began: re-packing gives other numbers on the way."""
+    if heartbeat is not None:
+        return heartbeat.rank
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _cause(

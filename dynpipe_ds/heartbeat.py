@@ -41,11 +41,15 @@ class Heartbeat:
         rank: this process.
         addresses: of all ranks, by rank.
         timeout_s: the process group's.
+
+    Attributes:
+        listener: the same.
+        rank: the same, as the world counted when this was made.
     """
 
     def __init__(self, listener: Listener, rank: int, addresses: list[Address], *, timeout_s: float) -> None:
         self.listener = listener
-        self._rank, self._timeout_s = rank, timeout_s
+        self.rank, self._timeout_s = rank, timeout_s
         self._addresses = dict(enumerate(addresses))
         self._sections: list[tuple[str, NewestCheckpoint]] = []
         self._stopped = threading.Event()
@@ -125,8 +129,8 @@ class Heartbeat:
             {rank: address for rank, address in self._addresses.items() if answers.get(rank) is answer}
             for answer in (Answer.LIVES, Answer.SILENT)
         )
-        first = min(living, default=self._rank)
-        if first != self._rank:
+        first = min(living, default=self.rank)
+        if first != self.rank:
             ask({first: living[first]}, PATIENCE_S, verdict)
         held = fatal.hold(verdict)
         ask(living, PATIENCE_S)

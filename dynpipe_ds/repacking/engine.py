@@ -172,19 +172,20 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         """Go on with the chosen stages; does not return on the ranks of the others."""
         began = time.perf_counter()
         before, shrink = self.partition, Shrink(self, chosen.surviving_stages, chosen.boundaries)
-        with self._naming_lost_ranks("layers were moved to fewer ranks"):
+        doing = "layers were moved to fewer ranks"
+        with self._naming_lost_ranks(doing):
             shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._num_batches, before=before, after=chosen.boundaries, released_ranks=chosen.released_ranks,
             released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
             migrate_s=time.perf_counter() - began, regroup_s=0.0,
         )
-        with self._no_way_back("the world was made smaller"):
+        with self._no_way_back(doing):
             if not shrink.stays:
                 shrink.leave(lambda: self._tell(event), self._giving_back.backend.leave)
             regrouping = time.perf_counter()
             shrink.go_on()
-        with self._no_way_back("stages were numbered anew"):  # among the ranks that stay
+        with self._no_way_back(doing):  # among the ranks that stay
             self._forget_old_stages(chosen.surviving_stages)
             self._giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=time.perf_counter() - regrouping)

@@ -114,6 +114,7 @@ class Shrink:
         self._miss_no_more()
         self.world.leave()
         if self._engine._heartbeat is not None:
+            self._engine._heartbeat.forget(range(self.world.size))  # what fails from here on is no concern of theirs
             self._engine._heartbeat.stop()
         last_words()
         logging.shutdown()

@@ -129,6 +129,7 @@ def test_stopped_for_a_while(victim: int, undisturbed: list[float]) -> None:
     assert all(outcome.losses == undisturbed and not outcome.error for outcome in outcomes), outcomes
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_is_not_accused_of_what_killed_another(tmp_path: Path) -> None:
     """Neither by the rank that waited for it, nor by itself when it goes on among dead ones."""
     note, pause_s = tmp_path / "stopped", TIMEOUT_S + PATIENCE_S + 2.0
@@ -207,6 +208,7 @@ def test_a_fatal_failure_ends_everybody_with_one_message(record_property: Callab
     record_property("seconds", [round(outcome.at, 2) for outcome in outcomes])
 
 
+@pytest.mark.exhaustive
 def test_all_fail_at_once_with_one_message() -> None:
     outcomes = run_ranks(act, 3, [fail] * 3, 10.0, False, may_die={1})
     (text,) = {outcome.error for outcome in outcomes}
