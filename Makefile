@@ -16,8 +16,8 @@ TORCH    ?= torch==2.13.0
 SCENARIO ?=
 RANKS    ?=
 ARGS     ?=
-# The quickstart with fewer batches: a twentieth of them warms up, half of the layers freeze, and one move follows.
-LOWEST_ARGS ?= run.batches=16
+# The quickstart with fewer batches: layers freeze early, and are moved after every fourth batch if that pays.
+LOWEST_ARGS ?= run.batches=12 run.window=4 'scenario.batches=[2,4]' ds.dynamic_pipeline.rebalance_every=4
 VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready

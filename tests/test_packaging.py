@@ -121,11 +121,13 @@ def installed(wheel: Path, folder: Path, *command: str) -> str:
 
 @pytest.mark.exhaustive
 def test_an_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    """The command line, the training entry with its configuration, the preparation of data."""
+    """The command line with the processes that it starts, the training entry with its configuration, data."""
     where = "import dynpipe_ds, scenarios; print(dynpipe_ds.__file__, scenarios.__file__)"
     files = installed(wheel, tmp_path, "-c", where).splitlines()[-1]  # DeepSpeed may say something before
     assert all(path.startswith(str(tmp_path)) for path in files.split()), files
     assert "doctor" in installed(wheel, tmp_path, "-m", "dynpipe_ds", "--help")
+    numerics = "from dynpipe_ds.cli.numerics import check_numerics; print({c.status for c in check_numerics()})"
+    assert "{'ok'}" in installed(wheel, tmp_path, "-c", numerics)
     composed = installed(wheel, tmp_path, "-m", "scenarios.train", "--cfg", "job", "scenario=moe", "model=gpt_small")
     assert "num_experts:" in composed
     (tmp_path / "elsewhere" / "text.txt").write_text("Some text.\n" * 100, encoding="utf-8")

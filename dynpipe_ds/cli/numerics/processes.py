@@ -20,7 +20,7 @@ from dynpipe_ds.cli.numerics.rank import progress_file
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.numerics.rank")
 
 PATIENCE_S = 60.0
-"""Longest time without progress, which is a word in a file or a second of computing."""
+"""Longest time without progress: a word in a file, or a second of computing at the start, for slow imports."""
 
 LIMIT_S = 900.0
 """Longest time in all, for a machine that is busy with other things."""
@@ -77,10 +77,12 @@ class Ranks:
             time.sleep(_POLL_S)
 
     def _gets_on(self) -> bool:
-        """Whether a process wrote something, or computed for a second, since that was last so."""
-        files = [*self._logs, *(progress_file(self._folder, rank) for rank in range(NUM_STAGES))]
-        written_s = max(file.stat().st_mtime for file in files if file.exists())
-        computed_s = sum(map(_processor_s, self._processes))
+        """Whether a process wrote something, or computed for a second while it starts, since that was last so."""
+        signs = [progress_file(self._folder, rank) for rank in range(NUM_STAGES)]
+        written_s = max(file.stat().st_mtime for file in (*self._logs, *signs) if file.exists())
+        # Once it trains, a process that waits for ever computes a little, too: its heartbeat does.
+        starting = not all(sign.exists() for sign in signs)
+        computed_s = sum(map(_processor_s, self._processes)) if starting else 0.0
         if written_s <= self._written_s and computed_s < self._computed_s + 1.0:
             return False
         self._written_s, self._computed_s = written_s, computed_s
