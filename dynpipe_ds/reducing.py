@@ -79,18 +79,18 @@ def in_replica_order(replicas: Any) -> Iterator[None]:
         yield
         return
 
-    def ordered(original: Callable[..., Any]) -> Callable[..., Any]:
+    def ordered(original: Callable[..., Any], num_arguments: int) -> Callable[..., Any]:
         @wraps(original)
-        def reduce(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            is_plain_sum = group is replicas and "op" not in kwargs and "async_op" not in kwargs
-            return add_up(tensor, group) if is_plain_sum else original(tensor, *args, group=group, **kwargs)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            is_plain_sum = len(args) == num_arguments and kwargs.keys() == {"group"} and kwargs["group"] is replicas
+            return add_up(args[0], replicas) if is_plain_sum else original(*args, **kwargs)
 
         return reduce
 
-    originals = {name: getattr(comm, name) for name in ("all_reduce", "reduce")}
+    originals = {"all_reduce": comm.all_reduce, "reduce": comm.reduce}
     try:
-        for name, original in originals.items():
-            setattr(comm, name, ordered(original))
+        comm.all_reduce = ordered(comm.all_reduce, 1)  # of a tensor
+        comm.reduce = ordered(comm.reduce, 2)  # and to a rank: here all get the sum
         yield
     finally:
         for name, original in originals.items():
