@@ -33,6 +33,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
         "_configure_basic_optimizer",
         "_configure_zero_optimizer",
         "_configure_bf16_optimizer",
+        "_reduce_non_expert_gradients",
         "clip_fp32_gradients",
         "_take_model_step",
     ),
@@ -50,6 +51,8 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
         "scaled_global_norm",
+        "allreduce_bucket",
+        "gradient_reduction_w_predivide",
         "_lazy_init_hp_params_optimizer_state",
     ),
 }

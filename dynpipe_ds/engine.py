@@ -26,7 +26,6 @@ from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.migrate import Migration
-from dynpipe_ds.migration.native_adam import whole_lanes
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
@@ -42,7 +41,7 @@ from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import ActivationMeter
-from dynpipe_ds.reducing import ReducingEngine, install_order
+from dynpipe_ds.reducing import ReducingEngine
 from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
@@ -353,7 +352,6 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._trainable = self._trainable_flags()
         self._measure_sizes = True
         self._norm.install(self.optimizer)
-        install_order(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------
 
@@ -402,8 +400,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._groups = ParameterGroups(basic, device=self.device, dtype=self.get_data_types()[0])
         self._groups.install(trainable_only=self.zero_optimization() or self.bfloat16_enabled())
         self.name_parameters()
-        with whole_lanes(basic, on_host=self.steps_on_host()):
-            super()._configure_optimizer(basic, parameters)
+        super()._configure_optimizer(basic, parameters)
         if self._is_started:
             self._adopt_optimizer()
 
@@ -415,10 +412,6 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return optimizer
         built: torch.optim.Optimizer = self._configure_basic_optimizer(parameters or [{"params": []}])
         return built
-
-    def steps_on_host(self) -> bool:
-        """Whether the optimizer computes on a CPU."""
-        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
 
     def name_parameters(self) -> None:
         """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""

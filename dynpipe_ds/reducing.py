@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.migration.native_adam import whole_lanes
 
 PIECE_BYTES = 2**23
 """Bytes of gradients that are added up at a time; as many are needed besides."""
@@ -78,32 +79,30 @@ def in_replica_order(replicas: Any) -> Iterator[None]:
         yield
         return
 
-    def ordered(original: Callable[..., Any]) -> Callable[..., Any]:
+    def ordered(original: Callable[..., Any], num_arguments: int) -> Callable[..., Any]:
         @wraps(original)
-        def reduce(tensor: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            is_plain_sum = group is replicas and "op" not in kwargs and "async_op" not in kwargs
-            return add_up(tensor, group) if is_plain_sum else original(tensor, *args, group=group, **kwargs)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            is_plain_sum = len(args) == num_arguments and kwargs.keys() == {"group"} and kwargs["group"] is replicas
+            return add_up(args[0], replicas) if is_plain_sum else original(*args, **kwargs)
 
         return reduce
 
-    originals = {name: getattr(comm, name) for name in ("all_reduce", "reduce")}
+    originals = {"all_reduce": comm.all_reduce, "reduce": comm.reduce}
     try:
-        for name, original in originals.items():
-            setattr(comm, name, ordered(original))
+        comm.all_reduce = ordered(comm.all_reduce, 1)  # of a tensor
+        comm.reduce = ordered(comm.reduce, 2)  # and to a rank: here all get the sum
         yield
     finally:
         for name, original in originals.items():
             setattr(comm, name, original)
 
 
-def install_order(optimizer: Any) -> None:
-    """Make an optimizer that reduces gradients by itself add them up in the order of the replicas.
+def install_order(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Make ZeRO-1, which reduces gradients by itself, add them up in the order of the replicas.
 
     Args:
-        optimizer: the engine's; others than ZeRO-1's are left alone, the engine reduces for them.
+        optimizer: whose two methods that communicate sums are replaced.
     """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return
 
     def ordered(original: Callable[..., T]) -> Callable[..., T]:
         def reduce(*args: Any, **kwargs: Any) -> T:
@@ -113,11 +112,11 @@ def install_order(optimizer: Any) -> None:
         return reduce
 
     for name in ("allreduce_bucket", "gradient_reduction_w_predivide"):
-        setattr(optimizer, name, ordered(getattr(type(optimizer), name).__get__(optimizer)))
+        setattr(optimizer, name, ordered(getattr(optimizer, name)))
 
 
 class ReducingEngine(PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine that adds gradients up in one order, and only where there is something to add."""
+    """A pipeline engine whose gradients are added up in one order, and stepped over by whole vector registers."""
 
     dynamic_config: DynamicPipelineConfig
 
@@ -127,6 +126,24 @@ class ReducingEngine(PipelineEngine):  # type: ignore[misc]
         elif not self._changes_nothing(grads):
             with in_replica_order(self.mpu.get_data_parallel_group()):
                 super()._reduce_non_expert_gradients(grads, elements_per_buffer)
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if not self.dynamic_config.enabled:
+            return super()._configure_zero_optimizer(optimizer)
+        with whole_lanes(optimizer, on_host=self._steps_on_host()):
+            wrapper = super()._configure_zero_optimizer(optimizer)
+        if isinstance(wrapper, DeepSpeedZeroOptimizer):
+            install_order(wrapper)
+        return wrapper
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        if not self.dynamic_config.enabled:
+            return super()._configure_bf16_optimizer(optimizer)
+        with whole_lanes(optimizer, on_host=self._steps_on_host()):
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def _steps_on_host(self) -> bool:
+        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
 
     def _changes_nothing(self, gradients: Sequence[Any]) -> bool:
         """Whether reducing gives the same bits: one replica, no rounding on the way."""

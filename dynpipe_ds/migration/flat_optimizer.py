@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from dynpipe_ds.agreement import together
 from dynpipe_ds.migration.flat_buffers import GroupBuffers, building
-from dynpipe_ds.migration.native_adam import whole_lanes
 from dynpipe_ds.migration.optimizer_state import PlainOptimizer, Room, StageOptimizer
 from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.migration.parameter_groups import Entry, ParameterGroups, State
@@ -194,12 +193,9 @@ class FlatOptimizer(StageOptimizer):
         return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
     def _wrap(self, basic: torch.optim.Optimizer) -> Any:
-        configure = (
-            self.engine._configure_bf16_optimizer if self.engine.using_bf16_optimizer
-            else self.engine._configure_zero_optimizer
-        )
-        with whole_lanes(basic, on_host=self.engine.steps_on_host()):
-            return configure(basic)
+        if self.engine.using_bf16_optimizer:
+            return self.engine._configure_bf16_optimizer(basic)
+        return self.engine._configure_zero_optimizer(basic)
 
     def _flats(self) -> list[Tensor]:
         return [group["params"][0] for group in self.groups.optimizer.param_groups]

@@ -1,0 +1,45 @@
+"""The norm for clipping: the same bits in float64, before any rounding, wherever ZeRO-1 splits the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.models import Run, make_engine, train
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_exactness import ADAMW, BF16, CLIP, ZERO
+from tests.distributed.test_replicas import CUTS
+from tests.matrix import mostly
+
+NUM_LAYERS = 8
+
+
+def sums_by_layer(_rank: int, run: Run) -> list[list[float]]:
+    """Sums of squares by layer, one list for each batch."""
+    found, original = [], dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        if tensor.dtype is torch.float64 and tensor.numel() == NUM_LAYERS and not args and not kwargs:
+            found.append(tensor.tolist())
+        return result
+
+    engine = make_engine(run)
+    with patch.object(dist, "all_reduce", spy):
+        train(engine, run)
+    return found
+
+
+@pytest.mark.parametrize(("bf16", "replicas"), mostly([(False, 2), (False, 3), (True, 2)], [(False, 2)]))
+def test_sums_do_not_depend_on_where_shares_end(bf16: bool, replicas: int) -> None:
+    config = {**ADAMW, **ZERO, **CLIP, **({**BF16, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {})}
+    seen = [
+        run_ranks(sums_by_layer, 2 * replicas, Run(2, num_batches=3, config=config, first=cut))[0] for cut in CUTS
+    ]
+    assert len(seen[0]) == 3 and all(square > 0 for sums in seen[0] for square in sums)
+    assert seen[0] == seen[1] == seen[2]
