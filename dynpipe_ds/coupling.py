@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -182,3 +182,26 @@ def _is_filled(cell: types.CellType) -> bool:
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def coupled_cuts(couplings: Iterable[Coupling], boundaries: Sequence[int]) -> set[int]:
+    """Cuts that would keep a value from reaching its reader.
+
+    Args:
+        couplings: of the model.
+        boundaries: the first partition.
+
+    Raises:
+        ValueError: if the first partition has one of these cuts.
+    """
+    coupled: set[int] = set()
+    for coupling in couplings:
+        separating = sorted(set(coupling.cuts()) & set(boundaries[1:-1]))
+        if separating:
+            raise ValueError(
+                f"the partition {tuple(boundaries)} cuts at {separating[0]}, but {coupling.what}, and the value would "
+                f"not reach another stage; choose a first partition without a cut at {[*coupling.cuts()]}, or "
+                "pass the value on in what the layers return"
+            )
+        coupled |= set(coupling.cuts())
+    return coupled

@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import anywhere, difference_of_replicas, same_everywhere, together
+from dynpipe_ds.agreement import anywhere, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.comparison import warn_of_differences
 from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.coupling import coupled_cuts
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
 from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
+from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
@@ -34,7 +36,7 @@ from dynpipe_ds.migration.parameter_groups import (
     check_scheduler,
 )
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
-from dynpipe_ds.migration.transaction import MigrationError, Transaction, nothing
+from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import Plan, check_boundaries
@@ -95,8 +97,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
                 "dynamic_pipeline sends whole activations; with tensor parallelism set "
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
-        pins = {*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts, *self._coupled_cuts()}
-        self._pinned = tuple(sorted(pins))
+        coupled = coupled_cuts(self.module.couplings(), self.partition)
+        self._pinned = tuple(sorted({*self.module.pinned_cuts, *self.dynamic_config.pinned_cuts, *coupled}))
         check_boundaries(
             self.partition, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=True,
@@ -114,20 +116,6 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._is_started = True
         self._adopt_optimizer()
         warn_of_differences(self)
-
-    def _coupled_cuts(self) -> set[int]:
-        """Cuts that would keep a value from reaching its reader; refused if the first partition has one."""
-        coupled = set()
-        for coupling in self.module.couplings():
-            separating = sorted(set(coupling.cuts()) & set(self.partition[1:-1]))
-            if separating:
-                raise ValueError(
-                    f"the partition {self.partition} cuts at {separating[0]}, but {coupling.what}, and the value would "
-                    f"not reach another stage; choose a first partition without a cut at {[*coupling.cuts()]}, or "
-                    "pass the value on in what the layers return"
-                )
-            coupled |= set(coupling.cuts())
-        return coupled
 
     def _adopt_optimizer(self) -> None:
         """Learn to move the optimizer's state; it may be made by ``initialize`` or later."""
@@ -365,24 +353,15 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             ValueError: on every rank, if the replicas of a stage differ in what they froze.
             MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
         """
-        optimizer = self.stage_optimizer
-        if optimizer is None:
+        if self.stage_optimizer is None:
             return
         started = time.perf_counter()
         has_changed = self._trainable != self._trainable_flags()
         if not anywhere(has_changed, self.device):
             return
-        trainable = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        problem = difference_of_replicas(trainable, "the parameters that are trained", self.stage_id)
-        if problem is not None:
-            raise ValueError(problem)
-
-        def take_in() -> None:
-            if has_changed:
-                optimizer.prepare((), {}, optimizer.make_room((), (), ()))
-
+        check_replicas(self)
         with self._changing("layers were frozen"):
-            Transaction(optimizer, self.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})
+            rebuild_optimizer(self, has_changed=has_changed)
             if has_changed:
                 self._settle()
         self.overhead.migrating_s += time.perf_counter() - started

@@ -1,0 +1,42 @@
+"""Layers that the user froze or unfroze between two batches: the optimizer is rebuilt without or with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynpipe_ds.agreement import difference_of_replicas
+from dynpipe_ds.migration.transaction import Transaction, nothing
+
+
+def check_replicas(engine: Any) -> None:
+    """Check that the replicas of each stage train the same parameters; collective over all ranks.
+
+    Args:
+        engine: the dynamic pipeline engine.
+
+    Raises:
+        ValueError: on every rank, if replicas of some stage differ.
+    """
+    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    problem = difference_of_replicas(trained, "the parameters that are trained", engine.stage_id)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def rebuild_optimizer(engine: Any, *, has_changed: bool) -> None:
+    """Let the optimizer hold what wants a gradient now; collective over all ranks.
+
+    Args:
+        engine: the dynamic pipeline engine, between two batches.
+        has_changed: whether anything was frozen or unfrozen on this rank.
+
+    Raises:
+        MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
+    """
+    optimizer = engine.stage_optimizer
+
+    def take_in() -> None:
+        if has_changed:
+            optimizer.prepare((), {}, optimizer.make_room((), (), ()))
+
+    Transaction(optimizer, engine.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})
