@@ -106,8 +106,8 @@ def norm_of_the_first_stage(patches: Patches) -> None:
 
 @mutant("ZeRO-1", "gradient norm")
 def norm_of_the_own_stage(patches: Patches) -> None:
-    def own(self: Any, gradients: Any, *, sharded: bool) -> Any:
-        return torch.stack([g.double().square().sum() for _, g in gradients]).sum().sqrt().float()
+    def own(self: Any, squares: Any) -> Any:
+        return torch.stack([square for _, square in squares]).sum().sqrt().float()
 
     patches.put(GradientNorm, "__call__", own)
 
