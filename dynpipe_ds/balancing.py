@@ -19,7 +19,7 @@ from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod
-from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.profiling import BatchRecorder, LayerSizes, Spent, gather_profile, layer_sizes
 from dynpipe_ds.reporting.monitor import GuardedMonitor, write_profile, write_rebalance
 from dynpipe_ds.telling import warn
@@ -43,7 +43,6 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self.monitor: Any = GuardedMonitor(self.monitor)
         self._recorder = BatchRecorder()
         self._controller = Controller(self.dynamic_config)
-        self._window: list[PipelineProfile] = []
         self._activation_bytes: dict[int, int] = {}
         self._sizes: dict[int, LayerSizes] = {}
         self._measure_sizes = True
@@ -59,10 +58,8 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         if activation_bytes is not None:
             self._activation_bytes = activation_bytes
             self._sizes = self._layer_sizes()
-        elif self._window:
-            self._activation_bytes = {
-                i: layer.activation_bytes for i, layer in enumerate(self._window[-1].layers)
-            }
+        elif newest := self._controller.newest:
+            self._activation_bytes = {i: layer.activation_bytes for i, layer in enumerate(newest[-1].layers)}
         times = self._recorder.stop()
         gathering = time.perf_counter()
         try:
@@ -77,7 +74,6 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self._spent = Spent(gather_s=time.perf_counter() - gathering)
         if spent.move_s > 0:  # a clock that jumped back is no cost
             self._controller.record_cost(spent.move_s, self._bytes_moved)
-        self._window = [*self._window, profile][-self.dynamic_config.profile_batches :]
         self._controller.observe(profile)
         self.overhead.profiling_s += gathering - started + spent.gather_s
         write_profile(self.monitor, profile, self.global_samples)
@@ -144,8 +140,9 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
 
     def _planning_profile(self) -> PipelineProfile:
         """The smoothed profile with layer times as on a worker of speed 1."""
-        config = self.dynamic_config
-        return smooth(self._window, config.smoothing, speeds=config.stage_speeds)
+        profile = self._controller.smoothed()
+        assert profile is not None, "asked for after a batch was profiled"
+        return profile
 
     def _move_to(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
         self.overhead.planning_s += plan_s

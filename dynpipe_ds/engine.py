@@ -129,14 +129,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     @property
     def profile(self) -> PipelineProfile | None:
         """The newest profile, smoothed over ``profile_batches``; ``None`` before the first batch."""
-        window = getattr(self, "_window", [])
-        return smooth(window, self.dynamic_config.smoothing) if window else None
+        newest = self._controller.newest if self.dynamic_config.enabled else []
+        return smooth(newest, self.dynamic_config.smoothing) if newest else None
 
     @property
     def last_batch_profile(self) -> PipelineProfile | None:
         """The profile of the last batch alone; ``None`` before the first one."""
-        window = getattr(self, "_window", [])
-        return window[-1] if window else None
+        newest = self._controller.newest if self.dynamic_config.enabled else []
+        return newest[-1] if newest else None
 
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by global layer index; function layers are left out."""
@@ -172,7 +172,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("rebalance")
-        if not self._window:
+        if not self._controller.newest:
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
         started = time.perf_counter()
         with self._naming_lost_ranks("a partition was chosen"):

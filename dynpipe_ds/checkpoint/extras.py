@@ -73,7 +73,6 @@ def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
     """
     engine._num_batches = state["num_batches"]
     engine._controller.load_state_dict(_controller_state(state), same_stages=same_stages)
-    engine._window = engine._controller.newest
     repacking = state.get("repacking", {"wished_stages": None, "next_batch": 0})
     engine._wished_stages = repacking["wished_stages"] if same_stages else None
     engine._next_repack_batch = max(repacking["next_batch"], engine.dynamic_config.repack.earliest_batch)
@@ -112,12 +111,13 @@ def restore_rank(engine: Any, state: Plain, *, same_stages: bool) -> None:
     engine.micro_steps = state["micro_steps"]
     for key, seconds in state["overhead"].items():
         setattr(engine.overhead, key, seconds)
-    known = same_stages and bool(engine._window)
+    newest = engine._controller.newest
+    known = same_stages and bool(newest)
     engine._spent = Spent(*state["spent"]) if known and "spent" in state else Spent()
     engine._bytes_moved = state.get("bytes_moved", 0) if known else 0
     engine._measure_sizes = state.get("measure_sizes", True) if known else True
     if known:
-        engine._sizes = {i: _layer_sizes(engine._window[-1].layers[i]) for i in engine.local_layers()}
+        engine._sizes = {i: _layer_sizes(newest[-1].layers[i]) for i in engine.local_layers()}
 
 
 def _layer_sizes(layer: LayerProfile) -> LayerSizes:

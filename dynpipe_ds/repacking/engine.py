@@ -78,7 +78,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
             RepackError: on every rank, if it can't be done or failed; training can go on with all ranks.
         """
         self._need_dynamic("repack")
-        if not self._window:
+        if not self._controller.newest:
             raise RuntimeError("there is no profile to re-pack by; train one batch first")
         started = time.perf_counter()
         chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
@@ -96,7 +96,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
     def _maybe_repack(self) -> None:
         """Shrink if the configuration asks for it; a failure leaves training going on with all ranks."""
         config, batch = self.dynamic_config.repack, self._num_batches - 1
-        ready = len(self._window) >= self.dynamic_config.profile_batches
+        ready = len(self._controller.newest) >= self.dynamic_config.profile_batches
         if not config.enabled or not ready or self.num_stages == 1 or batch < self._next_repack_batch:
             return
         started = time.perf_counter()
@@ -121,7 +121,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
 
     def _batches_until_next_decision(self, plan_s: float) -> int:
         """Soon, if only the confirmation is missing; else as deciding can be afforded."""
-        batch_s = max((stage.batch_s for stage in self._window[-1].stages), default=0.0) or plan_s
+        batch_s = max((stage.batch_s for stage in self._controller.newest[-1].stages), default=0.0) or plan_s
         affordable = 0 if self._wished_stages is not None else math.ceil(plan_s / (_SHARE_FOR_PLANNING * batch_s))
         return max(self.dynamic_config.profile_batches, affordable)
 
@@ -214,7 +214,7 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         known = self._controller.state_dict()
         self._controller = Controller(self.dynamic_config)
         self._controller.load_state_dict(known, same_stages=False)
-        self._window, self._wished_stages = [], None
+        self._wished_stages = None
         self._settle()
 
     def _tell(self, event: RepackEvent) -> None:
