@@ -139,14 +139,17 @@ class Saving:
 
     def _agree_on_tag(self) -> None:
         """All name the same, and the one before it is on the disk, so that one is there whatever fails now."""
-        problem = tag_problem(self._tag)
-        if not problem and self._first:
-            problem = place_problem(self._save_dir, self._tag)
-        agree_on_place(self._target, problem)
+        agree_on_place(self._target, tag_problem(self._tag))
+        self._together(self._check_place)
         earlier = self._earlier
         together(lambda: earlier.wait() if earlier is not None else None, self._engine.device, lambda message: (
             CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {message}")
         ))
+
+    def _check_place(self) -> None:
+        problem = place_problem(self._save_dir, self._tag) if self._first else ""
+        if problem:
+            raise CheckpointError(problem)
 
     @property
     def _folder(self) -> Path:

@@ -49,7 +49,7 @@ def names(rank: int, place: Path) -> None:
         (place, "x" * 300, "the file system allows names of"),
         (place / "latest", "a", "latest is a file; name a folder"),
     ):
-        with pytest.raises(ValueError, match=text) as caught:
+        with pytest.raises(CheckpointError, match=text) as caught:
             engine.save_checkpoint(where, tag=tag)
         same_text(str(caught.value))
     # A name that one rank alone objects to stops all of them.
