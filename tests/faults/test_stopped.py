@@ -32,7 +32,7 @@ BOUND_S = 12.0  # beyond the timeout; for machines that are busy
 RUN = Run(3, first=(0, 3, 5, 8), num_batches=5)
 FORWARD = Point("in the middle of a batch", "tests.distributed.models:Block.forward", call=6)
 FIRST_FORWARD = Point("before its neighbour can be missed", "tests.distributed.models:Block.forward")
-BEGIN = Point("before a batch", "dynpipe_ds.engine:DynamicPipelineEngine._train_batch")
+BEGIN = Point("before a batch, when all know what is frozen", "dynpipe_ds.engine:DynamicPipelineEngine._run_batch")
 
 
 def stop(seconds: float | None = None) -> None:
