@@ -43,6 +43,7 @@ def train_mutants(_rank: int, folder: str, names: list[str]) -> None:
         with Patches() as patches:
             MUTANTS[name].apply(patches)
             rank.run_rank(place, [by_name[MUTANTS[name].mode]], [COURSES[1], COURSES[3]])
+    rank.run_rank(Path(folder), [by_name["ZeRO-1"]], COURSES)  # and without a fault, in all courses
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,7 @@ def told(checks: list[Check]) -> str:
     return "\n".join(f"{check.name}: {check.found}" for check in checks if check.status == "problem")
 
 
+@pytest.mark.exhaustive
 def test_what_is_installed_is_right(dynpipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole command; it leaves neither files nor processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -80,6 +82,8 @@ def test_faults_are_found_in_their_mode(names: list[str], tmp_path: Path, refere
         mode = by_name[MUTANTS[name].mode]
         found = told(list(check_mode(tmp_path / name, mode, references[mode.name])))
         assert MUTANTS[name].told in found, f"{name}: {found or 'not found'}"
+    (check,) = check_mode(tmp_path, by_name["ZeRO-1"], references["ZeRO-1"])
+    assert check.status == "ok" and "equal bits for every cut" in check.found
 
 
 @pytest.mark.exhaustive

@@ -101,7 +101,7 @@ def resume(rank: int, run: Run, folder: Path) -> tuple[list[float], dict[str, st
     return [float(engine.train_batch(batches)) for _ in range(2)], digest(engine)
 
 
-@pytest.mark.parametrize(("optimizer", "replicas"), mostly(product(["torch", "cpu_adam"], [1, 2]), [("torch", 2)]))
+@pytest.mark.parametrize(("optimizer", "replicas"), mostly(product(["torch", "cpu_adam"], [1, 2]), []))
 def test_frozen_saved_and_loaded_on_the_host(optimizer: str, replicas: int, tmp_path: Path) -> None:
     kind = {**ADAMW, **TORCH} if optimizer == "torch" else CPU_ADAM
     if optimizer == "cpu_adam":

@@ -244,6 +244,7 @@ def use_the_store_of_a_stopped_rank(rank: int) -> None:
             dist.distributed_c10d._get_default_store().get("nobody sets this")
 
 
+@pytest.mark.exhaustive
 def test_waiting_that_no_timeout_bounds_is_bounded() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(use_the_store_of_a_stopped_rank, 3, collective_s=2.0, may_die={0}, timeout_s=60)
