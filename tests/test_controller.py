@@ -547,7 +547,10 @@ def interrupted(stop: int | None, *, num_batches: int = 60, same_stages: bool = 
 
 @pytest.mark.parametrize(
     "section",
-    [{}, {"rebalance_every": 7, "min_gain": 0.0}, {"stage_speeds": [1.0, 0.9], "profile_batches": 2}],
+    [
+        {}, {"rebalance_every": 7, "min_gain": 0.0},
+        pytest.param({"stage_speeds": [1.0, 0.9], "profile_batches": 2}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_one_that_goes_on_decides_as_the_uninterrupted_one(section: dict[str, Any]) -> None:

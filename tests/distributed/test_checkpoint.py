@@ -115,7 +115,7 @@ def merged(results: list[Any], case: int, which: int) -> dict[str, str]:
         pytest.param((2, 2), (4, 4), id="2to4", marks=pytest.mark.exhaustive),
         pytest.param((3, 3), (2, 2), id="3to2"),
         pytest.param((3, 3), (3, 3), id="3to3"),
-        pytest.param((2, 4), (2, 4), id="2x2to2x2"),
+        pytest.param((2, 4), (2, 4), id="2x2to2x2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_same_bits(saved: Any, before: tuple[int, int], after: tuple[int, int]) -> None:

@@ -123,6 +123,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_killed_twice_and_continued_on_more_ranks(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
     """Also the timing is honest: what was lost is not counted, nor the first window after a start."""
     draw, folder = random.Random(7), tmp_path / "out"

@@ -64,7 +64,9 @@ ON_TWO = ("pruning", "freezing_egeria", "early_exit", "moe", "mod", "sparse_atte
 ON_THREE = tuple(name for name in JOBS if name not in ON_TWO)
 
 
-@pytest.fixture(scope="module", params=[ON_TWO, ON_THREE], ids=["2 stages", "2 to 3 stages"])
+@pytest.fixture(scope="module", params=[
+    pytest.param(ON_TWO, id="2 stages", marks=pytest.mark.exhaustive), pytest.param(ON_THREE, id="2 to 3 stages"),
+])
 def continued(request: pytest.FixtureRequest, stopped: tuple[list[Any], str]) -> tuple[Any, list[Any], list[Any]]:
     """Names, and results of the whole runs and of those that were continued."""
     stages = 2 if request.param is ON_TWO else 3
