@@ -46,7 +46,6 @@ setup(
         versions["DEEPSPEED_RANGE"],
         "numpy",
         "pydantic>=2",
-        "cloudpickle>=3",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
         "psutil",

@@ -29,6 +29,7 @@ from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
+from dynpipe_ds.migration.packing import PackingError
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
     add_copies,
@@ -104,6 +105,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             pinned=self._pinned, allow_empty=True,
         )
         same_everywhere(self.partition, "the first partition", self.device)
+        layers, names = self.local_layers(), self.module.layer_names()
+        together(lambda: self.module.surroundings.check(layers, names, self), self.device, PackingError)
         self.profiling = True
         self._start_balancing()
         self._start_repacking()
