@@ -27,6 +27,7 @@ from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
+from dynpipe_ds.migration.hooks import remove_everywhere
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.packing import PackingError
@@ -360,8 +361,11 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return
         started = time.perf_counter()
         has_changed = self._trainable != self._trainable_flags()
-        if not anywhere(has_changed, self.device):
+        surroundings, layers = self.module.surroundings, self.local_layers()
+        if not anywhere(has_changed or surroundings.hooks.has_removed(), self.device):
             return
+        remove_everywhere(surroundings.hooks, layers)
+        together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
         check_replicas(self)
         with self._changing("layers were frozen"):
             rebuild_optimizer(self, has_changed=has_changed)

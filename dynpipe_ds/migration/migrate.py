@@ -91,14 +91,18 @@ class Migration:
             error = caught
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
 
-        def get_ready() -> tuple[_Coming, Transfer, Transfer]:
+        def get_ready() -> tuple[_Coming, Transfer, Transfer] | None:
             if error is not None:
                 raise error
+            if len(skeletons) < len(self._coming):
+                return None  # the rank that did not send says why
             coming = self._allocate(skeletons)
             journeys = self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
             return coming, *journeys
 
-        coming, weights, states = change.together(get_ready)
+        ready = change.together(get_ready)
+        assert ready is not None
+        coming, weights, states = ready
         weights.start()
         states.start()
         weights.finish()
@@ -106,6 +110,7 @@ class Migration:
             lambda: self._take_in(skeletons, coming), self._put_back,
             {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=states.finish,
         )
+        self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
         for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):
             warn(text)
 

@@ -219,7 +219,8 @@ class Names:
             part: the module or tensor.
         """
         path = self.of(part)
-        is_same = path is None or path[0] != GLOBALS or all(kind == "attr" for kind, _ in path[2:])
+        # Items may be counted by rank: the first layer in a script's dictionary of its layers.
+        is_same = path is None or path[0] != GLOBALS or not any(kind == "item" and type(key) is int for kind, key in path[2:])
         return path if is_same else None
 
     def resolve(self, path: Path) -> Any:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError
 from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
+from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
 from dynpipe_ds.migration.names import Names, NoNames
 from dynpipe_ds.migration.transport import memory_order
 
@@ -33,9 +34,6 @@ WRAPPER_ATTRIBUTES = frozenset({
     "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
 })
 _OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
-
-_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
-TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _REMEDY = (
     "let a LayerSpec build it, define it at the level of a module, pass it to the LayerSpec as an argument, or give "
@@ -223,8 +221,8 @@ def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], lis
             attributes.append((key, node))
     for table in TENSOR_HOOKS:
         for number, hook in (getattr(source, table, None) or {}).items():
-            if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed":
-                continue  # the optimizer's own
+            if is_optimizers(hook):
+                continue
             node = encoder.trial(hook, f"the hook {hook!r}", may_build=True)
             if isinstance(node, CantCarryError):
                 encoder.lost.append(f"tensor hook {hook!r} of {where} can't be carried and stays behind ({node})")
@@ -352,7 +350,7 @@ def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:
     """Hooks are numbered by process: a new one must not get the number of one that was carried."""
-    names = (*HOOK_TABLES, *_HOOK_FLAGS)
+    names = (*HOOK_TABLES, *HOOK_FLAGS)
     tables = [getattr(module, name, None) or () for module in layer.modules() for name in names]
     tables += [getattr(t, name, None) or () for t in _registered(layer) for name in TENSOR_HOOKS]
     taken = max((number for table in tables for number in table), default=-1)

@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds.migration.bound import values_of
+from dynpipe_ds.migration.hooks import DepartedHooks
 from dynpipe_ds.migration.names import Names, Path, Values, shared_by, spell
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
@@ -41,6 +42,7 @@ class Surroundings:
         self._live = shared_by(live)
         self._start: dict[Path, Values] = {}
         self._shared: list[Path] = []
+        self.hooks = DepartedHooks()
 
     def names(self, layers: Iterable[nn.Module], engine: Any = None) -> Names:
         """What has a name now.
@@ -153,6 +155,44 @@ class Surroundings:
         made = unpack(package.skeleton, tensors, names=names, build=partial(self.build, layer)).layer
         assert made is not None
         return made
+
+    def leave(self, layers: Mapping[int, nn.Module | None]) -> None:
+        """Let go of layers that have moved to other stages.
+
+        Args:
+            layers: by index.
+        """
+        for layer, module in layers.items():
+            if module is not None:
+                self.hooks.keep(layer, module)
+                self._to_host(module)
+
+    def _to_host(self, module: nn.Module) -> None:
+        """Give the accelerator's memory back where the layer list's arguments keep a layer that is elsewhere now."""
+        on_device = [t for t in (*module.parameters(), *module.buffers()) if t.device.type not in ("cpu", "meta")]
+        if on_device:
+            names = Names({"shared": self._live, "specs": self._specs})
+            for tensor in on_device:
+                if names.of_part(tensor) is not None:
+                    tensor.data = tensor.data.cpu()
+
+    def check_frozen(self, layers: Mapping[int, nn.Module]) -> None:
+        """Refuse that a parameter that several layers hold is trained.
+
+        Args:
+            layers: those of this rank, by index.
+
+        Raises:
+            ValueError: naming it.
+        """
+        shared = self.names(()).shared
+        for layer, module in layers.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) in shared:
+                    raise ValueError(
+                        f"{name} of layer {layer} is {spell(shared[id(parameter)])}, which other layers hold too, so it "
+                        "can't be trained: every stage would train a copy of its own; give every layer its own"
+                    )
 
     def has_template(self, layer: int) -> bool:
         """Whether every rank can build a layer.
