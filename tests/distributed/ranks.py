@@ -156,6 +156,8 @@ def _collect(
                 # The others may wait for it for ever; a short grace shows errors of their own.
                 deadline = min(deadline, time.monotonic() + 5)
     for r in pending.values():
+        if r.rank in may_die:
+            continue
         # After another rank's failure, those left are its victims, not the cause.
         r.stuck = not any(other.error for other in ranks if other.rank not in may_die)
         r.write_stack()
