@@ -72,7 +72,7 @@ def test_a_rank_that_exits_is_named_with_its_last_words() -> None:
 
 
 def test_a_stuck_rank_is_named_with_where_it_is() -> None:
-    message = fail(stick_on_one, timeout_s=5)
+    message = fail(stick_on_one, timeout_s=2)
     assert "rank 1 did not finish in time" in message and "wait_for_ever" in message
     assert "rank 0" not in message and "rank 2" not in message
 

@@ -89,6 +89,7 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
     """No traceback, said once, and the launcher stops."""
     done = launch(tmp_path / "here", "data=text", f"data.path={tmp_path / 'nowhere.txt'}")
