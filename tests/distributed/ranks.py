@@ -39,7 +39,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0,
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240.0,
     may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.

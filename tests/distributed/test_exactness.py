@@ -101,7 +101,6 @@ def test_two_stages_with_two_replicas(optimizer: str) -> None:
     compare(run, MOVES[2], replicas=2)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "client",
     mostly(
