@@ -39,8 +39,10 @@ from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameter
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.obstacles import check_cuts
 from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
+from dynpipe_ds.passing import begin, refuse_together
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import ActivationMeter
 from dynpipe_ds.reducing import ReducingEngine
@@ -192,12 +194,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             What happened, or ``None`` if these are the present boundaries.
 
         Raises:
-            ValueError: on every rank, if the boundaries break a rule or differ between ranks.
+            ValueError: on every rank, if the boundaries break a rule, differ between ranks, or cut behind a layer
+                that was seen to return what can't be sent to another stage.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
         with self._naming_lost_ranks("boundaries were compared"):
             same_everywhere(boundaries, "the boundaries to move to", self.device)
+        check_cuts(boundaries, self._obstacles, self.module.layer_names())
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
@@ -305,6 +309,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self.reset_activation_shape()
         with self._naming_lost_ranks("a batch was evaluated"):
             return super().eval_batch(*args, **kwargs)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if not self.dynamic_config.enabled:
+            super()._exec_schedule(pipe_schedule)
+            return
+        begin(self)
+        super()._exec_schedule(pipe_schedule)
+        refuse_together(self)  # in evaluation; in training it was done before the step
 
     # -- moving layers ------------------------------------------------------------------------
 
