@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -273,11 +274,11 @@ def _class_name(kind: type) -> str:
 
 
 def _class_of(name: str) -> type[tuple[Any, ...]]:
-    """A class of named tuples that this process has loaded; nothing is imported."""
+    """A class of named tuples that this process has loaded; nothing is imported or run to find it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     if not (isinstance(found, type) and issubclass(found, tuple) and (hasattr(found, "_fields") or _is_torchs(found))):
         raise LookupError(f"{name} is no named tuple that this process has loaded")
     return found
