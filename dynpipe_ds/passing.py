@@ -17,6 +17,10 @@ from dynpipe_ds.obstacles import cant_leave
 from dynpipe_ds.values import CantCross, put_together, take_apart
 
 
+class BatchRefused(ValueError):
+    """Raised on every rank, with the same text, where a micro-batch could not cross a boundary."""
+
+
 class _LeftOut:
     """Stands for the inputs and outputs of a micro-batch that could not be sent on by an earlier stage."""
 
@@ -258,7 +262,7 @@ def refuse_together(engine: Any) -> None:
         engine: of this stage.
 
     Raises:
-        ValueError: on every rank, with the same text, if some rank had to refuse one.
+        BatchRefused: on every rank, if some rank had to refuse one.
     """
     links = links_of(engine)
     if engine.num_stages == 1 or links.is_settled:
@@ -266,7 +270,7 @@ def refuse_together(engine: Any) -> None:
     links.is_settled = True
     message = first_error(ValueError(links.refusals[0]) if links.refusals else None, engine.device)
     if message is not None:
-        raise ValueError(message)
+        raise BatchRefused(message)
 
 
 def unless_refused(step: Callable[..., None]) -> Callable[..., None]:
