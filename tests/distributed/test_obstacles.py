@@ -85,28 +85,23 @@ def test_repartition_refuses_what_was_seen() -> None:
     run_ranks(seen_and_refused, 3)
 
 
-def slow_in_front(_rank: int) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The best cut of two equal halves is where the object would have to cross."""
+def halves() -> list[Any]:
+    """The two halves have as many parameters; the object would have to cross between them."""
+    return [*layers()[:5], LayerSpec(Head)]
+
+
+def balanced_in_every_batch(_rank: int, *first: int) -> list[tuple[float, tuple[int, ...]]]:
     section = {"enabled": True, "rebalance_every": 1, "cost": "parameters", "partitioner": "optimal", "min_gain": 0.0}
-    engine = make(case_of(2, (0, 1, 7), config={**ADAMW, "dynamic_pipeline": section}))
-    batches, seen, losses = micro_batches(engine), [], []
-    for _ in range(4):
-        losses.append(float(engine.train_batch(batches)))
-        seen.append(engine.partition)
-    return seen, losses
-
-
-def one_stage(_rank: int) -> list[float]:
-    engine = make(case_of(1, (0, 7), config=ADAMW))
+    engine = make(Case(halves, len(first) - 1, first, {}, config={**ADAMW, "dynamic_pipeline": section}))
     batches = micro_batches(engine)
-    return [float(engine.train_batch(batches)) for _ in range(4)]
+    return [(float(engine.train_batch(batches)), engine.partition) for _ in range(4)]
 
 
 def test_the_automatic_mode_never_cuts_there() -> None:
-    both = run_ranks(slow_in_front, 2)
-    assert both[0] == both[1] and both[0][1] == run_ranks(one_stage, 1)[0]
-    partitions = both[0][0]
-    assert partitions[-1] in ((0, 2, 7), (0, 4, 7)) and (0, 3, 7) not in partitions
+    first, second = run_ranks(balanced_in_every_batch, 2, 0, 1, 6)
+    whole = run_ranks(balanced_in_every_batch, 1, 0, 6)[0]
+    assert first == second and [loss for loss, _ in first] == [loss for loss, _ in whole]
+    assert [partition for _, partition in first][2:] == [(0, 4, 6)] * 2, "the best one would be (0, 3, 6)"
 
 
 # -- shown at the cut -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from tests.distributed.models import LENGTH, Block, Embed, Head
+from tests.distributed.models import LENGTH, Block, Embed, Head, data
+from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_layouts import case_of, compare_with_undivided
+from tests.distributed.test_shapes import make
 from tests.matrix import mostly
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -103,6 +106,18 @@ def with_none() -> list[Any]:
     return [LayerSpec(WithMask), *(LayerSpec(Masked) for _ in range(3)), LayerSpec(FirstOf)]
 
 
+class NowAndThen(Masked):
+    """Makes a mask for every second micro-batch."""
+
+    def forward(self, state: Any) -> Any:
+        hidden, mask, places, cache = super().forward((state[0], None, *state[2:]))
+        return hidden, (places > 2 if self.calls % 2 else None), places, cache
+
+
+def now_and_then() -> list[Any]:
+    return [LayerSpec(WithMask), *(LayerSpec(NowAndThen) for _ in range(3)), LayerSpec(FirstOf)]
+
+
 KINDS = {
     "all": case_of(all_kinds),
     "all, zero1": case_of(all_kinds, config=CONFIGS["zero1"]),
@@ -110,6 +125,7 @@ KINDS = {
     "none": case_of(with_none),
     "none, checkpointed": case_of(with_none, arguments={"activation_checkpoint_interval": 1}),
     "all, with dynamic_shape": case_of(all_kinds, arguments={"dynamic_shape": True}),
+    "now and then, with dynamic_shape": case_of(now_and_then, arguments={"dynamic_shape": True}),
 }
 
 
@@ -119,6 +135,20 @@ KINDS = {
 )
 def test_values_of_every_kind_that_can_cross(name: str, num_stages: int) -> None:
     compare_with_undivided(KINDS[name], num_stages)
+
+
+def refused(_rank: int) -> None:
+    engine = make(replace(case_of(now_and_then), num_stages=3, first=(0, 2, 4, 5)))
+    message = (
+        r"^rank 0: ValueError: what stage 0 puts out was \(tensor 0, tensor 1, tensor 2, None\) in the first "
+        r"micro-batch of the batch and is \(tensor 0, None, tensor 1, None\) in a later one; .*dynamic_shape=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        engine.train_batch(data(0, 4))
+
+
+def test_none_in_some_micro_batches_only_is_refused_on_every_rank() -> None:
+    run_ranks(refused, 3, timeout_s=60)
 
 
 # -- tensors that want a gradient in some micro-batches only ----------------------------------
