@@ -13,8 +13,8 @@ from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageE
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 _MORE = """
-Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers cost?), plan (where to cut?),
-simulate (who waits for whom?), then train, then report (what happened?).
+Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers
+cost?), plan (where to cut?), simulate (who waits for whom?), then train, then report (what happened?).
 """
 
 

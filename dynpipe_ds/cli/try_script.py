@@ -16,10 +16,10 @@ from dynpipe_ds.cli.trying.text import text_of, values_of
 from dynpipe_ds.cli.trying.trial import Plan, carry_out
 
 _MORE = """
-Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's PipelineModule, with
-DynamicPipelineModule in its place, and with that while layers move to random places. Compares losses and weights bit for
-bit and says why something differs, what is refused, and what the section costs a batch. Nothing is saved: save_checkpoint
-is left out. All processes must run on this machine.
+Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's PipelineModule,
+with DynamicPipelineModule in its place, and with that while layers move to random places. Compares losses and weights
+bit for bit and says why something differs, what is refused, and what the section costs a batch. Nothing is saved:
+save_checkpoint is left out. All processes must run on this machine.
 """
 _EXAMPLES = """
 dynpipe try -- deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json
@@ -35,9 +35,12 @@ def add_parser(commands: Any) -> None:
         commands: what ``add_subparsers`` returned.
     """
     parser = add_command(
-        commands, "try", run, what="run an existing script with and without moving layers", more=_MORE, examples=_EXAMPLES
+        commands, "try", run, what="run an existing script with and without moving layers", more=_MORE,
+        examples=_EXAMPLES,
     )
-    parser.add_argument("--batches", type=whole(1), default=8, metavar="N", help="stop after so many batches (default 8)")
+    parser.add_argument(
+        "--batches", type=whole(1), default=8, metavar="N", help="stop after so many batches (default 8)"
+    )
     parser.add_argument(
         "--move-every", type=whole(1), default=2, metavar="N", help="batches between two moves (default 2)"
     )

@@ -51,18 +51,17 @@ def compare(first: Outcome, second: Outcome) -> Difference:
     evaluations, _ = _losses(
         [r.evaluations for r in first.ranks], [r.evaluations for r in second.ranks], "the result of evaluation"
     )
-    state = first.held("state"), second.held("state")
-    both = state[0].keys() & state[1].keys()
-    return Difference(
-        losses, evaluations, _layers(first.held("weights"), second.held("weights"), "weights"),
-        _layers(*({name: s[name] for name in both} for s in state), "optimizer state"), batch, len(both),
-    )  # fmt: skip
+    weights = _layers(first.held("weights"), second.held("weights"), "weights")
+    a, b = first.held("state"), second.held("state")
+    both = a.keys() & b.keys()  # ours keeps a tied layer's state once for every occurrence, DeepSpeed's maybe not
+    state = _layers({name: a[name] for name in both}, {name: b[name] for name in both}, "optimizer state")
+    return Difference(losses, evaluations, weights, state, batch, len(both))
 
 
 def _losses(first: list[list[list[str]]], second: list[list[list[str]]], what: str) -> tuple[str, int]:
     """The earliest that differs on any rank."""
     found: list[tuple[int, str]] = []
-    for a, b in zip_longest(first, second, fillvalue=[]):
+    for a, b in zip(first, second, strict=True):
         for i, (x, y) in enumerate(zip_longest(a, b), start=1):
             if x != y:
                 found.append((i, f"{what} {i} differs{_amount(x, y)}"))

@@ -6,8 +6,6 @@ module or engine is derived from ours; so it does not matter by which name a scr
 
 from __future__ import annotations
 
-import faulthandler
-import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -19,11 +17,9 @@ import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, telling
+from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import SEED_LAYERS, Settings
-from dynpipe_ds.cli.trying.watch import Record, Watch
-
-WHERE_ARE_YOU = signal.SIGUSR2
-"""Asks a process to write its stacks."""
+from dynpipe_ds.cli.trying.watch import Watch
 
 
 def install(folder: str) -> None:
@@ -33,8 +29,6 @@ def install(folder: str) -> None:
         folder: of the run, with its settings.
     """
     settings, record = Settings.load(Path(folder)), Record(Path(folder))
-    faulthandler.register(WHERE_ARE_YOU, record.stacks.open("w", encoding="utf-8"))
-    record.say("started", program=" ".join(sys.argv))
     telling.listeners.append(lambda text: record.say("warning", text=text))
     _record_errors(record)
     _change_configuration(settings)
@@ -93,16 +87,16 @@ def _make_dynamic() -> None:
     _derive_from(engine_class, DynamicPipelineEngine)
 
 
-def _derive_from(theirs: type, ours: type) -> None:
+def _derive_from(theirs: Any, ours: Any) -> None:
     """Derive new subclasses of DeepSpeed's class from ours, as an adopter would write them."""
 
-    def derived(cls: type, **kwargs: Any) -> None:
+    def derived(cls: Any, /, **kwargs: Any) -> None:
         super(theirs, cls).__init_subclass__(**kwargs)
         if theirs in cls.__bases__:
             cls.__bases__ = tuple(ours if base is theirs else base for base in cls.__bases__)
-            ours.__init_subclass__.__func__(cls)  # type: ignore[attr-defined]
+            ours.__init_subclass__.__func__(cls)
 
-    theirs.__init_subclass__ = classmethod(derived)  # type: ignore[assignment]
+    theirs.__init_subclass__ = classmethod(derived)
 
 
 def _watch(engine_class: type, settings: Settings, record: Record) -> None:
@@ -122,11 +116,8 @@ def _record_failures(cls: type, record: Record, built: Callable[[Any], None] = l
 
     @wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
+        with record.errors():
             original(self, *args, **kwargs)
-        except BaseException as error:
-            record.error(error)
-            raise
-        built(self)
+            built(self)
 
     cls.__init__ = build  # type: ignore[misc]

@@ -17,10 +17,10 @@ import dynpipe_ds
 from dynpipe_ds.cli.command import UsageError, last_lines
 from dynpipe_ds.cli.trying import startup
 from dynpipe_ds.cli.trying.outcome import Outcome, read
+from dynpipe_ds.cli.trying.record import WHERE_ARE_YOU
 from dynpipe_ds.cli.trying.settings import Settings
 
 _MARK = "DYNPIPE_TRY"  # an environment variable with the folder: by it every process of the run is known
-_WHERE_ARE_YOU = signal.SIGUSR2
 _POLL_S = 0.2
 _GRACE_S = 15.0  # for processes to end by themselves, after an error or after the last batch
 _WRITE_S = 1.0  # for stacks to be written
@@ -102,7 +102,7 @@ def _ask_for_stacks(folder: Path, outcome: Outcome) -> None:
     for rank in outcome.ranks:
         host, _, pid = rank.name.rpartition("-")
         if int(pid) in {process.pid for process in _processes(folder)} and host == os.uname().nodename:
-            os.kill(int(pid), _WHERE_ARE_YOU)
+            os.kill(int(pid), WHERE_ARE_YOU)
     time.sleep(_WRITE_S)
 
 

@@ -1,4 +1,4 @@
-"""Why two ways differ: what the configuration suggests, and for what can be changed, whether the difference is then gone."""
+"""Why two ways differ: what the configuration suggests, and whether the difference is gone when that is changed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class _Suspect:
 _SUSPECTS = (
     _Suspect(
         NO_CLIPPING,
-        "gradient clipping: ours takes the norm of the whole model, the same for every cut; DeepSpeed's counts the first "
-        "stage only in fp32, and is rounded otherwise in bf16 and under ZeRO-1",
-        'to compare with DeepSpeed set "gradient_clipping": 0; to train leave it, the norm is then that of the whole model',
+        "gradient clipping: ours takes the norm of the whole model, the same for every cut; DeepSpeed's counts the "
+        "first stage only in fp32, and is rounded otherwise in bf16 and under ZeRO-1",
+        'to compare with DeepSpeed set "gradient_clipping": 0; to train leave it, ours is the norm of the whole model',
         lambda facts: facts[0]["clipping"] > 0 and facts[0]["stages"] > 1,
     ),
     _Suspect(
@@ -52,8 +52,8 @@ _SUSPECTS = (
     ),
     _Suspect(
         NO_DROPOUT,
-        "dropout: under activation checkpointing DeepSpeed seeds every block from its stage's first layer, ours from the "
-        "layer; and a layer that keeps a random stream of its own draws other masks where it has moved",
+        "dropout: under activation checkpointing DeepSpeed seeds every block from its stage's first layer, ours from "
+        "the layer; and a layer that keeps a random stream of its own draws other masks where it has moved",
         "leave it: the masks are as random as before; to compare bits train without dropout",
         lambda facts: any(f["dropout"] for f in facts),
     ),
@@ -75,8 +75,8 @@ def explain(outcomes: dict[str, Outcome], run: Run) -> list[Reason]:
     if not again.equal:
         return [Reason(
             f"the script is not repeatable: two runs with DeepSpeed's class differ, too ({again})",
-            "seed everything that draws random numbers (torch, numpy, random, the data's order) and choose deterministic "
-            "operations; nothing can be said before", False,
+            "seed everything that draws random numbers (torch, numpy, random, the data's order) and choose "
+            "deterministic operations; nothing can be said before", False,
         )]  # fmt: skip
     differing = [way for way in outcomes if way != DEEPSPEED and not compare(first, outcomes[way]).equal]
     facts = [rank.facts for rank in first.ranks]
@@ -105,7 +105,8 @@ def _needed(tried: Sequence[_Suspect], differing: Sequence[str], run: Run) -> Se
 
 
 def _shown(suspect: _Suspect, changes: tuple[str, ...]) -> Reason:
-    return Reason(f"{suspect.text} (shown: with {' and '.join(changes)} in all ways all bits are equal)", suspect.remedy, True)
+    evidence = f"shown: with {' and '.join(changes)} in all ways all bits are equal"
+    return Reason(f"{suspect.text} ({evidence})", suspect.remedy, True)
 
 
 def _possible(
@@ -119,12 +120,12 @@ def _possible(
         outputs = max((r.events["crossing"][0]["outputs"] for r in first.ranks if r.events["crossing"]), default=0)
         if outputs > 1:
             found.append((
-                f"{outputs} tensors with gradients cross a cut: DeepSpeed runs one backward for each, ours one for all, "
-                "so gradients are added in another order (not shown)", "leave it: only the last bits differ",
+                f"{outputs} tensors with gradients cross a cut: DeepSpeed runs one backward for each, ours one for "
+                "all, so gradients are added in another order (not shown)", "leave it: only the last bits differ",
             ))  # fmt: skip
         if facts["replicas"] > 2:
             found.append((
-                f"{facts['replicas']} replicas: ours adds gradients in the order of the replicas, DeepSpeed's reduction in "
+                f"{facts['replicas']} replicas: ours adds gradients in the order of the replicas, DeepSpeed's in "
                 "that of its ring (not shown)", "leave it: only the last bits differ",
             ))  # fmt: skip
         if any(rank.facts["tied_on_one_stage"] for rank in first.ranks):
@@ -134,8 +135,8 @@ def _possible(
             ))  # fmt: skip
         if facts["checkpointing"]:
             found.append((
-                "activation checkpointing: layers whose inputs want no gradient are not given to reentrant checkpointing, "
-                "which would cut them off from training, as DeepSpeed's does (not shown)",
+                "activation checkpointing: layers whose inputs want no gradient are not given to reentrant "
+                "checkpointing, which would cut them off from training, as DeepSpeed's does (not shown)",
                 "leave it: these layers are trained",
             ))  # fmt: skip
     if not found:

@@ -1,7 +1,7 @@
 """Copied to a run's folder as ``sitecustomize.py``: waits for DeepSpeed, in every Python process of the user's command.
 
-It imports nothing but the standard library, does nothing in a process that never imports DeepSpeed and in DeepSpeed's own
-launcher, and runs the ``sitecustomize`` that the user has.
+It imports nothing but the standard library, does nothing in a process that never imports DeepSpeed and in DeepSpeed's
+own launcher, and runs the ``sitecustomize`` that the user has.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Waiting:
             sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
             importlib.import_module("dynpipe_ds.cli.trying.install").install(HERE)
         elif "dynpipe_ds" not in sys.modules:  # else that is what imports it, and is waited for
-            if importlib.util.find_spec("dynpipe_ds") is None:  # the script's Python is not the command's, or a checkout's
+            if importlib.util.find_spec("dynpipe_ds") is None:  # a checkout, or another Python than the command's
                 with open(os.path.join(HERE, "package.txt"), encoding="utf-8") as file:
                     sys.path.append(file.read())
             importlib.import_module("dynpipe_ds")

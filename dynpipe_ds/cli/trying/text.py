@@ -39,7 +39,7 @@ def _values(trial: Trial, way: str) -> dict[str, Any]:
     return {
         "batches": outcome.num_batches, "failure": outcome.failure, "errors": outcome.errors,
         "stacks": outcome.stacks, "ranks": len(outcome.ranks), "median_s": outcome.median_s(),
-        "losses": [float.fromhex(loss[0]) if loss else None for loss in (outcome.ranks[0].losses if outcome.ranks else [])],
+        "losses": [float.fromhex(loss[0]) if loss else None for rank in outcome.ranks[:1] for loss in rank.losses],
         "equal": None if difference is None else difference.equal,
         "differs": "" if difference is None else str(difference),
         "weights_compared": len(outcome.held("weights")), "state_compared": difference and difference.compared_state,
@@ -53,7 +53,7 @@ def _table(trial: Trial) -> list[str]:
     rows = [_HEADS, *(_row(trial, way) for way in WAYS if way in trial.outcomes)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
@@ -148,8 +148,8 @@ def _cost_line(trial: Trial) -> str:
     if "batch_s" not in cost:
         return line
     return (
-        f"{line} ({percent(cost['accounted_s'] / cost['batch_s'])}), {cost['difference_s'] * 1e3:+.2f} ms by medians of "
-        f"batches, which spread by {milliseconds(cost['spread_s'])} ms; moves not included"
+        f"{line} ({percent(cost['accounted_s'] / cost['batch_s'])}), {cost['difference_s'] * 1e3:+.2f} ms by medians "
+        f"of batches, which spread by {milliseconds(cost['spread_s'])} ms; moves not included"
     )
 
 

@@ -1,15 +1,12 @@
-"""What is recorded of a script's engine: losses, seconds, moves, weights at the end; and its end after enough batches."""
+"""What is recorded of a script's engine: losses, seconds, moves, weights; and its end after enough batches."""
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -17,44 +14,10 @@ import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
 from dynpipe_ds.cli.trying.moves import RandomMoves
+from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import MOVING, NO_DROPOUT, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.comparison import dropout_rates, find_dropout
-
-
-class Record:
-    """The file of this process: one event a line, written at once.
-
-    Args:
-        folder: of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        name = f"{socket.gethostname()}-{os.getpid()}"
-        self.stacks = folder / f"{name}.stacks"
-        self._stream = (folder / f"{name}.events").open("a", encoding="utf-8")
-        self._told: BaseException | None = None
-
-    def say(self, event: str, **values: Any) -> None:
-        """Write an event.
-
-        Args:
-            event: its name.
-            **values: what JSON can hold.
-        """
-        self._stream.write(json.dumps({"event": event, **values}) + "\n")
-        self._stream.flush()
-
-    def error(self, error: BaseException) -> None:
-        """Write an error, once; leaving a script on purpose is none.
-
-        Args:
-            error: as raised.
-        """
-        if error is self._told or isinstance(error, (SystemExit, KeyboardInterrupt)):
-            return
-        self._told = error
-        self.say("error", type=type(error).__name__, text=str(error))
 
 
 class Watch:
@@ -73,14 +36,15 @@ class Watch:
         record.say("engine", **_facts(engine))
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
-        for name, run in (("train_batch", self._train), ("eval_batch", self._evaluate), ("save_checkpoint", self._save)):
+        watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
+        for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
             setattr(engine, name, _around(run, getattr(engine, name)))
         atexit.register(self._end)
 
     def _train(self, train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        with _Recording(self._record):
+        with self._record.errors():
             loss = train_batch(*args, **kwargs)
             found = bits(loss)  # waits for the device
             self._num_batches += 1
@@ -97,7 +61,7 @@ class Watch:
         return loss
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _Recording(self._record):
+        with self._record.errors():
             result = eval_batch(*args, **kwargs)
         self._record.say("evaluation", loss=bits(result))
         return result
@@ -117,7 +81,7 @@ class Watch:
 
     def _end(self) -> None:
         """Record what is left at the end, here or where the script ends by itself."""
-        if self._has_ended or self._record._told is not None:
+        if self._has_ended or self._record.has_error:
             return
         self._has_ended = True
         held: dict[str, Any] = {}
@@ -127,20 +91,6 @@ class Watch:
             held = {"unread": f"{type(error).__name__}: {error}"}
         overhead = getattr(self._engine, "overhead", None)
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
-
-
-class _Recording:
-    """Records an exception that leaves the block."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            self._record.error(error)
 
 
 def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +111,8 @@ def _facts(engine: Any) -> dict[str, Any]:
         "layers": module._num_layers, "boundaries": [int(b) for b in module.parts],
         "clipping": float(engine.gradient_clipping() or 0.0), "plain": engine.optimizer is engine.basic_optimizer,
         "seed_layers": bool(module.seed_layers), "dropout": find_dropout(layers),
-        "checkpointing": int(module.activation_checkpoint_interval or 0), "tied_on_one_stage": len(tied) > len(set(tied)),
+        "checkpointing": int(module.activation_checkpoint_interval or 0),
+        "tied_on_one_stage": len(tied) > len(set(tied)),
         "engine": type(engine).__name__, "module": type(module).__name__,
     }  # fmt: skip
 

@@ -57,9 +57,9 @@ def digest(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-    data = dense.cpu().contiguous().flatten().view(torch.uint8) if dense.numel() else torch.empty(0, dtype=torch.uint8)
     found = hashlib.blake2b(f"{value.dtype} {tuple(value.shape)} ".encode(), digest_size=12)
-    found.update(memoryview(data.numpy()))
+    if dense.numel():
+        found.update(dense.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
