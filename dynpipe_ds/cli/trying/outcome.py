@@ -128,10 +128,13 @@ def read(folder: Path, settings: Settings) -> Outcome:
     processes = [_process(file) for file in sorted(folder.glob("*.events"))]
     ranks = sorted((p for p in processes if p.facts), key=lambda p: int(p.facts["rank"]))
     raised = [error for process in processes for error in process.events["error"]]
-    raised.sort(key=lambda error: error["type"] in _SECONDARY)
-    errors = dict.fromkeys(f"{error['type']}: {error['text']}" for error in raised)
+    raised.sort(key=lambda error: (error["type"] in _SECONDARY, error["at_s"]))
+    errors: list[str] = []
+    for error in raised:
+        if not any(told in error["text"] or error["text"] in told for told in errors):  # as other processes pass it on
+            errors.append(f"{error['type']}: {error['text']}")
     stacks = {int(rank.facts["rank"]): _stack(folder / f"{rank.name}.stacks") for rank in ranks if not rank.end}
-    return Outcome(settings, ranks, list(errors), "", {rank: stack for rank, stack in stacks.items() if stack})
+    return Outcome(settings, ranks, errors, "", {rank: stack for rank, stack in stacks.items() if stack})
 
 
 def _process(file: Path) -> Process:

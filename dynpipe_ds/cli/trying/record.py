@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,7 @@ class Record:
         if error is self._told or isinstance(error, (SystemExit, KeyboardInterrupt)):
             return
         self._told = error
-        self.say("error", type=type(error).__name__, text=str(error))
+        self.say("error", type=type(error).__name__, text=str(error), at_s=time.time())
 
     @contextmanager
     def errors(self) -> Iterator[None]:
