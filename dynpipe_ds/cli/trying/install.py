@@ -59,7 +59,7 @@ def _change_configuration(settings: Settings) -> None:
     @wraps(original)
     def read(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(config, dict):
-            config = deepspeed.load_ds_config(config)
+            config = deepspeed.load_ds_config(str(config))
         original(self, settings.config(config), *args, **kwargs)
 
     DeepSpeedConfig.__init__ = read

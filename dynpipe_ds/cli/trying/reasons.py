@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.outcome import Event, Outcome
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, NO_CLIPPING, NO_DROPOUT, SEED_LAYERS, STILL
 
-Run = Callable[[str, tuple[str, ...]], Outcome]
-"""Runs the script one of the ways, with changes."""
+
+class Run(Protocol):
+    """Runs the script once more."""
+
+    def __call__(self, way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
+        """Run it.
+
+        Args:
+            way: one of the three.
+            changes: what to change beside.
+            batches: after which to stop; as always, if not given.
+        """
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,10 @@ _SUSPECTS = (
     ),
     _Suspect(
         SEED_LAYERS,
-        "dropout without seed_layers: its masks come from each rank's own stream, so they follow the cut",
+        "random numbers without seed_layers: dropout and whatever else layers draw comes from each rank's own stream, "
+        "so it follows the cut",
         "pass seed_layers=True to the module to have the same masks for every cut",
-        lambda facts: any(f["dropout"] for f in facts) and not facts[0]["seed_layers"],
+        lambda facts: not facts[0]["seed_layers"],
     ),
     _Suspect(
         NO_DROPOUT,
@@ -60,7 +72,7 @@ _SUSPECTS = (
 )
 
 
-def explain(outcomes: dict[str, Outcome], run: Run) -> list[Reason]:
+def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
     """Find out why ways differ from DeepSpeed's class.
 
     Args:
@@ -71,7 +83,7 @@ def explain(outcomes: dict[str, Outcome], run: Run) -> list[Reason]:
         Reasons that are shown, or, where none is, those that may be.
     """
     first = outcomes[DEEPSPEED]
-    again = compare(first, run(DEEPSPEED, ()))
+    again = compare(first, run(DEEPSPEED))
     if not again.equal:
         return [Reason(
             f"the script is not repeatable: two runs with DeepSpeed's class differ, too ({again})",
@@ -80,70 +92,74 @@ def explain(outcomes: dict[str, Outcome], run: Run) -> list[Reason]:
         )]  # fmt: skip
     differing = [way for way in outcomes if way != DEEPSPEED and not compare(first, outcomes[way]).equal]
     facts = [rank.facts for rank in first.ranks]
-    changes: tuple[str, ...] = ()
     tried: list[_Suspect] = []
     left = differing
     for suspect in (s for s in _SUSPECTS if s.applies(facts)):
-        changes, tried = (*changes, suspect.change), [*tried, suspect]
-        changed = {way: run(way, changes) for way in (DEEPSPEED, *left)}
-        if not all(outcome.complete for outcome in changed.values()):
-            continue
-        gone = [way for way in left if compare(changed[DEEPSPEED], changed[way]).equal]
-        left = [way for way in left if way not in gone]
+        tried.append(suspect)
+        left = _differing(left, tried, run)
         if not left:
-            return [_shown(s, changes) for s in _needed(tried, differing, run)]
-    return [Reason(text, remedy, False) for text, remedy in _possible(outcomes, tried, left)]
+            needed = _needed(tried, differing, run)
+            return [_shown(suspect, needed) for suspect in needed]
+    return _possible(outcomes, tried, left) or [_unknown(outcomes, tried, left[-1], run)]
 
 
-def _needed(tried: Sequence[_Suspect], differing: Sequence[str], run: Run) -> Sequence[_Suspect]:
-    """Without those that make no difference: if the last change is enough by itself, it is the reason alone."""
-    if len(tried) > 1:
-        alone = {way: run(way, (tried[-1].change,)) for way in (DEEPSPEED, *differing)}
-        if all(o.complete and compare(alone[DEEPSPEED], o).equal for o in alone.values()):
-            return tried[-1:]
-    return tried
+def _differing(ways: Sequence[str], changed: Sequence[_Suspect], run: Run) -> list[str]:
+    """Ways that still differ with changes; also those that can't be run with them."""
+    changes = tuple(suspect.change for suspect in changed)
+    first = run(DEEPSPEED, changes)
+    if first.failure:
+        return list(ways)
+    others = {way: run(way, changes) for way in ways}
+    return [way for way, other in others.items() if other.failure or not compare(first, other).equal]
 
 
-def _shown(suspect: _Suspect, changes: tuple[str, ...]) -> Reason:
-    evidence = f"shown: with {' and '.join(changes)} in all ways all bits are equal"
-    return Reason(f"{suspect.text} ({evidence})", suspect.remedy, True)
+def _needed(tried: Sequence[_Suspect], differing: Sequence[str], run: Run) -> list[_Suspect]:
+    """Without those that make no difference."""
+    needed = list(tried)
+    for suspect in tried[:-1]:
+        rest = [one for one in needed if one is not suspect]
+        if not _differing(differing, rest, run):
+            needed = rest
+    return needed
 
 
-def _possible(
-    outcomes: dict[str, Outcome], tried: Sequence[_Suspect], left: Sequence[str]
-) -> list[tuple[str, str]]:
-    """What can't be changed to see, or did not explain all."""
-    first = outcomes[DEEPSPEED]
-    facts = first.facts
-    found = []
-    if STILL in left:
-        outputs = max((r.events["crossing"][0]["outputs"] for r in first.ranks if r.events["crossing"]), default=0)
-        if outputs > 1:
-            found.append((
-                f"{outputs} tensors with gradients cross a cut: DeepSpeed runs one backward for each, ours one for "
-                "all, so gradients are added in another order (not shown)", "leave it: only the last bits differ",
-            ))  # fmt: skip
-        if facts["replicas"] > 2:
-            found.append((
-                f"{facts['replicas']} replicas: ours adds gradients in the order of the replicas, DeepSpeed's in "
-                "that of its ring (not shown)", "leave it: only the last bits differ",
-            ))  # fmt: skip
-        if any(rank.facts["tied_on_one_stage"] for rank in first.ranks):
-            found.append((
-                "tied layers on one stage: DeepSpeed sums their gradients as they come, ours in layer order, as across "
-                "stages (not shown)", "leave it: only the last bits differ",
-            ))  # fmt: skip
-        if facts["checkpointing"]:
-            found.append((
-                "activation checkpointing: layers whose inputs want no gradient are not given to reentrant "
-                "checkpointing, which would cut them off from training, as DeepSpeed's does (not shown)",
-                "leave it: these layers are trained",
-            ))  # fmt: skip
-    if not found:
-        ways = "it moves layers" if left == [MOVING] else "it does not move layers, too"
-        excluded = f"; it is not {', nor '.join(s.text.partition(':')[0] for s in tried)}" if tried else ""
-        found.append((
-            f"not known{excluded}: the script is repeatable with DeepSpeed's class and differs with ours where {ways}",
-            "look at what the layers keep outside of themselves (docs/limits.md), and report it with the script",
-        ))  # fmt: skip
-    return found
+def _shown(suspect: _Suspect, needed: Sequence[_Suspect]) -> Reason:
+    changes = " and ".join(one.change for one in needed)
+    return Reason(f"{suspect.text} (shown: with {changes} in all ways all bits are equal)", suspect.remedy, True)
+
+
+def _possible(outcomes: Mapping[str, Outcome], tried: Sequence[_Suspect], left: Sequence[str]) -> list[Reason]:
+    """Known differences between ours and DeepSpeed's that no change takes away, where the script has what they need."""
+    if STILL not in left or (MOVING in left and not compare(outcomes[STILL], outcomes[MOVING]).equal):
+        return []  # those don't depend on moves
+    ranks = outcomes[DEEPSPEED].ranks
+    facts = ranks[0].facts
+    outputs = max((crossing["outputs"] for rank in ranks for crossing in rank.events["crossing"]), default=0)
+    found = {
+        f"{outputs} tensors with gradients cross a cut: DeepSpeed runs one backward for each, ours one for all, so "
+        "gradients are added in another order": outputs > 1,
+        f"{facts['replicas']} replicas: ours adds gradients in the order of the replicas, DeepSpeed's in that of its "
+        "reduction": facts["replicas"] > 2,
+        "tied layers on one stage: DeepSpeed sums their gradients as they come, ours in layer order, as across "
+        "stages": any(rank.facts["tied_on_one_stage"] for rank in ranks),
+        "activation checkpointing: ours does not give it layers whose inputs want no gradient, which it would cut off "
+        "from training": facts["checkpointing"] > 0,
+    }  # fmt: skip
+    remedy = "leave it; the run that moves has the same bits as the one that does not"
+    texts = [text for text, given in found.items() if given]
+    return [Reason(f"{text} (not shown: no setting changes it)", remedy, False) for text in texts]
+
+
+def _unknown(outcomes: Mapping[str, Outcome], tried: Sequence[_Suspect], way: str, run: Run) -> Reason:
+    """What else can be said: what was equal before the first loss that differs."""
+    excluded = f"; it is not {', nor '.join(s.text.partition(':')[0] for s in tried)}" if tried else ""
+    batch = compare(outcomes[DEEPSPEED], outcomes[way]).batch
+    evidence = ""
+    if batch > 1:
+        before = compare(run(DEEPSPEED, batches=batch - 1), run(way, batches=batch - 1))
+        found = "all weights are still equal" if before.equal else str(before)
+        evidence = f"; after batch {batch - 1} {found}"
+    return Reason(
+        f"not known{excluded}: the script is repeatable with DeepSpeed's class and differs with {way}{evidence}",
+        "look at what the layers keep outside of themselves (docs/limits.md), and report it with the script", False,
+    )

@@ -77,7 +77,7 @@ def _below(trial: Trial) -> Iterator[list[str]]:
             yield ["", f"FAILED   {way}: {outcome.failure}", *_details(outcome)]
     for way, difference in trial.differences.items():
         if not difference.equal:
-            yield ["", f"DIFFERS  {way}: {difference}"]
+            yield ["", f"DIFFERS  {way}: {difference}", *_move_before(trial.outcomes[way], difference.batch)]
     for reason in trial.reasons:
         yield ["", f"{'because' if reason.shown else 'maybe'}  {reason.text}", f"    -> {reason.remedy}"]
     yield from _moves(trial)
@@ -86,6 +86,12 @@ def _below(trial: Trial) -> Iterator[list[str]]:
         yield ["", *(f"warning  {text}" for text in warnings)]
     if trial.complete:
         yield ["", *_remarks(trial), _cost_line(trial), "", _verdict(trial)]
+
+
+def _move_before(outcome: Outcome, batch: int) -> list[str]:
+    """The move before the first batch that differs."""
+    moves = [move for move in outcome.told("move") if move["batch"] < batch]
+    return [f"    after the move {brackets(m['before'])} -> {brackets(m['after'])}" for m in moves[-1:]]
 
 
 def _details(outcome: Outcome) -> list[str]:

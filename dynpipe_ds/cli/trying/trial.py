@@ -70,14 +70,14 @@ def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
     """
     settings = Settings(DEEPSPEED, plan.batches, plan.move_every, plan.seed)
 
-    def once(way: str, changes: tuple[str, ...]) -> Outcome:
+    def once(way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
         place = folder / f"run-{1 + sum(1 for _ in folder.glob('run-*'))}"
-        wanted = replace(settings, way=way, changes=changes)
+        wanted = replace(settings, way=way, changes=changes, batches=batches or plan.batches)
         return run(plan.command, wanted, place, timeout_s=plan.timeout_s, tell=tell)
 
     trial = Trial()
     for way in WAYS:
-        trial.outcomes[way] = once(way, ())
+        trial.outcomes[way] = once(way)
         if trial.outcomes[way].failure:  # the next one would only fail the same way
             break
     done = {way: outcome for way, outcome in trial.outcomes.items() if not outcome.failure}

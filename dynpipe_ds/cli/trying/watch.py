@@ -74,7 +74,8 @@ class Watch:
     def _stop(self) -> NoReturn:
         """End the process, in the same batch on every rank, whatever the script would do on an exception."""
         self._end()
-        dist.barrier()  # a rank that left early would break the others' connections
+        # A rank that left early would break the others' connections. No barrier: NCCL's must guess the device.
+        dist.all_reduce(torch.zeros(1, device=self._engine.device))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
