@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, seconds, whole
+from dynpipe_ds.cli.trying.processes import START
 from dynpipe_ds.cli.trying.text import text_of, values_of
 from dynpipe_ds.cli.trying.trial import Plan, carry_out
 
@@ -46,8 +47,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the random boundaries (default 0)")
     parser.add_argument(
-        "--timeout", type=seconds, default=600.0, metavar="S",
-        help="give up when no batch was finished for so many seconds, the start included (default 600)",
+        "--timeout", type=seconds, default=300.0, metavar="S",
+        help=f"give up when no batch was finished for so many seconds, {START} times that at the start (default 300)",
     )
     parser.add_argument(
         "--no-reasons", action="store_true", help="where something differs, don't run the script more often to see why"

@@ -21,6 +21,9 @@ from dynpipe_ds.cli.trying.record import WHERE_ARE_YOU
 from dynpipe_ds.cli.trying.settings import Settings
 
 _MARK = "DYNPIPE_TRY"  # an environment variable with the folder: by it every process of the run is known
+START = 5
+"""How many times longer than a batch the start may take: importing, loading a model, the first batch."""
+
 _POLL_S = 0.2
 _GRACE_S = 15.0  # for processes to end by themselves, after an error or after the last batch
 _WRITE_S = 1.0  # for stacks to be written
@@ -35,7 +38,7 @@ def run(
         command: as the user starts the script.
         settings: of the run.
         folder: for what is recorded; made.
-        timeout_s: longest time in which nothing is finished: the start of the engine, a batch, an evaluation.
+        timeout_s: longest time in which nothing is finished, :data:`START` times that up to the first batch.
         tell: given a line about how far it is.
 
     Returns:
@@ -86,9 +89,10 @@ def _wait(
             tell(f"{settings.named}: batch {outcome.num_batches} of {settings.batches}")
         if (outcome.complete or outcome.errors) and now - since > min(_GRACE_S, timeout_s):
             return ""
-        if now - since > timeout_s:
+        limit_s = timeout_s if outcome.num_batches else START * timeout_s
+        if now - since > limit_s:
             _ask_for_stacks(folder, outcome)
-            return f"nothing was finished for {timeout_s:.0f} s, after {_finished(outcome)}"
+            return f"nothing was finished for {limit_s:.0f} s, after {_finished(outcome)}"
     return ""
 
 

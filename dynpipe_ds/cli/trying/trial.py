@@ -48,7 +48,7 @@ class Plan:
         batches: after which the script is stopped.
         move_every: batches between two moves.
         seed: of the boundaries.
-        timeout_s: longest time in which nothing is finished.
+        timeout_s: longest time in which no batch is finished; the start may take several times that.
         explain: whether to run more often where something differs.
     """
 
