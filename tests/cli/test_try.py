@@ -157,6 +157,16 @@ def test_a_script_that_is_not_repeatable(dynpipe: Command) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_script_that_uses_ours_already(dynpipe: Command) -> None:
+    """The first way runs it with the section off, so the others have something to be compared with."""
+    section = {"enabled": True, "rebalance_every": "auto", "horizon_batches": 5, "pinned_cuts": [2]}
+    done = dynpipe("--json", "try", "--batches", 5, *start("--ours", gradient_clipping=0.001, dynamic_pipeline=section))
+    assert [way(done, name)["facts"]["ours"] for name in WAYS] == [False, True, True], done
+    assert done.code == 0 and done.json["reasons"][0]["shown"], "clipping differs, since the first way is DeepSpeed's"
+    assert all(2 not in move["after"] for move in way(done, MOVING)["moves"])
+
+
+@pytest.mark.exhaustive
 def test_a_script_that_ends_by_itself(dynpipe: Command) -> None:
     """Three stages; weights are compared all the same."""
     done = dynpipe("--json", "try", "--batches", 50, *start("--batches", 5, "--ranks", 3))

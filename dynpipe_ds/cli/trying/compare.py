@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from dynpipe_ds.cli.command import layer_spans
 from dynpipe_ds.cli.trying.outcome import Outcome
-from dynpipe_ds.cli.trying.weights import Digests
+from dynpipe_ds.cli.trying.weights import Digests, number
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def compare(first: Outcome, second: Outcome) -> Difference:
     evaluations, _ = _losses(
         [r.evaluations for r in first.ranks], [r.evaluations for r in second.ranks], "the result of evaluation"
     )
-    weights = _layers(first.held("weights"), second.held("weights"), "weights")
+    unread = any("unread" in rank.end for rank in (*first.ranks, *second.ranks))
+    weights = "" if unread else _layers(first.held("weights"), second.held("weights"), "weights")
     a, b = first.held("state"), second.held("state")
     both = a.keys() & b.keys()  # ours keeps a tied layer's state once for every occurrence, DeepSpeed's maybe not
     state = _layers({name: a[name] for name in both}, {name: b[name] for name in both}, "optimizer state")
@@ -74,8 +75,9 @@ def _amount(a: list[str] | None, b: list[str] | None) -> str:
     if a is None or b is None or len(a) != len(b):
         return ": only one of the two has it"
     for x, y in zip(a, b, strict=True):
-        if x != y and all("0x" in text or text in ("nan", "inf", "-inf") for text in (x, y)):
-            return f": {float.fromhex(x):.9g} and {float.fromhex(y):.9g}"
+        one, other = number(x), number(y)
+        if x != y and one is not None and other is not None:
+            return f": {one:.9g} and {other:.9g}"
     return ""
 
 

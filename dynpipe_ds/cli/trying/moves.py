@@ -42,7 +42,8 @@ class RandomMoves:
                 event = self._engine.repartition(boundaries)
             except (ValueError, MigrationError) as error:  # the same on every rank; nothing has moved
                 self._refused.add(boundaries)
-                self._say("refused", batch=batch, boundaries=boundaries, text=str(error))
+                failed = isinstance(error, MigrationError)
+                self._say("refused", batch=batch, boundaries=boundaries, text=str(error), failed=failed)
                 continue
             self._moved |= _moving(before, boundaries)
             seconds = 0.0 if event is None else event.seconds

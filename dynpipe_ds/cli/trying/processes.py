@@ -137,6 +137,11 @@ def _failure(outcome: Outcome, code: int, log: Path) -> str:
     """Why a run whose command has ended has not shown what it should; empty if it has."""
     if outcome.errors:
         return outcome.errors[0]
+    if outcome.settings.dynamic and not all(rank.facts["ours"] for rank in outcome.ranks):
+        return (
+            f"the script's module is a {outcome.facts['module']}, which is not derived from PipelineModule by the "
+            "script itself; derive it from dynpipe_ds.DynamicPipelineModule"
+        )
     if outcome.complete:
         return "" if outcome.num_batches else "the script trained no batch: train_batch of its engine was not called"
     if not outcome.ranks:

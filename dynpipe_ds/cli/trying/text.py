@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -10,6 +11,7 @@ from dynpipe_ds.cli.command import brackets, layer_spans, milliseconds, percent
 from dynpipe_ds.cli.trying.outcome import Outcome
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS
 from dynpipe_ds.cli.trying.trial import Trial
+from dynpipe_ds.cli.trying.weights import number
 
 _HEADS = ("way", "batches", "losses", "weights", "ms a batch", "moves")
 
@@ -39,14 +41,21 @@ def _values(trial: Trial, way: str) -> dict[str, Any]:
     return {
         "batches": outcome.num_batches, "failure": outcome.failure, "errors": outcome.errors,
         "stacks": outcome.stacks, "ranks": len(outcome.ranks), "median_s": outcome.median_s(),
-        "losses": [float.fromhex(loss[0]) if loss else None for rank in outcome.ranks[:1] for loss in rank.losses],
+        "losses": [_shown_number(loss) for rank in outcome.ranks[:1] for loss in rank.losses],
         "equal": None if difference is None else difference.equal,
         "differs": "" if difference is None else str(difference),
         "weights_compared": len(outcome.held("weights")), "state_compared": difference and difference.compared_state,
         "moves": [{"before": m["before"], "after": m["after"], "seconds": m["seconds"]} for m in outcome.told("move")],
         "refused": [{"boundaries": r["boundaries"], "text": r["text"]} for r in outcome.told("refused")],
+        "ours": bool(outcome.facts.get("ours")),
         "warnings": _warnings(outcome), "facts": outcome.facts,
     }  # fmt: skip
+
+
+def _shown_number(loss: list[str]) -> float | str | None:
+    """The first number of what ``train_batch`` returned, as JSON can hold it."""
+    value = next((found for found in map(number, loss) if found is not None), None)
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _table(trial: Trial) -> list[str]:
@@ -161,7 +170,7 @@ def _cost_line(trial: Trial) -> str:
 
 def _verdict(trial: Trial) -> str:
     if all(difference.equal for difference in trial.differences.values()):
-        return "all bits are equal"
+        return "all bits are equal" if trial.good else "all bits are equal, but a layer can't move"
     if trial.good:
         return "bits differ for the reason above and no other"
     return "bits differ, and why is not shown"

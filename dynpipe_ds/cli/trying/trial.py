@@ -10,7 +10,7 @@ from dynpipe_ds.cli.trying.compare import Difference, compare
 from dynpipe_ds.cli.trying.outcome import Outcome
 from dynpipe_ds.cli.trying.processes import run
 from dynpipe_ds.cli.trying.reasons import Reason, explain
-from dynpipe_ds.cli.trying.settings import DEEPSPEED, WAYS, Settings
+from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, WAYS, Settings
 
 
 @dataclass
@@ -34,9 +34,15 @@ class Trial:
 
     @property
     def good(self) -> bool:
-        """Whether all is equal, or differs for a reason that was shown."""
+        """Whether all is equal, or differs for a reason that was shown, and no move failed."""
         equal = all(difference.equal for difference in self.differences.values())
-        return self.complete and (equal or (bool(self.reasons) and all(reason.shown for reason in self.reasons)))
+        shown = bool(self.reasons) and all(reason.shown for reason in self.reasons)
+        return self.complete and (equal or shown) and not self._has_failed_moves
+
+    @property
+    def _has_failed_moves(self) -> bool:
+        """Whether a layer could not be carried, where a move was within the rules."""
+        return any(refused["failed"] for refused in self.outcomes[MOVING].told("refused"))
 
 
 @dataclass(frozen=True)

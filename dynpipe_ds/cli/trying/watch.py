@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 
+from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import MOVING, NO_DROPOUT, Settings
@@ -32,8 +33,10 @@ class Watch:
     def __init__(self, engine: Any, settings: Settings, record: Record) -> None:
         self._engine, self._settings, self._record = engine, settings, record
         self._num_batches, self._has_ended = 0, False
-        self._moves = RandomMoves(engine, settings.seed, record.say) if settings.way == MOVING else None
-        record.say("engine", **_facts(engine))
+        facts = _facts(engine)
+        is_moving = settings.way == MOVING and facts["ours"]
+        self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
+        record.say("engine", **facts)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
@@ -115,6 +118,7 @@ def _facts(engine: Any) -> dict[str, Any]:
         "checkpointing": int(module.activation_checkpoint_interval or 0),
         "tied_on_one_stage": len(tied) > len(set(tied)),
         "engine": type(engine).__name__, "module": type(module).__name__,
+        "ours": isinstance(engine, DynamicPipelineEngine) and engine.dynamic_config.enabled,
     }  # fmt: skip
 
 

@@ -56,11 +56,13 @@ def digest(value: Any) -> str:
     """
     if not isinstance(value, Tensor):
         return repr(value)
+    if value.is_meta:
+        return f"#meta {tuple(value.shape)}"
     dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
     found = hashlib.blake2b(f"{value.dtype} {tuple(value.shape)} ".encode(), digest_size=12)
     if dense.numel():
         found.update(dense.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    return f"#{found.hexdigest()}"
 
 
 def bits(value: Any) -> list[str]:
@@ -70,7 +72,7 @@ def bits(value: Any) -> list[str]:
         value: tensors and numbers, also in lists, tuples and dictionaries; anything else is left out.
 
     Returns:
-        Numbers as ``float.hex``, larger tensors as digests.
+        Numbers as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
     """
     if isinstance(value, Tensor):
         real = value.numel() == 1 and not value.is_complex()
@@ -80,3 +82,12 @@ def bits(value: Any) -> list[str]:
     if isinstance(value, dict):
         value = list(value.values())
     return [text for part in value for text in bits(part)] if isinstance(value, (list, tuple)) else []
+
+
+def number(text: str) -> float | None:
+    """The number that :func:`bits` wrote; ``None`` for a digest.
+
+    Args:
+        text: as written.
+    """
+    return None if text.startswith("#") else float.fromhex(text)

@@ -4,6 +4,9 @@ import argparse
 import os
 import sys
 
+if "--ours" in sys.argv:
+    import dynpipe_ds  # before DeepSpeed
+
 import deepspeed
 import torch
 import torch.multiprocessing as mp
@@ -11,6 +14,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+
+if "--ours" in sys.argv:  # a script that was changed already
+    PipelineModule, PipelineEngine = dynpipe_ds.DynamicPipelineModule, dynpipe_ds.DynamicPipelineEngine
 
 SIZE = 16
 
@@ -69,8 +75,6 @@ def train(rank: int, options) -> None:
     options.local_rank = rank
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0 if options.repeatable else int.from_bytes(os.urandom(4), "little"))
-    if options.hang_at_start and rank:
-        torch.distributed.barrier()
     model = OwnModule(options, num_stages=options.ranks, seed_layers=options.seed_layers)
     assert "OwnModule" in model.describe()
     if options.own_engine:
@@ -84,6 +88,8 @@ def train(rank: int, options) -> None:
         engine, *_ = deepspeed.initialize(args=options, model=model, model_parameters=list(model.parameters()))
     assert isinstance(engine, deepspeed.PipelineEngine) and isinstance(model, PipelineModule)
     data = batches(1)
+    if options.ours:
+        engine.on_rebalance(print)
     for batch in range(options.batches):
         engine.train_batch(data)
         if batch == options.hang_after and rank:
@@ -107,7 +113,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--save")
     parser.add_argument("--hang-after", type=int)
-    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--hang-at-start"):
+    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--not-repeatable", action="store_false", dest="repeatable")
     parser.add_argument("--local_rank", type=int, default=-1)
