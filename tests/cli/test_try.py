@@ -299,6 +299,19 @@ def test_what_no_change_takes_away_is_not_called_shown() -> None:
     )
 
 
+def test_a_change_that_the_script_can_not_take_is_told() -> None:
+    def run(which: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
+        found = outcome(which, [1.0 + (which == MOVING and NO_CLIPPING not in changes)], clipping=1.0, changes=changes)
+        found.failure = "TypeError: no clipping" if NO_CLIPPING in changes else ""
+        return found
+
+    first, second = explain({which: run(which, ()) for which in WAYS}, run)
+    assert not first.shown and first.text.endswith(
+        '(not shown: DeepSpeed\'s class with "gradient_clipping": 0 fails, TypeError: no clipping)'
+    )
+    assert second.text.startswith("not known; it is not random numbers")
+
+
 def test_what_is_not_repeatable_has_no_other_reason() -> None:
     losses = iter([1.0, 2.0, 3.0, 4.0, 5.0])
 

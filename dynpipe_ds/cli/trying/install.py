@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.utils import set_random_seed
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, telling
 from dynpipe_ds.cli.trying.record import Record
@@ -72,7 +73,9 @@ def _seed_layers() -> None:
 
     @wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, "seed_layers": True})
+        # DeepSpeed's own function fails on the numpy integers that its partitioning leaves.
+        seed_fn = kwargs.get("seed_fn") or (lambda seed: set_random_seed(int(seed)))
+        original(self, *args, **{**kwargs, "seed_layers": True, "seed_fn": seed_fn})
 
     deepspeed.PipelineModule.__init__ = build
 

@@ -94,23 +94,32 @@ def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
     facts = [rank.facts for rank in first.ranks]
     tried: list[_Suspect] = []
     left = differing
+    failed: list[Reason] = []
     for suspect in (s for s in _SUSPECTS if s.applies(facts)):
+        try:
+            left = _differing(left, [*tried, suspect], run)
+        except _FailedError as error:
+            failed.append(Reason(f"{suspect.text} (not shown: {error})", suspect.remedy, False))
+            continue
         tried.append(suspect)
-        left = _differing(left, tried, run)
         if not left:
             needed = _needed(tried, differing, run)
             return [_shown(suspect, needed) for suspect in needed]
-    return _possible(outcomes, tried, left) or [_unknown(outcomes, tried, left[-1], run)]
+    return failed + (_possible(outcomes, left) or [_unknown(outcomes, tried, left[-1], run)])
+
+
+class _FailedError(Exception):
+    """The script fails with a change."""
 
 
 def _differing(ways: Sequence[str], changed: Sequence[_Suspect], run: Run) -> list[str]:
-    """Ways that still differ with changes; also those that can't be run with them."""
+    """Ways that still differ with changes."""
     changes = tuple(suspect.change for suspect in changed)
-    first = run(DEEPSPEED, changes)
-    if first.failure:
-        return list(ways)
-    others = {way: run(way, changes) for way in ways}
-    return [way for way, other in others.items() if other.failure or not compare(first, other).equal]
+    found = {way: run(way, changes) for way in (DEEPSPEED, *ways)}
+    for outcome in found.values():
+        if outcome.failure:
+            raise _FailedError(f"{outcome.settings.named} fails, {' '.join(outcome.failure.split())}")
+    return [way for way in ways if not compare(found[DEEPSPEED], found[way]).equal]
 
 
 def _needed(tried: Sequence[_Suspect], differing: Sequence[str], run: Run) -> list[_Suspect]:
@@ -128,7 +137,7 @@ def _shown(suspect: _Suspect, needed: Sequence[_Suspect]) -> Reason:
     return Reason(f"{suspect.text} (shown: with {changes} in all ways all bits are equal)", suspect.remedy, True)
 
 
-def _possible(outcomes: Mapping[str, Outcome], tried: Sequence[_Suspect], left: Sequence[str]) -> list[Reason]:
+def _possible(outcomes: Mapping[str, Outcome], left: Sequence[str]) -> list[Reason]:
     """Known differences between ours and DeepSpeed's that no change takes away, where the script has what they need."""
     if STILL not in left or (MOVING in left and not compare(outcomes[STILL], outcomes[MOVING]).equal):
         return []  # those don't depend on moves
