@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,23 +29,40 @@ def warn_of_differences(engine: Any) -> None:
 
 def _dropout(engine: Any) -> str | None:
     """What this stage says of dropout; ``None`` if it sees none."""
-    for index, layer in engine.local_layers().items():
+    where = find_dropout(engine.local_layers())
+    return where and (
+        f"{where} uses dropout, whose masks follow the cut and so differ after a "
+        "move; pass seed_layers=True to the module to have the same masks for every cut"
+    )
+
+
+def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
+    """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none.
+
+    Args:
+        layers: by global index.
+    """
+    for index, layer in layers.items():
         for path, module in layer.named_modules():
-            if _drops(module):
+            if dropout_rates(module):
                 where = ".".join(part for part in (f"layer {index}", path) if part)
-                return (
-                    f"{where} ({type(module).__name__}) uses dropout, whose masks follow the cut and so differ after a "
-                    "move; pass seed_layers=True to the module to have the same masks for every cut"
-                )
+                return f"{where} ({type(module).__name__})"
     return None
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a module says that it drops: a ``...Dropout`` by its ``p``, others by an attribute ``...dropout...``."""
+def dropout_rates(module: nn.Module) -> dict[str, float]:
+    """Rates > 0 that a module says it drops by: ``p`` of a ``...Dropout``, attributes ``...dropout...`` of others.
+
+    Args:
+        module: looked at without its children.
+
+    Returns:
+        Rates by attribute.
+    """
     rates = {k: v for k, v in vars(module).items() if "dropout" in k.lower()}
     if "Dropout" in type(module).__name__:
         rates["p"] = getattr(module, "p", 0.0)
-    return any(isinstance(rate, float) and rate > 0 for rate in rates.values())
+    return {k: rate for k, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
 
 def _clipping(engine: Any) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
+
+listeners: list[Callable[[str], object]] = []
+"""Told every warning, also those that the script's filters hide."""
 
 
 def warn(message: str) -> None:
@@ -13,6 +17,8 @@ def warn(message: str) -> None:
         message: what to tell.
     """
     text = f"dynamic_pipeline: {message}"
+    for listener in listeners:
+        listener(message)
     try:
         warnings.warn(text, stacklevel=3)
     except Warning:

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -266,3 +266,29 @@ def percent(share: float) -> str:
 def brackets(boundaries: Sequence[int]) -> str:
     """Show boundaries as everywhere: ``[0 5 9 14]``."""
     return "[" + " ".join(map(str, boundaries)) + "]"
+
+
+def layer_spans(layers: Collection[int]) -> str:
+    """Show layers by their indices: ``layer 3``, ``layers 0-2, 7``.
+
+    Args:
+        layers: indices, at least one.
+    """
+    spans: list[list[int]] = []
+    for layer in sorted(layers):
+        if spans and spans[-1][-1] == layer - 1:
+            spans[-1].append(layer)
+        else:
+            spans.append([layer])
+    shown = ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
+    return f"layer{'s' if len(layers) > 1 else ''} {shown}"
+
+
+def last_lines(log: Path) -> str:
+    """The last two lines that a process printed, as one.
+
+    Args:
+        log: what it printed.
+    """
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return " | ".join([line.strip() for line in lines if line.strip()][-2:])[-600:] or "it printed nothing"

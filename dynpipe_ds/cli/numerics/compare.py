@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynpipe_ds.cli.command import layer_spans
 from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Course, Mode
 from dynpipe_ds.cli.numerics.model import NUM_LAYERS
 from dynpipe_ds.cli.numerics.record import KINDS, WEIGHT, WHOLE, Quantity, Record
@@ -131,17 +132,8 @@ def _name(batch: int, kind: str) -> str:
 
 def _layers(layers: set[int]) -> str:
     """``of layer 3``, ``of layers 0-2, 7``."""
-    known = sorted(layers - {WHOLE})
-    if not known:
-        return ""
-    spans: list[list[int]] = []
-    for layer in known:
-        if spans and spans[-1][-1] == layer - 1:
-            spans[-1].append(layer)
-        else:
-            spans.append([layer])
-    shown = ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
-    return f" of layer{'s' if len(known) > 1 else ''} {shown}"
+    known = layers - {WHOLE}
+    return f" of {layer_spans(known)}" if known else ""
 
 
 def _order(quantity: Quantity) -> tuple[int, int, int, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 import dynpipe_ds
+from dynpipe_ds.cli.command import last_lines
 from dynpipe_ds.cli.numerics.cases import NUM_STAGES
 from dynpipe_ds.cli.numerics.rank import progress_file
 
@@ -98,7 +99,7 @@ class Ranks:
         for rank in sorted(range(NUM_STAGES), key=lambda rank: rank != first):
             code = self._processes[rank].poll()
             if code:
-                told.append(f"rank {rank} ended with code {code}: {self._last_lines(rank)}")
+                told.append(f"rank {rank} ended with code {code}: {last_lines(self._logs[rank])}")
         return f"{where}: {'; '.join(told)}"
 
     def _where(self) -> str:
@@ -108,10 +109,6 @@ class Ranks:
     def _progress(self, rank: int) -> str:
         file = progress_file(self._folder, rank)
         return (file.read_text(encoding="utf-8") if file.exists() else "") or "the start of the processes"
-
-    def _last_lines(self, rank: int) -> str:
-        lines = self._logs[rank].read_text(encoding="utf-8", errors="replace").splitlines()
-        return " | ".join([line.strip() for line in lines if line.strip()][-2:])[-600:] or "it printed nothing"
 
     def end(self) -> None:
         """End those that still run."""

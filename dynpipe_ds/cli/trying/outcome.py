@@ -1,0 +1,163 @@
+"""What the processes of one run have recorded, read from their files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import dynpipe_ds
+from dynpipe_ds.cli.trying.settings import Settings
+from dynpipe_ds.cli.trying.weights import Digests
+
+Event = dict[str, Any]
+
+_OURS = str(Path(dynpipe_ds.__file__).parent)
+_WARM_UP = 2  # batches whose seconds are those of a start
+_SECONDARY = ("RankLostError", "FatalError")  # what others raise when one rank fails
+
+
+@dataclass
+class Process:
+    """One process of the script that imported DeepSpeed.
+
+    Attributes:
+        name: of its files: host and process id.
+        events: by kind, in order.
+    """
+
+    name: str
+    events: dict[str, list[Event]]
+
+    @property
+    def facts(self) -> Event:
+        """What its engine said of itself; empty without one."""
+        return self.events["engine"][0] if self.events["engine"] else {}
+
+    @property
+    def losses(self) -> list[list[str]]:
+        """What ``train_batch`` returned, by batch."""
+        return [batch["loss"] for batch in self.events["batch"]]
+
+    @property
+    def evaluations(self) -> list[list[str]]:
+        """What ``eval_batch`` returned."""
+        return [evaluation["loss"] for evaluation in self.events["evaluation"]]
+
+    @property
+    def end(self) -> Event:
+        """What it held at the end; empty if it did not end as it should."""
+        return self.events["end"][0] if self.events["end"] else {}
+
+
+@dataclass
+class Outcome:
+    """One run of the script.
+
+    Attributes:
+        settings: of the run.
+        ranks: processes with an engine, in order.
+        errors: what was raised, each once, causes first.
+        failure: what the command saw; empty if all went well.
+        stacks: where each rank was when nothing went on, by rank.
+    """
+
+    settings: Settings
+    ranks: list[Process] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    failure: str = ""
+    stacks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Event:
+        """Those of the first rank."""
+        return self.ranks[0].facts if self.ranks else {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank ended after the last batch."""
+        return bool(self.ranks) and len(self.ranks) == self.facts["world"] and all(r.end for r in self.ranks)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that every rank finished."""
+        return min((len(rank.losses) for rank in self.ranks), default=0)
+
+    def told(self, kind: str) -> list[Event]:
+        """Events of one kind that all ranks have alike, from the first rank.
+
+        Args:
+            kind: such as ``move``.
+        """
+        return self.ranks[0].events[kind] if self.ranks else []
+
+    def held(self, what: str) -> Digests:
+        """Digests of all ranks at the end.
+
+        Args:
+            what: ``weights`` or ``state``.
+        """
+        found: dict[str, set[str]] = defaultdict(set)
+        for rank in self.ranks:
+            for name, digest in rank.end.get(what, {}).items():
+                found[f"{rank.facts['replica']}/{name}"].add(digest)
+        return {name: " ".join(sorted(digests)) for name, digests in found.items()}
+
+    def seconds(self) -> list[float]:
+        """Seconds of each batch, on the rank where it took longest, without the first ones."""
+        each = zip(*([b["seconds"] for b in rank.events["batch"]] for rank in self.ranks), strict=False)
+        return [max(batch) for batch in each][_WARM_UP:]
+
+    def median_s(self) -> float | None:
+        """Median seconds of a batch; ``None`` if there are too few."""
+        found = self.seconds()
+        return median(found) if found else None
+
+
+def read(folder: Path, settings: Settings) -> Outcome:
+    """Read what has been recorded so far.
+
+    Args:
+        folder: of the run.
+        settings: of the run.
+    """
+    processes = [_process(file) for file in sorted(folder.glob("*.events"))]
+    ranks = sorted((p for p in processes if p.facts), key=lambda p: int(p.facts["rank"]))
+    raised = [error for process in processes for error in process.events["error"]]
+    raised.sort(key=lambda error: (error["type"] in _SECONDARY, error["at_s"]))
+    errors: list[str] = []
+    for error in raised:
+        if not any(told in error["text"] or error["text"] in told for told in errors):  # as other processes pass it on
+            errors.append(f"{error['type']}: {error['text']}")
+    stacks = {int(rank.facts["rank"]): _stack(folder / f"{rank.name}.stacks") for rank in ranks if not rank.end}
+    return Outcome(settings, ranks, errors, "", {rank: stack for rank, stack in stacks.items() if stack})
+
+
+def _process(file: Path) -> Process:
+    events: dict[str, list[Event]] = defaultdict(list)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:  # being written
+            continue
+        events[event["event"]].append(event)
+    return Process(file.stem, events)
+
+
+def _stack(file: Path) -> str:
+    """The innermost calls of the thread that was asked, and the script's own one that led there."""
+    if not file.exists():
+        return ""
+    text = file.read_text(encoding="utf-8").partition("Current thread")[2].partition("\n\n")[0]
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+    innermost = [f"{Path(path).name}:{line} {name}" for path, line, name in frames[:3]]
+    own = [f"{path}:{line} {name}" for path, line, name in frames if not _is_library(path)]
+    return " < ".join(innermost + (["...", own[0]] if own else []))
+
+
+def _is_library(path: str) -> bool:
+    return any(part in path for part in ("site-packages", _OURS, "/lib/python", "<"))
