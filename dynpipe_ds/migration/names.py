@@ -220,8 +220,8 @@ class Names:
         """
         path = self.of(part)
         # Items may be counted by rank: the first layer in a script's dictionary of its layers.
-        is_same = path is None or path[0] != GLOBALS or not any(kind == "item" and type(key) is int for kind, key in path[2:])
-        return path if is_same else None
+        is_counted = path is not None and any(kind == "item" and type(key) is int for kind, key in path[2:])
+        return None if path is not None and path[0] == GLOBALS and is_counted else path
 
     def resolve(self, path: Path) -> Any:
         """The object of this rank that a path leads to.

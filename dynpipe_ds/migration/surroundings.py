@@ -190,8 +190,8 @@ class Surroundings:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad and id(parameter) in shared:
                     raise ValueError(
-                        f"{name} of layer {layer} is {spell(shared[id(parameter)])}, which other layers hold too, so it "
-                        "can't be trained: every stage would train a copy of its own; give every layer its own"
+                        f"{name} of layer {layer} is {spell(shared[id(parameter)])}, which other layers hold too, so "
+                        "it can't be trained: every stage would train a copy of its own; give every layer its own"
                     )
 
     def has_template(self, layer: int) -> bool:
