@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -223,8 +223,8 @@ class Encoder:
         self.built.append(f"{path} ({what})")
 
     def unnamed(self) -> list[tuple[Any, str]]:
-        """What went by value, except code, and where it was."""
-        values = [(obj, path) for _, obj, path in self._memo.values() if not is_a(obj, (type, types.FunctionType))]
+        """What went by value and can change, and where it was."""
+        values = [(obj, path) for _, obj, path in self._memo.values() if _can_change(obj)]
         return [*values, *zip(self._tensors.sources, self._tensors.where, strict=True)]
 
     # -- kinds --------------------------------------------------------------------------------
@@ -420,6 +420,13 @@ class Encoder:
             else:
                 found.append((key, node))
         return (Tag.HOOKS, number, found)
+
+
+def _can_change(obj: Any) -> bool:
+    if is_a(obj, (type, types.FunctionType)):
+        return False
+    kinds = (list, dict, set, deque, bytearray, torch.Generator, *LOCKS)
+    return is_a(obj, kinds) or bool(getattr(obj, "__dict__", None))
 
 
 def named(module: str, qualname: str) -> Any:
