@@ -382,6 +382,9 @@ class Encoder:
         return (Tag.LOCAL, cls.__qualname__)
 
     def _from_template(self, obj: Any, path: str, reason: str) -> Any:
+        found = self._names.deep(obj)
+        if found is not None:
+            return self._bound(found, obj)
         name = _class_name(type(obj))
         self._build(path, f"a {name} ({reason})")
         if hasattr(obj, "__dict__"):
