@@ -226,7 +226,8 @@ def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], lis
             encoder.lost.append(f"attribute {key!r} of {where} can't be carried and stays behind ({node})")
         else:
             attributes.append((key, node))
-    for table in TENSOR_HOOKS:
+    # Those of an activation that a layer keeps (an auxiliary loss) belong to the graph that made it.
+    for table in TENSOR_HOOKS if source.is_leaf else ():
         for number, hook in (getattr(source, table, None) or {}).items():
             if is_optimizers(hook):
                 continue
@@ -331,7 +332,7 @@ def _template(build: Callable[[], nn.Module] | None, is_needed: bool, problems: 
 def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[Any], hooks: list[Any]) -> None:
     for key, node in attributes:
         setattr(tensor, key, decoder.decode(node))
-    twin = decoder.twins.get(number)
+    twin, is_trained = decoder.twins.get(number), tensor.requires_grad
     for table, old_number, node in hooks:
         candidates = list((getattr(twin, table, None) or {}).values())
         try:
@@ -340,7 +341,8 @@ def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[A
             decoder.lost.append(f"a tensor hook can't be carried and stays behind ({error})")
             continue
         register = Tensor.register_hook if table == "_backward_hooks" else Tensor.register_post_accumulate_grad_hook
-        handle = register(tensor, hook)  # type: ignore[no-untyped-call]
+        handle = register(Tensor.requires_grad_(tensor), hook)  # type: ignore[no-untyped-call]
+        Tensor.requires_grad_(tensor, is_trained)  # one that was frozen keeps its hooks
         entries = getattr(tensor, table)
         entries[old_number] = entries.pop(handle.id)  # by which its handle knows it
 

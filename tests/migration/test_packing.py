@@ -272,6 +272,27 @@ def test_hooks_are_carried() -> None:
     assert torch.equal(arrived[0].bias.grad * 40, arrived[0].weight.grad[:, 0])
 
 
+def test_a_frozen_parameter_keeps_its_hooks() -> None:
+    module = nn.Linear(2, 2)
+    module.weight.register_hook(partial(torch.mul, torch.tensor(10.0)))
+    module.bias.register_post_accumulate_grad_hook(halve_gradient)
+    module.requires_grad_(False)
+    arrived, _ = journey(module)
+    assert not arrived.weight.requires_grad and not arrived.bias.requires_grad
+    arrived.requires_grad_(True)
+    arrived(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(arrived.weight.grad, torch.full((2, 2), 10.0))
+    assert torch.equal(arrived.bias.grad, torch.full((2,), 0.5))
+
+
+def test_an_activation_that_a_layer_keeps_arrives_without_its_graph() -> None:
+    module = nn.Linear(2, 2)
+    module.balance = module(torch.ones(1, 2)).square().mean()  # as DeepSpeed's MoE layers keep their auxiliary loss
+    module.balance.register_hook(lambda gradient: gradient)
+    arrived, _ = journey(module)
+    assert torch.equal(arrived.balance, module.balance) and not arrived.balance.requires_grad
+
+
 def test_new_hooks_do_not_displace_carried_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks are numbered by process: the new owner must not give a carried number away again."""
     module = nn.Linear(2, 2)
