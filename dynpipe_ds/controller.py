@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.evidence import HISTORY, LEAST_EVIDENCE, confirming_batches, evidence_for, noise_of
@@ -88,6 +88,7 @@ class Controller:
         self._decided_batch: int | None = None
         self._num_failures = 0
         self._paused_until = 0
+        self._held_until = 0.0  # so many batches must have been trained; inf: no number will do
 
     def due(self, batch: int) -> bool:
         """Tell whether to make a plan now.
@@ -106,7 +107,7 @@ class Controller:
         ready = len(self._newest) >= config.profile_batches
         if every == "never" or not ready or not config.first_batch <= batch <= last_batch:
             return False
-        if batch < self._paused_until:
+        if batch < self._paused_until or self.is_held(batch):
             return False
         if every == "auto":
             gains = self._gains(self._newest[-1].boundaries, None)
@@ -219,6 +220,27 @@ class Controller:
         self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
         self._num_failures += 1
 
+    def hold(self, batch: int, num_batches: int | Literal["forever"]) -> None:
+        """Decide nothing for some batches: the user has chosen the partition.
+
+        Args:
+            batch: number of the next batch, counted from 0.
+            num_batches: how many batches, from this one on, run on it; ``"forever"`` until :meth:`release`.
+        """
+        self._held_until = math.inf if num_batches == "forever" else batch + num_batches
+
+    def release(self) -> None:
+        """Decide again."""
+        self._held_until = 0.0
+
+    def is_held(self, batch: int) -> bool:
+        """Tell whether the partition is the user's to change after a batch.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        return batch + 1 < self._held_until
+
     @property
     def newest(self) -> list[PipelineProfile]:
         """The newest ``profile_batches`` profiles as measured, oldest first."""
@@ -235,6 +257,7 @@ class Controller:
             "decided_batch": self._decided_batch,
             "num_failures": self._num_failures,
             "paused_until": self._paused_until,
+            "held_until": self._held_until,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
@@ -242,9 +265,9 @@ class Controller:
 
         Args:
             state: as given. Older checkpoints lack ``profiles`` and have ``history`` instead (seconds of the layers,
-                summed up), and they lack failures.
-            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving and the pause
-                after a failure are left out otherwise, while layer times serve any number.
+                summed up), and they lack failures and holds.
+            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving, the pause
+                after a failure and a hold are left out otherwise, while layer times serve any number.
         """
         profiles = state.get("profiles", [])
         self._profiles = deque(profiles, maxlen=HISTORY)
@@ -256,6 +279,7 @@ class Controller:
         self._decided_batch = state["decided_batch"]
         self._num_failures = state.get("num_failures", 0) if same_stages else 0
         self._paused_until = state.get("paused_until", 0) if same_stages else 0
+        self._held_until = state.get("held_until", 0.0) if same_stages else 0.0
 
     def _judge(
         self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float

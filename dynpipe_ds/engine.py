@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import anywhere, same_everywhere, together
+from dynpipe_ds.agreement import anywhere, disagreement, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.comparison import warn_of_differences
-from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.config import DynamicPipelineConfig, Hold, check_against_model, checked_hold, parse_config
 from dynpipe_ds.coupling import coupled_cuts
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
@@ -163,6 +163,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain; collective.
 
+        What :meth:`repartition` chose is held no longer.
+
         Returns:
             What happened, or ``None`` if the boundaries stay.
 
@@ -179,25 +181,33 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             plan, failure = self._plan(self._planning_profile())
             if plan is None:
                 raise failure or AssertionError
-            return self._move_to(plan, time.perf_counter() - started)
+            event = self._move_to(plan, time.perf_counter() - started)
+            self._controller.release()
+            return event
 
     @in_ordinary_mode
-    def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
+    def repartition(self, boundaries: Sequence[int], *, hold: Hold | None = None) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
+
+        They hold: for some batches neither ``rebalance_every`` nor ``repack`` changes them. A later call of this, of
+        :meth:`rebalance` or of :meth:`repack` does, and ends the hold.
 
         Args:
             boundaries: ``S + 1`` ints, the same on every rank.
+            hold: how many of the next batches run on them at least, 1 or more; ``"forever"``: until the next such
+                call; ``None``: as the key ``hold_batches`` says. The same on every rank.
 
         Returns:
-            What happened, or ``None`` if these are the present boundaries.
+            What happened, or ``None`` if these are the present boundaries (they hold from now on, too).
 
         Raises:
-            ValueError: on every rank, if the boundaries break a rule or differ between ranks.
+            ValueError: on every rank, if the boundaries or the hold break a rule or differ between ranks.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
         with self._naming_lost_ranks("boundaries were compared"):
             same_everywhere(boundaries, "the boundaries to move to", self.device)
+            num_batches = self._agreed_hold(hold)
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
@@ -207,7 +217,23 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
-        return self._move_to(plan, 0.0)
+        event = self._move_to(plan, 0.0)
+        self._controller.hold(self._num_batches, num_batches)
+        return event
+
+    def _agreed_hold(self, hold: Hold | None) -> Hold:
+        """What a call says of how long it holds, checked and the same on every rank; collective."""
+        error: ValueError | None = None
+        num_batches = self.dynamic_config.hold_batches
+        try:
+            num_batches = num_batches if hold is None else checked_hold(hold)
+        except ValueError as caught:
+            error = caught
+        number = 0 if num_batches == "forever" else num_batches
+        problem = disagreement([number], "how many batches the boundaries hold (0: forever)", self.device, error)
+        if problem is not None:
+            raise error or ValueError(problem)
+        return num_batches
 
     @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:

@@ -511,6 +511,31 @@ def test_after_a_failure_it_pauses_longer_each_time_until_a_move_succeeds() -> N
     assert next_due(failed + 1) == failed + 8
 
 
+@pytest.mark.parametrize("section", [{}, {"rebalance_every": 4}], ids=str)
+def test_while_the_users_partition_holds_nothing_is_due(section: dict[str, Any]) -> None:
+    decider = controller(**section)
+
+    def due_among(batches: range) -> list[int]:
+        due = []
+        for batch in batches:
+            decider.observe(profile(UNEQUAL, (0, 4, 8), batch=batch))
+            due += [batch] if decider.due(batch) else []
+        return due
+
+    assert due_among(range(8))
+    decider.hold(8, 10)  # batches 8 to 17 run on it
+    assert due_among(range(8, 30))[0] == 17, "an interval that ended meanwhile is made up for"
+    decider.hold(30, "forever")
+    assert not due_among(range(30, 200))
+    other = controller(**section)
+    other.load_state_dict(decider.state_dict())
+    assert other.is_held(10**6)
+    other.load_state_dict(decider.state_dict(), same_stages=False)
+    assert not other.is_held(200), "boundaries of other stages are nobody's choice"
+    decider.release()
+    assert due_among(range(200, 204))
+
+
 # -- a run that is interrupted and goes on ------------------------------------------------------
 
 

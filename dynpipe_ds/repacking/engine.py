@@ -99,6 +99,8 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
         ready = len(self._controller.newest) >= self.dynamic_config.profile_batches
         if not config.enabled or not ready or self.num_stages == 1 or batch < self._next_repack_batch:
             return
+        if self._controller.is_held(batch):
+            return
         started = time.perf_counter()
         try:
             chosen = self._choose_workers(self._decide)

@@ -130,9 +130,9 @@ def phases_and_speeds(_rank: int) -> None:
     assert not events
     train(engine, 1)
     assert summary(events) == [(3, (0, 2, 8), (0, 4, 8))]
-    engine.repartition((0, 2, 8))
+    engine.repartition((0, 2, 8), hold=1)
     train(engine, 1)
-    engine.repartition((0, 2, 8))
+    engine.repartition((0, 2, 8), hold=1)
     train(engine, 2)
     assert summary(events)[2:] == [(4, (0, 2, 8), (0, 4, 8)), (4, (0, 4, 8), (0, 2, 8))]
 
@@ -154,3 +154,59 @@ def phases_and_speeds(_rank: int) -> None:
 
 def test_the_dynamic_phase_and_unequal_workers() -> None:
     run_ranks(phases_and_speeds, 2)
+
+
+# -- what the user chose holds ----------------------------------------------------------------
+
+BAD, GOOD = (0, 2, 8), (0, 4, 8)
+
+
+def held(rank: int, folder: str) -> dict[str, Any]:
+    """The user's cut is a bad one: what moves by itself would go at once."""
+    section = {"rebalance_every": 1, "profile_batches": 1, "hold_batches": 3}
+    engine, events = engine_of([*GOOD], section)
+    train(engine, 1)
+    engine.repartition(BAD)
+    train(engine, 2)
+    assert engine.partition == BAD
+    train(engine, 1)
+    assert engine.partition == GOOD, "the third batch was the last one that the key promises"
+
+    assert engine.repartition(BAD, hold=5).after == BAD
+    engine.save_checkpoint(folder, tag="held")
+    train(engine, 2)
+    assert engine.repartition(BAD, hold=2) is None, "no move, but a hold of its own"
+    train(engine, 1)
+    assert engine.partition == BAD
+    train(engine, 1)
+    assert engine.partition == GOOD
+
+    engine.repartition(BAD, hold="forever")
+    train(engine, 6)
+    assert engine.partition == BAD
+    assert engine.rebalance().after == GOOD
+    engine._migrate(BAD)
+    train(engine, 1)
+    assert engine.partition == GOOD, "rebalance() ends the hold"
+
+    for hold in (0, True, "for ever", 2.0):
+        with pytest.raises(ValueError, match='must be a whole number of batches >= 1 or "forever"'):
+            engine.repartition(BAD, hold=hold)
+    with pytest.raises(ValueError, match="rank 0 has \\[3\\], rank 1 has \\[0\\]"):
+        engine.repartition(BAD, hold="forever" if rank else None)
+    with pytest.raises(ValueError, match="hold = 0"):
+        engine.repartition(BAD, hold=5 if rank else 0)
+    train(engine, 1)
+    assert engine.partition == GOOD, "nothing is held that was refused"
+
+    engine, _ = engine_of([*GOOD], section)
+    engine.load_checkpoint(folder, tag="held")
+    train(engine, 4)
+    assert engine.partition == BAD
+    train(engine, 1)
+    return {"partition": engine.partition, "events": summary(events)}
+
+
+def test_what_the_user_chose_holds(tmp_path: Path) -> None:
+    results = run_ranks(held, 2, str(tmp_path))
+    assert results[0] == results[1] and results[0]["partition"] == GOOD
