@@ -74,6 +74,13 @@ class DynamicPipelineConfig(Section):
         rule="a whole number of batches >= 1",
         example="3",
     )
+    profile_every: _PositiveInt | Literal["auto"] = key(
+        "auto",
+        "Which batches are profiled while layer times are steady: every so many (1: each); \"auto\": as few as keep "
+        "profiling within 0.5% of the time, and at least one in 10. After a change every batch is.",
+        rule='a whole number of batches >= 1 or "auto"',
+        example="1",
+    )
     smoothing: Literal["median", "mean", "ema"] = key(
         "median",
         "How layer times are combined over these batches; \"ema\" is an exponential moving average in which the newest "

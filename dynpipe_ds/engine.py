@@ -26,7 +26,7 @@ from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squar
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
-from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
+from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.parameter_groups import (
@@ -108,7 +108,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._start_balancing()
         self._start_repacking()
         self._heartbeat = start_heartbeat()
-        self._trainable = self._trainable_flags()
+        self._trainable = trainable_flags(self.module)
         self._norm = GradientNorm(
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
             grid=self.grid, device=self.device,
@@ -134,7 +134,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
 
     @property
     def last_batch_profile(self) -> PipelineProfile | None:
-        """The profile of the last batch alone; ``None`` before the first one."""
+        """The profile of the newest profiled batch alone (its ``batch`` says which); ``None`` before the first one."""
         newest = self._controller.newest if self.dynamic_config.enabled else []
         return newest[-1] if newest else None
 
@@ -251,6 +251,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         with self._changing("parameters were replaced"):
             replace_parameters(self, replacements)
             self._settle()
+        self._controller.expect_change()
         self.overhead.migrating_s += time.perf_counter() - started
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -292,22 +293,23 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
-        result, meter = self._run_batch(run)
+        profiles = self.profiling and self._wants_profile()
+        result, meter = self._run_batch(run, profiles)
         self._num_batches += 1
         self.note_batch_read()
-        if self.profiling:
+        if profiles:
             with self._no_way_back(f"stages were balanced after batch {self._num_batches}"):
                 if self._take_profile(meter.num_bytes if meter is not None else None):
                     self._maybe_rebalance()
                     self._maybe_repack()
         return result
 
-    def _run_batch(self, run: Callable[[], T]) -> tuple[T, ActivationMeter | None]:
-        """Run a batch with the recorder on; with a meter of activations when their sizes are due."""
-        if not self.profiling:
+    def _run_batch(self, run: Callable[[], T], profiles: bool) -> tuple[T, ActivationMeter | None]:
+        """Run a batch, with the recorder on or off; with a meter of activations when their sizes are due."""
+        if not profiles:
             return run(), None
-        meter = None
-        if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
+        meter, last = None, self.last_batch_profile
+        if self._measure_sizes or last is None or last.batch // _SIZES_EVERY != self._num_batches // _SIZES_EVERY:
             meter, self._measure_sizes = ActivationMeter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
@@ -363,14 +365,11 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
-        self._trainable = self._trainable_flags()
+        self._trainable = trainable_flags(self.module)
         self._measure_sizes = True
         self._norm.install(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------
-
-    def _trainable_flags(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self.module.parameters()]
 
     def _notice_frozen_layers(self) -> None:
         """Rebuild the optimizer where the user froze or unfroze layers since the last batch; collective.
@@ -382,9 +381,10 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if self.stage_optimizer is None:
             return
         started = time.perf_counter()
-        has_changed = self._trainable != self._trainable_flags()
+        has_changed = self._trainable != trainable_flags(self.module)
         if not anywhere(has_changed, self.device):
             return
+        self._controller.expect_change()
         check_replicas(self)
         with self._changing("layers were frozen"):
             rebuild_optimizer(self, has_changed=has_changed)
@@ -429,7 +429,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if not self.dynamic_config.enabled:
             super().clip_fp32_gradients()
             return
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        parameters = list(self.module.parameters())
         gradients = ((p, p.grad) for p in parameters if p.grad is not None)
         self._global_grad_norm = self._norm(sums_of_squares(gradients))
         clip_gradients(parameters, self._global_grad_norm, self.gradient_clipping())
