@@ -156,6 +156,52 @@ def test_the_dynamic_phase_and_unequal_workers() -> None:
     run_ranks(phases_and_speeds, 2)
 
 
+# -- batches that are not profiled ------------------------------------------------------------
+
+
+def seldom_profiled(_rank: int, folder: str) -> list[int]:
+    section = {"rebalance_every": "never", "profile_every": 6}
+    engine, _ = engine_of([0, 4, 8], section, csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"})
+    batches, profiled = data(0, 4), []
+
+    def next_ones(num_batches: int) -> list[int]:
+        """Which of the next batches are profiled, counted from 0."""
+        first = engine._num_batches
+        for _ in range(num_batches):
+            before, spent = engine.last_batch_profile, engine.overhead.profiling_s
+            engine.train_batch(batches)
+            is_new = engine.last_batch_profile is not before
+            assert is_new == (engine.overhead.profiling_s > spent)
+            assert is_new == (engine.last_batch_profile.batch == engine._num_batches - 1)
+            profiled.extend([engine._num_batches - 1] if is_new else [])
+        return [batch - first for batch in profiled if batch >= first]
+
+    assert next_ones(19) == [*range(8), 13]
+    layers = engine.local_layers()
+    if 2 in layers:
+        layers[2].requires_grad_(False)  # on one rank only
+    assert next_ones(3) == [0, 1, 2], "before the batch is trained"
+    engine.repartition((0, 5, 8))
+    assert next_ones(9) == [*range(8)]
+    engine.replace_parameters([])
+    assert next_ones(9) == [*range(8)]
+    for index, layer in engine.local_layers().items():
+        if index > 4 and isinstance(layer, Nap):
+            layer.forward_s, layer.backward_s = 3 * layer.forward_s, 3 * layer.backward_s
+    first, *others = next_ones(11)
+    assert first < 6 and others[:2] == [first + 1, first + 2], "seen by the next profile"
+    return profiled
+
+
+def test_steady_batches_are_seldom_profiled_and_a_change_is_noticed(tmp_path: Path) -> None:
+    results = run_ranks(seldom_profiled, 2, str(tmp_path))
+    assert results[0] == results[1]
+    (written,) = tmp_path.rglob("*bubble_ratio.csv")
+    with open(written) as file:
+        steps = [int(step) for step, _ in list(csv.reader(file))[1:]]
+    assert steps == [8 * (batch + 1) for batch in results[0]], "the monitor has what was profiled"
+
+
 # -- what the user chose holds ----------------------------------------------------------------
 
 BAD, GOOD = (0, 2, 8), (0, 4, 8)
