@@ -71,17 +71,19 @@ class Sampling:
             cost: of this profile, as a share of the batch.
         """
         shares = [seconds / (seconds_until[-1] or 1.0) for seconds in seconds_until]
+        self._costs.append(cost)
+        self._next_batch = batch + 1
         if self._mean:
             deviation = max(abs(share - mean) for share, mean in zip(shares, self._mean, strict=True))
             if deviation > max(_LEAST, tolerated, self._unusual()):
-                self.restart()
-            else:
-                self._deviations.append(deviation)
+                self.restart()  # and what is usual is told by the next ones: this one may be an odd one
+                return
+            self._deviations.append(deviation)
         self._num_profiles += 1
         weight, known = 1.0 / self._num_profiles, self._mean or shares
         self._mean = [mean + weight * (share - mean) for share, mean in zip(shares, known, strict=True)]
-        self._costs.append(cost)
-        self._next_batch = batch + (self._interval() if self._num_profiles >= self._settled else 1)
+        if self._num_profiles >= self._settled:
+            self._next_batch = batch + self._interval()
 
     def _unusual(self) -> float:
         """Least deviation that is a change; few are no good measure of what is usual."""
