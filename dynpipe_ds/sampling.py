@@ -18,8 +18,11 @@ SETTLED = 8
 MOST_EVERY = 10
 """Most batches from one profile to the next with ``"auto"``: what a change waits at most until it is seen."""
 
-BUDGET = 0.005
-"""Share of the time that profiling may take with ``"auto"``."""
+BUDGET = 0.004
+"""Share of the time that seldom profiles may take with ``"auto"``.
+
+What is promised is 0.5%: odd batches, after which each is profiled for a while, have the rest.
+"""
 
 DEVIATIONS = 64
 """Newest deviations that say what is usual."""

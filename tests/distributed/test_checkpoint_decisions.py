@@ -130,7 +130,8 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path) -> None:
     attempt = next(batch for batch, plan, told in whole[0]["cheap moves"]["decisions"]
                    if batch >= FAILS_FROM and told["rebalance"])  # fmt: skip
     assert 14 <= attempt + 1 <= 18, attempt
-    assert moves[1] == attempt + 8, "the first attempt failed, the next came after a pause"
+    # The first attempt failed, the next came after a pause, at the first batch then that was profiled.
+    assert moves[1] in (attempt + 8, attempt + 9)
     assert len(set(dear)) == 2, "one move, and none that does not pay"
     profiled = whole[0]["dear moves"]["profiled"]
     assert 24 not in profiled or 25 not in profiled, "it goes on where some batches are not profiled"
