@@ -106,6 +106,30 @@ def with_none() -> list[Any]:
     return [LayerSpec(WithMask), *(LayerSpec(Masked) for _ in range(3)), LayerSpec(FirstOf)]
 
 
+class WithNumber(Embed):
+    """As others have it: a number and a text in a tuple, another one for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(tokens), None, self.calls, "add" * (self.calls % 2)
+
+
+class Numbered(Block):
+    def forward(self, state: Any) -> Any:
+        hidden, mask, number, how = state
+        assert mask is None and type(number) is int
+        hidden = super().forward(hidden) + 0.1 * number * bool(how)
+        return hidden, mask, number + 1, how
+
+
+def numbered() -> list[Any]:
+    return [LayerSpec(WithNumber), *(LayerSpec(Numbered) for _ in range(3)), LayerSpec(FirstOf)]
+
+
 class NowAndThen(Masked):
     """Makes a mask for every second micro-batch."""
 
@@ -124,6 +148,7 @@ KINDS = {
     "all, bf16": case_of(all_kinds, config=CONFIGS["bf16"]),
     "none": case_of(with_none),
     "none, checkpointed": case_of(with_none, arguments={"activation_checkpoint_interval": 1}),
+    "numbers, checkpointed": case_of(numbered, arguments={"activation_checkpoint_interval": 1}),
     "all, with dynamic_shape": case_of(all_kinds, arguments={"dynamic_shape": True}),
     "now and then, with dynamic_shape": case_of(now_and_then, arguments={"dynamic_shape": True}),
 }
@@ -149,6 +174,16 @@ def refused(_rank: int) -> None:
 
 def test_none_in_some_micro_batches_only_is_refused_on_every_rank() -> None:
     run_ranks(refused, 3, timeout_s=60)
+
+
+def profiled(_rank: int) -> None:
+    engine = make(replace(case_of(all_kinds), num_stages=1))
+    engine.train_batch(data(0, 4))
+    assert all(layer.backward_s > 0 for layer in engine.last_batch_profile.layers)
+
+
+def test_backwards_are_told_apart_in_any_container() -> None:
+    run_ranks(profiled, 1)
 
 
 # -- tensors that want a gradient in some micro-batches only ----------------------------------
