@@ -225,7 +225,9 @@ SKIPS = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {}, "with dynamic_shape": {"arguments": {"dynamic_shape": True}}, "zero1": {"config": CONFIGS["zero1"]},
-    "bf16": {"config": CONFIGS["bf16"]}, "checkpointed": {"arguments": {"activation_checkpoint_interval": 1}},
+    "bf16": {"config": CONFIGS["bf16"]},
+    # A layer whose input wants no gradient is not recomputed, and counts its calls otherwise.
+    "checkpointed": {"arguments": {"activation_checkpoint_interval": 1, "dynamic_shape": True}},
 }
 
 
