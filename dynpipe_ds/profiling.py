@@ -150,11 +150,11 @@ class BatchRecorder:
             Its output, untouched.
         """
         self._mark(self._phase, layer)
+        inputs = {id(t): t for t in tensors_in(x)}  # before the layer changes a list or dict of them
         with self._metering(layer):
             y = function(x)
         self._see(layer, y)
         if torch.is_grad_enabled():
-            inputs = {id(t) for t in tensors_in(x)}
             for tensor in tensors_in(y):
                 if tensor.grad_fn is not None and id(tensor) not in inputs:
                     tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
