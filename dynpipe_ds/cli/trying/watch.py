@@ -16,7 +16,7 @@ from deepspeed.pipe import TiedLayerSpec
 from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.record import Record
-from dynpipe_ds.cli.trying.settings import MOVING, NO_DROPOUT, Settings
+from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.comparison import dropout_rates, find_dropout
 
@@ -37,6 +37,8 @@ class Watch:
         is_moving = settings.way == MOVING and facts["ours"]
         self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
         record.say("engine", **facts)
+        self._has_looked = False
+        engine.module.register_forward_hook(self._at_cut)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
@@ -55,13 +57,25 @@ class Watch:
                 "batch", loss=found, seconds=time.perf_counter() - started,
                 boundaries=[int(b) for b in self._engine.module.parts],
             )  # fmt: skip
-            if self._num_batches == 1:
-                self._record.say("crossing", outputs=_outputs_with_gradient(self._engine))
             if self._num_batches >= self._settings.batches:
                 self._stop()
             if self._moves is not None and self._num_batches % self._settings.move_every == 0:
                 self._moves.move(self._num_batches)
         return loss
+
+    def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
+        """What leaves the stage: looked at once, and made contiguous where the run wants it."""
+        if self._engine.is_last_stage() or not module.training:
+            return output
+        parts = output if isinstance(output, tuple) else (output,)
+        if not self._has_looked:
+            self._has_looked = True
+            trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
+            self._record.say("crossing", outputs=len(trained), dense=all(t.is_contiguous() for t in trained))
+        if DENSE_CUTS not in self._settings.changes:
+            return output
+        dense = tuple(t.contiguous() if isinstance(t, torch.Tensor) else t for t in parts)
+        return dense if isinstance(output, tuple) else dense[0]
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._record.errors():
@@ -127,12 +141,3 @@ def _stop_dropout(engine: Any) -> None:
         for module in layer.modules():
             for name in dropout_rates(module):
                 setattr(module, name, 0.0)
-
-
-def _outputs_with_gradient(engine: Any) -> int:
-    """How many tensors this stage gets gradients for from the next one."""
-    gradients = getattr(engine, "grad_layer", None)
-    if gradients is None:
-        return 0
-    found = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-    return sum(isinstance(t, torch.Tensor) and t.is_floating_point() for t in found)

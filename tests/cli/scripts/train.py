@@ -22,12 +22,14 @@ SIZE = 16
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, transposed: bool) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(SIZE, SIZE), nn.Dropout(dropout)
+        self.transposed = transposed
 
     def forward(self, x):
-        return self.dropout(torch.tanh(self.linear(x)))
+        x = self.dropout(torch.tanh(self.linear(x)))
+        return x.t().contiguous().t() if self.transposed else x
 
 
 class Transposed(nn.Linear):
@@ -39,7 +41,7 @@ class OwnModule(PipelineModule):
     """As in GPT-NeoX: the layers are made in the constructor."""
 
     def __init__(self, options, **kwargs) -> None:
-        blocks = [LayerSpec(Block, options.dropout), torch.relu] * options.blocks
+        blocks = [LayerSpec(Block, options.dropout, options.transposed), torch.relu] * options.blocks
         first = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         last = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         super().__init__([first, *blocks, last], loss_fn=nn.functional.mse_loss, **kwargs)
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--save")
     parser.add_argument("--hang-after", type=int)
-    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours"):
+    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours", "--transposed"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--not-repeatable", action="store_false", dest="repeatable")
     parser.add_argument("--local_rank", type=int, default=-1)
