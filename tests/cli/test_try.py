@@ -153,7 +153,7 @@ def test_dropout_is_shown_to_be_the_reason(dynpipe: Command) -> None:
 
 @pytest.mark.exhaustive
 def test_the_layout_at_a_cut_is_shown_to_be_the_reason(dynpipe: Command) -> None:
-    """As in GPT-NeoX, whose hidden states cross as transposed tensors."""
+    """As in GPT-NeoX, whose layers transpose what they get."""
     done = dynpipe("--json", "try", "--batches", 5, *start("--transposed"))
     (reason,) = done.json["reasons"]
     assert done.code == 0 and reason["shown"] and reason["text"].startswith("memory layout"), done
@@ -250,12 +250,12 @@ def outcome(
     """A run on one rank."""
     known = {
         "rank": 0, "world": 1, "stages": 2, "replicas": 1, "replica": "0.0", "clipping": 0.0, "dropout": None,
-        "seed_layers": False, "checkpointing": 0, "tied_on_one_stage": False, "dense": True, **facts,
+        "seed_layers": False, "checkpointing": 0, "tied_on_one_stage": False, "strided": 0, **facts,
     }  # fmt: skip
     events = {
         "engine": [known], "batch": [{"loss": [loss.hex()], "seconds": 0.1} for loss in losses], "evaluation": [],
         "end": [{"weights": {"3/weight": weight}, "state": {}}],
-        "crossing": [{"outputs": 1, "dense": known.pop("dense")}],
+        "crossing": [{"outputs": 1}], "strided": [{}] * known.pop("strided"),
     }  # fmt: skip
     return Outcome(Settings(which, 8, 2, 0, changes), [Process("here-1", events)])
 
@@ -276,8 +276,8 @@ CLIPPED, SEEDED, LAID = "gradient clipping", "random numbers without seed_layers
         ({"clipping": 1.0}, {NO_CLIPPING}, set(), [CLIPPED]),
         ({"clipping": 1.0, "dropout": "layer 2"}, {NO_CLIPPING}, set(), [CLIPPED]),
         ({"clipping": 1.0, "dropout": "layer 2"}, set(), {SEED_LAYERS}, [SEEDED]),
-        ({"clipping": 1.0, "dense": False}, {DENSE_CUTS}, set(), [LAID]),
-        ({"clipping": 1.0, "dense": False}, {NO_CLIPPING, DENSE_CUTS}, {SEED_LAYERS}, [CLIPPED, LAID, SEEDED]),
+        ({"clipping": 1.0, "strided": 1}, {DENSE_CUTS}, set(), [LAID]),
+        ({"clipping": 1.0, "strided": 1}, {NO_CLIPPING, DENSE_CUTS}, {SEED_LAYERS}, [CLIPPED, LAID, SEEDED]),
         ({"dropout": "layer 2", "clipping": 1.0}, {NO_CLIPPING, NO_DROPOUT}, set(), [CLIPPED, "dropout under"]),
         ({"dropout": "layer 2", "seed_layers": True}, set(), {NO_DROPOUT}, ["dropout: a layer draws its masks"]),
     ],

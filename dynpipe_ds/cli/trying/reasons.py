@@ -64,10 +64,10 @@ _CLIPPING = _Suspect(
 )
 _LAYOUT = _Suspect(
     DENSE_CUTS,
-    "memory layout: a tensor that is not contiguous crosses a cut; ours gives its gradient the same layout, as in the "
-    "undivided model, DeepSpeed's is contiguous, so kernels add in another order",
-    "leave it: ours has the bits of the undivided model; to compare with DeepSpeed return contiguous tensors",
-    lambda ranks: not all(crossing["dense"] for rank in ranks for crossing in rank.events["crossing"]),
+    "memory layout: a gradient that is not contiguous crosses a cut; ours keeps its layout, as in the undivided model, "
+    "DeepSpeed's is made contiguous, so kernels add in another order",
+    "leave it: ours has the bits of the undivided model, whatever the cut",
+    lambda ranks: any(rank.events["strided"] for rank in ranks),
 )
 _SEEDS = _Suspect(
     SEED_LAYERS,
@@ -145,7 +145,7 @@ class _Question:
         """
         tried: list[_Suspect] = []
         failed: list[Reason] = []
-        for suspect in (s for s in suspects if s.applies(self._first.ranks)):
+        for suspect in (s for s in suspects if s.applies([*self._first.ranks, *self._second.ranks])):
             try:
                 is_equal = self._is_equal_with([*tried, suspect])
             except _FailedError as error:

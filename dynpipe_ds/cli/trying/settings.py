@@ -12,7 +12,7 @@ DEEPSPEED, STILL, MOVING = "DeepSpeed's class", "dynpipe_ds", "dynpipe_ds, movin
 WAYS = (DEEPSPEED, STILL, MOVING)
 """In the order in which they are run."""
 
-NO_CLIPPING, DENSE_CUTS = '"gradient_clipping": 0', "contiguous tensors at the cuts"
+NO_CLIPPING, DENSE_CUTS = '"gradient_clipping": 0', "contiguous gradients at the cuts"
 SEED_LAYERS, NO_DROPOUT = "seed_layers=True", "dropout off"
 """What a run may change beside the class, to find out whether it is the reason of a difference."""
 

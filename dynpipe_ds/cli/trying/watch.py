@@ -64,18 +64,24 @@ class Watch:
         return loss
 
     def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
-        """What leaves the stage: looked at once, and made contiguous where the run wants it."""
+        """What leaves the stage: looked at once; its gradient is made contiguous where the run wants it."""
         if self._engine.is_last_stage() or not module.training:
             return output
         parts = output if isinstance(output, tuple) else (output,)
         if not self._has_looked:
             self._has_looked = True
             trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
-            self._record.say("crossing", outputs=len(trained), dense=all(t.is_contiguous() for t in trained))
+            self._record.say("crossing", outputs=len(trained))
+            for tensor in trained:
+                tensor.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
         if DENSE_CUTS not in self._settings.changes:
             return output
-        dense = tuple(t.contiguous() if isinstance(t, torch.Tensor) else t for t in parts)
+        dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
         return dense if isinstance(output, tuple) else dense[0]
+
+    def _look_at_gradient(self, gradient: torch.Tensor) -> None:
+        if not gradient.is_contiguous():
+            self._record.say("strided")
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._record.errors():
@@ -109,6 +115,21 @@ class Watch:
             held = {"unread": f"{type(error).__name__}: {error}"}
         overhead = getattr(self._engine, "overhead", None)
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Changes nothing but the memory layout of the gradient, to the one that DeepSpeed gives it."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+_dense_gradient: Any = _DenseGradient.apply
 
 
 def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
