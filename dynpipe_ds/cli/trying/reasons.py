@@ -121,10 +121,6 @@ def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
     return reasons
 
 
-class _FailedError(Exception):
-    """The script fails with a change."""
-
-
 class _Question:
     """Why two runs differ.
 
@@ -146,10 +142,9 @@ class _Question:
         tried: list[_Suspect] = []
         failed: list[Reason] = []
         for suspect in (s for s in suspects if s.applies([*self._first.ranks, *self._second.ranks])):
-            try:
-                is_equal = self._is_equal_with([*tried, suspect])
-            except _FailedError as error:
-                failed.append(Reason(f"{suspect.text} (not shown: {error})", suspect.remedy, False))
+            is_equal, failure = self._with([*tried, suspect])
+            if failure:
+                failed.append(Reason(f"{suspect.text} (not shown: {failure})", suspect.remedy, False))
                 continue
             tried.append(suspect)
             if is_equal:
@@ -157,20 +152,21 @@ class _Question:
                 return [_shown(suspect, needed) for suspect in needed]
         return failed + (self._possible() or [self._unknown(tried)])
 
-    def _is_equal_with(self, changed: Sequence[_Suspect]) -> bool:
+    def _with(self, changed: Sequence[_Suspect]) -> tuple[bool, str]:
+        """Whether nothing differs with changes; and why that can't be said, where the script fails with them."""
         changes = tuple(suspect.change for suspect in changed)
         found = [self._run(outcome.settings.way, changes) for outcome in (self._first, self._second)]
         for outcome in found:
             if outcome.failure:
-                raise _FailedError(f"{outcome.settings.named} fails, {' '.join(outcome.failure.split())}")
-        return compare(*found).equal
+                return False, f"{outcome.settings.named} fails, {' '.join(outcome.failure.split())}"
+        return compare(*found).equal, ""
 
     def _needed(self, tried: Sequence[_Suspect]) -> list[_Suspect]:
         """Without those that make no difference."""
         needed = list(tried)
         for suspect in tried[:-1]:
             rest = [one for one in needed if one is not suspect]
-            if self._is_equal_with(rest):
+            if self._with(rest)[0]:
                 needed = rest
         return needed
 
