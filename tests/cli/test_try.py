@@ -28,7 +28,7 @@ from dynpipe_ds.cli.trying.settings import (
     Settings,
 )
 from tests.cli.conftest import Command, Done
-from tests.distributed.ranks import _free_port
+from tests.distributed.ranks import reserved_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 CONFIG = {
@@ -42,10 +42,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the user's, in which no process is left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = set(psutil.process_iter())
-    yield tmp_path
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield tmp_path
     ours = [p for p in set(psutil.process_iter()) - before if str(SCRIPT) in " ".join(_command_line(p))]
     assert not ours
 
@@ -123,9 +124,9 @@ def test_ranks_that_wait_for_nobody(dynpipe: Command) -> None:
 @pytest.mark.exhaustive
 def test_a_launcher(dynpipe: Command) -> None:
     """DeepSpeed's own, whose processes import DeepSpeed, too."""
-    script = ["--num_accelerators", 2, "--master_port", _free_port(), SCRIPT, "--deepspeed_config", write_config()]
-    launcher = Path(sys.executable).parent / "deepspeed"
-    done = dynpipe("--json", "try", "--batches", 5, "--", launcher, *script)
+    launcher = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", 2, "--master_port"]
+    script = [os.environ["MASTER_PORT"], SCRIPT, "--deepspeed_config", write_config()]
+    done = dynpipe("--json", "try", "--batches", 5, "--", *launcher, *script)
     assert done.code == 0 and way(done, MOVING)["equal"], done
     assert [way(done, name)["ranks"] for name in WAYS] == [2, 2, 2]
 
