@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +45,8 @@ class Watch:
         for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
             setattr(engine, name, _around(run, getattr(engine, name)))
-        atexit.register(self._end)
+        # At the end of the process: atexit's functions are not called in one that multiprocessing has forked.
+        Finalize(None, self._end, exitpriority=0)
 
     def _train(self, train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
