@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-_LINE_BYTES = 64  # torch's buffers begin at multiples of it
+LINE_BYTES = 64  # torch's buffers begin at multiples of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Layout:
         Args:
             tensor: a strided one.
         """
-        offset = int(tensor.storage_offset()) % (_LINE_BYTES // tensor.element_size())
+        offset = int(tensor.storage_offset()) % (LINE_BYTES // tensor.element_size())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
     @property

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -223,8 +223,8 @@ class Encoder:
         self.built.append(f"{path} ({what})")
 
     def unnamed(self) -> list[tuple[Any, str]]:
-        """What went by value, except code, and where it was."""
-        values = [(obj, path) for _, obj, path in self._memo.values() if not is_a(obj, (type, types.FunctionType))]
+        """What went by value and can change, and where it was."""
+        values = [(obj, path) for _, obj, path in self._memo.values() if _can_change(obj)]
         return [*values, *zip(self._tensors.sources, self._tensors.where, strict=True)]
 
     # -- kinds --------------------------------------------------------------------------------
@@ -382,6 +382,9 @@ class Encoder:
         return (Tag.LOCAL, cls.__qualname__)
 
     def _from_template(self, obj: Any, path: str, reason: str) -> Any:
+        found = self._names.deep(obj)
+        if found is not None:
+            return self._bound(found, obj)
         name = _class_name(type(obj))
         self._build(path, f"a {name} ({reason})")
         if hasattr(obj, "__dict__"):
@@ -420,6 +423,13 @@ class Encoder:
             else:
                 found.append((key, node))
         return (Tag.HOOKS, number, found)
+
+
+def _can_change(obj: Any) -> bool:
+    if is_a(obj, (type, types.FunctionType)):
+        return False
+    kinds = (list, dict, set, deque, bytearray, torch.Generator, *LOCKS)
+    return is_a(obj, kinds) or bool(getattr(obj, "__dict__", None))
 
 
 def named(module: str, qualname: str) -> Any:

@@ -217,6 +217,19 @@ class Names:
         before = self._start.setdefault(path, values)
         return [name for name, value in values.items() if before.get(name) != value]
 
+    def deep(self, obj: Any) -> Path | None:
+        """The path to an item of a dictionary at the level of a module, such as a table of process groups.
+
+        Args:
+            obj: an object without another name; all modules are searched for it.
+        """
+        for name, module in list(sys.modules.items()):
+            for step, table in _globals_of(module) if is_a(module, types.ModuleType) else ():
+                for key, value in list(table.items()) if type(table) is dict else ():
+                    if value is obj and type(key) is str:
+                        return (GLOBALS, name, step, ("item", key))
+        return None
+
     def of_part(self, part: Any) -> Path | None:
         """The path to a module or tensor that layers hold, if it is certain to mean the same on every rank.
 
@@ -319,6 +332,14 @@ class NoNames(Names):
     """Nothing has a name besides classes and functions."""
 
     def of(self, obj: Any) -> Path | None:
+        """No path.
+
+        Args:
+            obj: any object.
+        """
+        return None
+
+    def deep(self, obj: Any) -> Path | None:
         """No path.
 
         Args:

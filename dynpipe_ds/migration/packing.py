@@ -9,6 +9,7 @@ has come.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dynpipe_ds.layouts import LINE_BYTES
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError
 from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
@@ -55,6 +57,7 @@ class TensorSpec(NamedTuple):
         on_host: whether it lives in host memory (else on the stage's accelerator).
         is_parameter: whether it is an ``nn.Parameter``.
         requires_grad: its flag.
+        line_offset: elements between the last border of 64 bytes and its first: some kernels round by it.
     """
 
     shape: tuple[int, ...]
@@ -63,6 +66,7 @@ class TensorSpec(NamedTuple):
     on_host: bool
     is_parameter: bool
     requires_grad: bool
+    line_offset: int
 
     @classmethod
     def of(cls, source: Tensor) -> TensorSpec:
@@ -75,6 +79,7 @@ class TensorSpec(NamedTuple):
         return cls(
             tuple(data.shape), _dense_stride(data), str(data.dtype).removeprefix("torch."), data.device.type == "cpu",
             isinstance(source, nn.Parameter), source.requires_grad and source.is_leaf,
+            0 if data.is_meta or not data.numel() else data.data_ptr() % LINE_BYTES // data.element_size(),
         )
 
     def empty(self, device: torch.device) -> Tensor:
@@ -84,7 +89,9 @@ class TensorSpec(NamedTuple):
             device: the receiving stage's device, used unless the tensor lives in host memory.
         """
         where = torch.device("cpu") if self.on_host else device
-        data = torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=where)
+        num_elements = math.prod(self.shape) + self.line_offset
+        memory = torch.empty(num_elements, dtype=getattr(torch, self.dtype), device=where)
+        data = memory.as_strided(self.shape, self.stride, self.line_offset)
         if self.is_parameter:
             return nn.Parameter(data, requires_grad=self.requires_grad)
         return data.requires_grad_(self.requires_grad)

@@ -5,25 +5,29 @@ Each test keeps a minimal reproduction of what DeepSpeed does, so that a fix the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
-from tests.distributed.models import Run, data, layers_of, loss_fn
+from tests.distributed.models import HIDDEN, Run, data, layers_of, loss_fn
 from tests.distributed.ranks import RankFailure, run_ranks
 
 CUTS = ([0, 4, 8], [0, 1, 8])
 
 
-def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run) -> list[float]:
+def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: bool = False) -> list[float]:
     """Losses of a static run at a given cut; both classes start from the same weights."""
     del rank
+    layers = layers_of(run)
+    if transposed:
+        layers = [layers[0], swap, *layers[1:-2], LayerSpec(Shift), swap, layers[-1]]
 
     class Plain(PipelineModule):  # type: ignore[misc]
         def _partition_layers(self, method: Any = None) -> None:
@@ -33,7 +37,7 @@ def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run) -> list[floa
     torch.manual_seed(7)
     cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
     module = cls(
-        layers_of(run), num_stages=2, loss_fn=loss_fn, seed_layers=True, partition_method=method,
+        layers, num_stages=2, loss_fn=loss_fn, seed_layers=True, partition_method=method,
         activation_checkpoint_interval=run.checkpoint_interval,
         checkpointable_layers=["Block"] if run.checkpoint_interval else None,
     )
@@ -51,9 +55,32 @@ def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run) -> list[floa
     return [float(engine.train_batch(batches)) for _ in range(run.num_batches)]
 
 
-def depends_on_cut(plain: bool, run: Run) -> bool:
-    first, second = (run_ranks(losses_at_cut, 2, plain, cut, run)[0] for cut in CUTS)
+def swap(x: Tensor) -> Tensor:
+    """Batch first to sequence first, as GPT-NeoX and Megatron-DeepSpeed keep their activations, and back."""
+    return x.transpose(0, 1).contiguous()
+
+
+class Shift(nn.Module):
+    """Adds its bias by itself, as row-parallel layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def depends_on_cut(plain: bool, run: Run, cuts: Sequence[list[int]] = CUTS, transposed: bool = False) -> bool:
+    first, second = (run_ranks(losses_at_cut, 2, plain, cut, run, transposed)[0] for cut in cuts)
     return bool(first != second)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
+def test_the_layout_of_gradients_that_cross_a_cut(plain: bool) -> None:
+    """A kernel adds up a transposed gradient in another order than a contiguous one, which DeepSpeed receives."""
+    run = Run(num_stages=2, num_batches=20)
+    assert depends_on_cut(plain, run, ([0, 8, 10], [0, 1, 10]), transposed=True) == plain
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -322,3 +324,34 @@ def test_only_the_rank_that_failed_to_pack_says_why() -> None:
     assert texts[0] == texts[1] == texts[2]
     assert "rank 0: PackingError: layer 2 (Local) can't be carried to another process: linear.guard holds" in texts[0]
     assert "rank 1" not in texts[0] and "rank 2" not in texts[0]
+
+
+# -- what is shared without a name ------------------------------------------------------------
+
+
+@lru_cache
+def cached() -> dict[str, list[int]]:
+    return {"seen": [0]}
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = np.dtype("float32")
+        self.memory = cached()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def warned_at_start(_rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        initialize(DynamicPipelineModule, [LayerSpec(Embed), *(LayerSpec(Holder) for _ in range(6)), LayerSpec(Head)])
+    return [str(w.message) for w in caught if "hold the same" in str(w.message)]
+
+
+def test_what_layers_share_without_a_name_is_named() -> None:
+    texts = run_ranks(warned_at_start, 3)
+    assert "layer 1 (Holder) at memory and layer 2 (Holder) at memory hold the same dict" in texts[0][0]
+    assert [len(found) for found in texts] == [1, 2, 0]

@@ -220,6 +220,17 @@ def test_plain_objects_with_tensors() -> None:
     assert torch.equal(arrived.reference.weights["weight"], torch.full((2, 2), 5.0))
 
 
+def test_a_tensor_keeps_its_place_in_a_line_of_memory() -> None:
+    """BLAS rounds by it; weights of memory-mapped files begin anywhere."""
+    module = nn.Linear(8, 8)
+    module.weight = nn.Parameter(torch.rand(8 * 8 + 14)[14:].view(8, 8))
+    arrived, _ = journey(module)
+    assert arrived.weight.data_ptr() % 64 == module.weight.data_ptr() % 64 == 56
+    assert torch.equal(arrived.weight, module.weight) and arrived.bias.storage_offset() == 0
+    again, _ = journey(arrived)
+    assert again.weight.data_ptr() % 64 == 56 and torch.equal(again.weight, module.weight)
+
+
 def test_large_tensors_are_not_in_the_skeleton() -> None:
     module = nn.Linear(512, 512)
     assert len(pack(module, "layer 0 (Linear)").skeleton) < 10_000

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from dynpipe_ds.migration.decoding import DecodingError
+from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.packing import Arrived, PackingError, empty_tensors, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
 
@@ -169,3 +170,18 @@ def test_a_live_layer_has_no_template() -> None:
     script = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(PackingError, match="whose state can't be read"):
         pack(nn.Sequential(script), "layer 1 (Sequential)", has_template=True)
+
+
+def test_process_groups_in_a_table_of_a_package_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed's expert groups, which the engine puts into layers that are built already."""
+    handle: Any = Nameless()
+    monkeypatch.setattr("deepspeed.utils.groups._EXPERT_PARALLEL_GROUP", {"ep_size_1": handle})
+    layer = nn.Linear(3, 3)
+    layer.ep_group = handle
+    package = pack(layer, "layer 1 (Linear)", names=Names())
+    assert unpack(package.skeleton, package.tensors, names=Names()).layer.ep_group is handle  # type: ignore[union-attr]
+
+
+class Nameless:
+    def __reduce__(self) -> Any:
+        raise TypeError("can't be pickled")
