@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead import every_batch, migration
+from benchmarks.overhead import every_batch, migration, section
 from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS
 from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.scenarios.summary import summarise
@@ -83,12 +83,19 @@ def _replay(report: dict[str, Any] | None) -> str:
 def _overhead(folder: Path) -> str:
     lines = []
     profiling, moves = load(folder, "profiling"), load(folder, migration.NAME)
-    batches = load(folder, every_batch.NAME)
+    batches, sections = load(folder, every_batch.NAME), load(folder, section.NAME)
     if profiling is not None:
         pairs = zip(profiling["with_s"], profiling["without_s"], strict=True)
         median = statistics.median(a / b - 1 for a, b in pairs)
         share = profiling["accounted_s"] / sum(profiling["with_s"])
         lines.append(f"- profiling every batch: {median:+.1%} by paired batches, {share:.2%} by its own accounting")
+    for row in sections["rows"] if sections is not None else []:
+        lines.append(
+            f"- the section as shipped, model unchanging ({row['model']}: blocks x hidden x length; batches "
+            f"of {1e3 * statistics.median(row['wall_s'][section.PLAIN]):.0f} ms): "
+            f"{statistics.median(section.ratios(row, 'auto', 'wall_s')):+.1%} by paired batches, profiling "
+            f"{row['spent_s']['auto'][0] / sum(row['wall_s']['auto']):.2%} by its own accounting"
+        )
     if moves is not None:
         rows = [row for row in moves["rows"] if row["layer_bytes"] >= migration.LEAST_BYTES]
         rates = ", ".join(

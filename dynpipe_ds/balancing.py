@@ -64,22 +64,25 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             self._activation_bytes = {i: layer.activation_bytes for i, layer in enumerate(newest[-1].layers)}
         times = self._recorder.stop()
         gathering = time.perf_counter()
+        own_s = self._recorder.recording_s + gathering - started
         try:
             profile, spent, obstructing = gather_profile(
                 times, self._sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
                 names=self.module.layer_names(), stage=self.stage_id, device=self.device,
-                spent=self._spent, obstacles=self._recorder.obstacles,
+                spent=self._spent._replace(own_s=self._spent.own_s + own_s), obstacles=self._recorder.obstacles,
             )
         except ValueError as error:  # the same on every rank: all read the same numbers
             self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
             return False
         self._forbid_cuts_behind(obstructing)
-        self._spent = Spent(gather_s=time.perf_counter() - gathering)
+        noting = time.perf_counter()
         if spent.move_s > 0:  # a clock that jumped back is no cost
             self._controller.record_cost(spent.move_s, self._bytes_moved)
-        self._controller.observe(profile)
-        self.overhead.profiling_s += gathering - started + spent.gather_s
+        self._controller.observe(profile, spent.own_s + spent.gather_s)
         write_profile(self.monitor, profile, self.global_samples)
+        noting_s = time.perf_counter() - noting
+        self._spent = Spent(gather_s=noting - gathering, own_s=noting_s)
+        self.overhead.profiling_s += own_s + spent.gather_s + noting_s
         return True
 
     def _forbid_cuts_behind(self, layers: set[int]) -> None:
@@ -94,9 +97,10 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
 
     def _maybe_rebalance(self) -> None:
         """Ask the controller and move; what fails on every rank together leaves training going on as before."""
-        if not self._controller.due(self._num_batches - 1):
-            return
         started = time.perf_counter()
+        if not self._controller.due(self._num_batches - 1):
+            self._count_deciding(time.perf_counter() - started)
+            return
         profile = self._planning_profile()
         plan, failure = self._plan(profile)
         decision = None if plan is None else self._controller.worth_it(plan, profile)
@@ -107,13 +111,18 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
             except MigrationError as error:
                 failure = error
         else:
-            self.overhead.planning_s += plan_s
+            self._count_deciding(plan_s)
         if failure is not None:
             self._controller.record_failure(self._num_batches - 1)
             self._warn_once(
                 f"re-partitioning after batch {self._num_batches} failed, training goes on with "
                 f"{list(self.partition)} ({failure})", "rebalance",
             )
+
+    def _count_deciding(self, seconds: float) -> None:
+        """Note what it took to decide to stay: the more, the fewer batches are profiled."""
+        self.overhead.planning_s += seconds
+        self._spent = self._spent._replace(own_s=self._spent.own_s + seconds)
 
     def _warn_once(self, message: str, what: str) -> None:
         """Warn on the first rank, once for each kind of trouble."""

@@ -31,6 +31,8 @@ def _each_parse_bytes(value: object) -> object:
 
 _NonNegativeInt = Annotated[int, Field(ge=0)]
 _PositiveInt = Annotated[int, Field(ge=1)]
+Hold = _PositiveInt | Literal["forever"]
+"""For how many batches a partition that the user chose is not changed by itself."""
 _Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _PartitionerName = Annotated[str, Field(pattern=r"^[^\s:]+$")]
 
@@ -72,6 +74,13 @@ class DynamicPipelineConfig(Section):
         rule="a whole number of batches >= 1",
         example="3",
     )
+    profile_every: _PositiveInt | Literal["auto"] = key(
+        "auto",
+        "Which batches are profiled while layer times are steady: every so many (1: each); \"auto\": as few as keep "
+        "profiling within 0.5% of the time, and at least one in 10. After a change every batch is.",
+        rule='a whole number of batches >= 1 or "auto"',
+        example="1",
+    )
     smoothing: Literal["median", "mean", "ema"] = key(
         "median",
         "How layer times are combined over these batches; \"ema\" is an exponential moving average in which the newest "
@@ -91,6 +100,14 @@ class DynamicPipelineConfig(Section):
         "For \"auto\" only: how many batches a new partition is expected to serve. The seconds it saves over so many "
         "must exceed the measured cost of moving.",
         rule="a whole number of batches >= 1",
+        example="20",
+    )
+    hold_batches: Hold = key(
+        20,
+        "For how many batches a partition that engine.repartition() chose is not changed by itself, neither by "
+        "rebalance_every nor by repack, unless the call says otherwise (hold=); \"forever\": until the next call of "
+        "repartition(), rebalance() or repack().",
+        rule='a whole number of batches >= 1 or "forever"',
         example="20",
     )
     memory_cap_bytes: Annotated[
@@ -232,6 +249,24 @@ def check_against_model(
     if config.partitioner is None and partitioner is not None:
         problems.extend(_cap_blindness(config, partitioner, f"partition_method = {partitioner!r}"))
     _raise_all(problems)
+
+
+def checked_hold(hold: Any) -> Hold:
+    """Check for how long a call says that its partition holds.
+
+    Args:
+        hold: what the user gave.
+
+    Returns:
+        The same.
+
+    Raises:
+        ValueError: if it is neither a number of batches nor ``"forever"``.
+    """
+    if hold == "forever" or (type(hold) is int and hold >= 1):
+        found: Hold = hold
+        return found
+    raise ValueError(f'hold = {hold!r}: must be a whole number of batches >= 1 or "forever"; for example 20')
 
 
 def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:

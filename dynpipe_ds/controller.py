@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.evidence import HISTORY, LEAST_EVIDENCE, confirming_batches, evidence_for, noise_of
 from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.sampling import SETTLED, Sampling
 from dynpipe_ds.simulation import predicted_batches_s
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ class Decision:
 class Controller:
     """Decides when to rebalance; holds the recent profiles and costs, nothing else.
 
-    After each profiled batch the engine calls :meth:`observe`, asks :meth:`due`, and if so makes
-    a plan and asks :meth:`worth_it`; after a move it calls :meth:`record_cost` and
-    :meth:`record_rebalance`. Layer times are global, so nothing needs to be profiled again after
-    a move before the next decision.
+    Before each batch the engine asks :meth:`wants_profile`. After each profiled one it calls :meth:`observe`, asks
+    :meth:`due`, and if so makes a plan and asks :meth:`worth_it`; after a move it calls :meth:`record_cost` and
+    :meth:`record_rebalance`. Layer times are global, so nothing needs to be profiled again after a move before the
+    next decision.
 
     Args:
         config: the ``dynamic_pipeline`` section.
@@ -85,9 +86,23 @@ class Controller:
         self._history: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed
         self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
+        self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
         self._decided_batch: int | None = None
         self._num_failures = 0
         self._paused_until = 0
+        self._held_until = 0.0  # so many batches must have been trained; inf: no number will do
+
+    def wants_profile(self, batch: int) -> bool:
+        """Tell whether to profile a batch: as :class:`Sampling` says, and all batches that an interval's end combines.
+
+        Args:
+            batch: number of the next batch, counted from 0.
+        """
+        return self._sampling.wants(batch) or self._next_end(batch) - batch < self._config.profile_batches
+
+    def expect_change(self) -> None:
+        """Profile every batch for a while: layers were frozen, replaced or moved."""
+        self._sampling.restart()
 
     def due(self, batch: int) -> bool:
         """Tell whether to make a plan now.
@@ -106,18 +121,19 @@ class Controller:
         ready = len(self._newest) >= config.profile_batches
         if every == "never" or not ready or not config.first_batch <= batch <= last_batch:
             return False
-        if batch < self._paused_until:
+        if batch < self._paused_until or self.is_held(batch):
             return False
         if every == "auto":
             gains = self._gains(self._newest[-1].boundaries, None)
             return confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE) > 0
         return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
 
-    def observe(self, profile: PipelineProfile) -> None:
+    def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
         """Take in the profile of one batch.
 
         Args:
             profile: as measured, not smoothed.
+            cost_s: seconds that a profile takes, with deciding, the same number on every rank.
 
         Raises:
             ValueError: when its number of layers is not that of earlier profiles.
@@ -132,6 +148,11 @@ class Controller:
         self._newest.append(profile)
         self._profiles.append(at_unit_speed)
         self._history.append(_seconds_until(at_unit_speed))
+        batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
+        self._sampling.observe(
+            profile.batch, self._history[-1], tolerated=self._config.min_gain / (2 * (len(profile.boundaries) - 1)),
+            cost=cost_s / batch_s if batch_s else 0.0,
+        )
 
     def smoothed(self) -> PipelineProfile | None:
         """The newest ``profile_batches`` profiles combined, to plan with.
@@ -208,6 +229,7 @@ class Controller:
         """
         self._decided_batch = batch
         self._num_failures = 0
+        self.expect_change()
 
     def record_failure(self, batch: int) -> None:
         """Pause after a rebalance that failed, longer each time: what is missing may stay so.
@@ -218,6 +240,27 @@ class Controller:
         self._decided_batch = batch
         self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
         self._num_failures += 1
+
+    def hold(self, batch: int, num_batches: int | Literal["forever"]) -> None:
+        """Decide nothing for some batches: the user has chosen the partition.
+
+        Args:
+            batch: number of the next batch, counted from 0.
+            num_batches: how many batches, from this one on, run on it; ``"forever"`` until :meth:`release`.
+        """
+        self._held_until = math.inf if num_batches == "forever" else batch + num_batches
+
+    def release(self) -> None:
+        """Decide again."""
+        self._held_until = 0.0
+
+    def is_held(self, batch: int) -> bool:
+        """Tell whether the partition is the user's to change after a batch.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        return batch + 1 < self._held_until
 
     @property
     def newest(self) -> list[PipelineProfile]:
@@ -235,6 +278,8 @@ class Controller:
             "decided_batch": self._decided_batch,
             "num_failures": self._num_failures,
             "paused_until": self._paused_until,
+            "held_until": self._held_until,
+            "sampling": self._sampling.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
@@ -242,9 +287,9 @@ class Controller:
 
         Args:
             state: as given. Older checkpoints lack ``profiles`` and have ``history`` instead (seconds of the layers,
-                summed up), and they lack failures.
-            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving and the pause
-                after a failure are left out otherwise, while layer times serve any number.
+                summed up), and they lack failures, holds and ``sampling``.
+            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving, the pause
+                after a failure and a hold are left out otherwise, while layer times serve any number.
         """
         profiles = state.get("profiles", [])
         self._profiles = deque(profiles, maxlen=HISTORY)
@@ -256,6 +301,10 @@ class Controller:
         self._decided_batch = state["decided_batch"]
         self._num_failures = state.get("num_failures", 0) if same_stages else 0
         self._paused_until = state.get("paused_until", 0) if same_stages else 0
+        self._held_until = state.get("held_until", 0.0) if same_stages else 0.0
+        self._sampling.restart()
+        if same_stages and "sampling" in state:
+            self._sampling.load_state_dict(state["sampling"])
 
     def _judge(
         self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
@@ -280,6 +329,16 @@ class Controller:
         The low median keeps a slow first move (memory pools, connections) from blocking others.
         """
         return median_low(self._costs_s) if self._costs_s else FIRST_COST * batch_s
+
+    def _next_end(self, batch: int) -> float:
+        """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
+        every = self._config.rebalance_every
+        if not isinstance(every, int):
+            return math.inf
+        first, last = self._config.first_batch, self._config.last_batch
+        num_intervals = self._intervals(self._decided_batch, every) + 1
+        end = max(batch, first + num_intervals * every - 1, self._paused_until, self._held_until - 1)
+        return end if last is None or end <= last else math.inf
 
     def _intervals(self, batch: int | None, every: int) -> int:
         """Number of whole intervals of the dynamic phase that have ended with this batch."""

@@ -16,10 +16,10 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import anywhere, same_everywhere, together
+from dynpipe_ds.agreement import anywhere, disagreement, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
 from dynpipe_ds.comparison import warn_of_differences
-from dynpipe_ds.config import DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.config import DynamicPipelineConfig, Hold, check_against_model, checked_hold, parse_config
 from dynpipe_ds.coupling import coupled_cuts
 from dynpipe_ds.data_position import DataPosition
 from dynpipe_ds.events import RebalanceEvent
@@ -27,7 +27,7 @@ from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squar
 from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
-from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
+from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
 from dynpipe_ds.migration.hooks import remove_everywhere
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
@@ -115,7 +115,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self._start_balancing()
         self._start_repacking()
         self._heartbeat = start_heartbeat()
-        self._trainable = self._trainable_flags()
+        self._trainable = trainable_flags(self.module)
         self._norm = GradientNorm(
             self.module.layer_of_parameter, num_layers=self.module._num_layers,
             grid=self.grid, device=self.device,
@@ -141,7 +141,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
 
     @property
     def last_batch_profile(self) -> PipelineProfile | None:
-        """The profile of the last batch alone; ``None`` before the first one."""
+        """The profile of the newest profiled batch alone (its ``batch`` says which); ``None`` before the first one."""
         newest = self._controller.newest if self.dynamic_config.enabled else []
         return newest[-1] if newest else None
 
@@ -170,6 +170,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain; collective.
 
+        What :meth:`repartition` chose is held no longer.
+
         Returns:
             What happened, or ``None`` if the boundaries stay.
 
@@ -186,26 +188,34 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             plan, failure = self._plan(self._planning_profile())
             if plan is None:
                 raise failure or AssertionError
-            return self._move_to(plan, time.perf_counter() - started)
+            event = self._move_to(plan, time.perf_counter() - started)
+            self._controller.release()
+            return event
 
     @in_ordinary_mode
-    def repartition(self, boundaries: Sequence[int]) -> RebalanceEvent | None:
+    def repartition(self, boundaries: Sequence[int], *, hold: Hold | None = None) -> RebalanceEvent | None:
         """Move to given boundaries; collective over all ranks.
+
+        They hold: for some batches neither ``rebalance_every`` nor ``repack`` changes them. A later call of this, of
+        :meth:`rebalance` or of :meth:`repack` does, and ends the hold.
 
         Args:
             boundaries: ``S + 1`` ints, the same on every rank.
+            hold: how many of the next batches run on them at least, 1 or more; ``"forever"``: until the next such
+                call; ``None``: as the key ``hold_batches`` says. The same on every rank.
 
         Returns:
-            What happened, or ``None`` if these are the present boundaries.
+            What happened, or ``None`` if these are the present boundaries (they hold from now on, too).
 
         Raises:
-            ValueError: on every rank, if the boundaries break a rule, differ between ranks, or cut behind a layer
-                that was seen to return what can't be sent to another stage.
+            ValueError: on every rank, if the boundaries or the hold break a rule or differ between ranks, or if one
+                cuts behind a layer that was seen to return what can't be sent to another stage.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
         with self._naming_lost_ranks("boundaries were compared"):
             same_everywhere(boundaries, "the boundaries to move to", self.device)
+            num_batches = self._agreed_hold(hold)
         check_cuts(boundaries, self._obstacles, self.module.layer_names())
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
@@ -216,7 +226,23 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         plan = Plan(checked, bottleneck=0.0) if profile is None else method.plan(
             profile, self.num_stages, current=self.partition, allow_empty=True
         )
-        return self._move_to(plan, 0.0)
+        event = self._move_to(plan, 0.0)
+        self._controller.hold(self._num_batches, num_batches)
+        return event
+
+    def _agreed_hold(self, hold: Hold | None) -> Hold:
+        """What a call says of how long it holds, checked and the same on every rank; collective."""
+        error: ValueError | None = None
+        num_batches = self.dynamic_config.hold_batches
+        try:
+            num_batches = num_batches if hold is None else checked_hold(hold)
+        except ValueError as caught:
+            error = caught
+        number = 0 if num_batches == "forever" else num_batches
+        problem = disagreement([number], "how many batches the boundaries hold (0: forever)", self.device, error)
+        if problem is not None:
+            raise error or ValueError(problem)
+        return num_batches
 
     @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
@@ -234,6 +260,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         with self._changing("parameters were replaced"):
             replace_parameters(self, replacements)
             self._settle()
+        self._controller.expect_change()
         self.overhead.migrating_s += time.perf_counter() - started
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
@@ -275,14 +302,15 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
+        profiles = self.profiling and self._wants_profile()
         try:
-            result, meter = self._run_batch(run)
+            result, meter = self._run_batch(run, profiles)
         except BatchRefused:
             self._forget_batch()
             raise
         self._num_batches += 1
         self.note_batch_read()
-        if self.profiling:
+        if profiles:
             with self._no_way_back(f"stages were balanced after batch {self._num_batches}"):
                 if self._take_profile(meter.num_bytes if meter is not None else None):
                     self._maybe_rebalance()
@@ -297,12 +325,12 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def _run_batch(self, run: Callable[[], T]) -> tuple[T, ActivationMeter | None]:
-        """Run a batch with the recorder on; with a meter of activations when their sizes are due."""
-        if not self.profiling:
+    def _run_batch(self, run: Callable[[], T], profiles: bool) -> tuple[T, ActivationMeter | None]:
+        """Run a batch, with the recorder on or off; with a meter of activations when their sizes are due."""
+        if not profiles:
             return run(), None
-        meter = None
-        if self._measure_sizes or self._num_batches % _SIZES_EVERY == 0:
+        meter, last = None, self.last_batch_profile
+        if self._measure_sizes or last is None or last.batch // _SIZES_EVERY != self._num_batches // _SIZES_EVERY:
             meter, self._measure_sizes = ActivationMeter(self.module), False
         self.module.recorder = self._recorder
         self._recorder.start(meter)
@@ -371,14 +399,11 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         self.reset_activation_shape()
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
-        self._trainable = self._trainable_flags()
+        self._trainable = trainable_flags(self.module)
         self._measure_sizes = True
         self._norm.install(self.optimizer)
 
     # -- frozen layers ------------------------------------------------------------------------
-
-    def _trainable_flags(self) -> list[tuple[int, bool]]:
-        return [(id(p), p.requires_grad) for p in self.module.parameters()]
 
     def _notice_frozen_layers(self) -> None:
         """Rebuild the optimizer where the user froze or unfroze layers since the last batch; collective.
@@ -390,12 +415,13 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if self.stage_optimizer is None:
             return
         started = time.perf_counter()
-        has_changed = self._trainable != self._trainable_flags()
+        has_changed = self._trainable != trainable_flags(self.module)
         surroundings, layers = self.module.surroundings, self.local_layers()
         if not anywhere(has_changed or surroundings.hooks.has_removed(), self.device):
             return
         remove_everywhere(surroundings.hooks, layers)
         together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
+        self._controller.expect_change()
         check_replicas(self)
         with self._changing("layers were frozen"):
             rebuild_optimizer(self, has_changed=has_changed)
@@ -440,7 +466,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if not self.dynamic_config.enabled:
             super().clip_fp32_gradients()
             return
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        parameters = list(self.module.parameters())
         gradients = ((p, p.grad) for p in parameters if p.grad is not None)
         self._global_grad_norm = self._norm(sums_of_squares(gradients))
         clip_gradients(parameters, self._global_grad_norm, self.gradient_clipping())

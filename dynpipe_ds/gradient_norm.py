@@ -53,12 +53,15 @@ class GradientNorm:
         Returns:
             A float32 scalar on this rank's device, equal on all ranks.
         """
-        by_layer = torch.zeros(self._num_layers, dtype=torch.float64, device=self._device)
+        sums = [0.0] * self._num_layers
         if self._grid.get_data_parallel_id() == 0:
             layer_of = self._layer_of()
-            for parameter, square in squares:
-                if parameter in layer_of and self._counts(parameter):
-                    by_layer[layer_of[parameter]] += square.to(self._device)
+            counted = [(layer_of[p], square) for p, square in squares if p in layer_of and self._counts(p)]
+            # Python adds float64 as torch does, but in one go: a tensor operation each would cost more than the norms.
+            values = torch.stack([square.to(self._device) for _, square in counted]).tolist() if counted else []
+            for (layer, _), value in zip(counted, values, strict=True):
+                sums[layer] += value
+        by_layer = torch.tensor(sums, dtype=torch.float64).to(self._device)
         # A layer is on one stage: the others add zeros, which is exact in any order.
         dist.all_reduce(by_layer)
         return by_layer.sum().sqrt().float()

@@ -101,7 +101,9 @@ class Layout:
             row = tensor.as_strided(self._stored_shape, self.stride).contiguous().view(-1)
         else:
             row = tensor.as_strided((self.span,), (1,))
-        return row.resolve_conj().resolve_neg().view(torch.uint8)
+        if row.is_conj() or row.is_neg():
+            row = row.resolve_conj().resolve_neg()
+        return row.view(torch.uint8)
 
     def unpack(self, message: Tensor, tensor: Tensor) -> None:
         """Put what arrived in a :meth:`message` of a tensor into the tensor.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 FORMAT = "dynpipe_ds.profile"
 FORMAT_VERSION = 1  # raised when a key of the saved profile changes its meaning
@@ -27,15 +28,21 @@ Smoothing = Literal["median", "mean", "ema"]
 
 def _check_fields(value: LayerProfile | StageProfile | PipelineProfile, what: str) -> None:
     """Refuse a number that is not finite, negative or of the wrong type, naming its field."""
-    for field in fields(value):
-        item = getattr(value, field.name)
-        if field.type == "str" and not isinstance(item, str):
-            raise ValueError(f"{what}: {field.name} = {item!r}: must be text")
-        if field.type == "int" and not (type(item) is int and item >= 0):
-            raise ValueError(f"{what}: {field.name} = {item!r}: must be a whole number >= 0")
+    for name, kind in _kinds(cast(Hashable, type(value))):
+        item = getattr(value, name)
+        if kind == "str" and not isinstance(item, str):
+            raise ValueError(f"{what}: {name} = {item!r}: must be text")
+        if kind == "int" and not (type(item) is int and item >= 0):
+            raise ValueError(f"{what}: {name} = {item!r}: must be a whole number >= 0")
         is_number = isinstance(item, float) or type(item) is int
-        if field.type == "float" and not (is_number and 0 <= item < math.inf):  # nan fails too
-            raise ValueError(f"{what}: {field.name} = {item!r}: must be finite seconds >= 0")
+        if kind == "float" and not (is_number and 0 <= item < math.inf):  # nan fails too
+            raise ValueError(f"{what}: {name} = {item!r}: must be finite seconds >= 0")
+
+
+@cache
+def _kinds(cls: Hashable) -> list[tuple[str, Any]]:
+    """Names and types of a class's fields; asked for every layer of every profile."""
+    return [(field.name, field.type) for field in fields(cast(type[LayerProfile], cls))]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class BatchRecorder:
     Attributes:
         marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
         obstacles: what layers returned that can't be sent to another stage, by layer.
+        mark_s: seconds that a mark takes, hooks included, as measured when this was made.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,12 @@ class BatchRecorder:
         self._phase = FORWARD
         self._num_forwards = 0
         self._meter: ActivationMeter | None = None
+        self.mark_s = _mark_s(self)
+
+    @property
+    def recording_s(self) -> float:
+        """Seconds that the marks of the batch have taken, and what counted its activations."""
+        return len(self._stamps) * self.mark_s + (self._meter.seconds if self._meter is not None else 0.0)
 
     def start(self, meter: ActivationMeter | None = None) -> None:
         """Begin a batch.
@@ -143,11 +150,11 @@ class BatchRecorder:
             Its output, untouched.
         """
         self._mark(self._phase, layer)
+        inputs = {id(t): t for t in tensors_in(x)}  # before the layer changes a list or dict of them
         with self._metering(layer):
             y = function(x)
         self._see(layer, y)
         if torch.is_grad_enabled():
-            inputs = {id(t) for t in tensors_in(x)}
             for tensor in tensors_in(y):
                 if tensor.grad_fn is not None and id(tensor) not in inputs:
                     tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
@@ -197,6 +204,25 @@ class BatchRecorder:
         return self._meter.hooks(layer)
 
 
+def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> float:
+    """Seconds by which recording lengthens a layer that does next to nothing, a half for each of its two marks."""
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def seconds(run: Callable[[int, Callable[[Any], Any], Any], Any]) -> float:
+        first = x = torch.ones(1, requires_grad=True)
+        started = time.perf_counter()
+        for layer in range(num_layers):
+            x = run(layer, torch.neg, x)
+        torch.autograd.grad(x, first)
+        return time.perf_counter() - started
+
+    seconds(recorder.run)
+    with_s = min(seconds(recorder.run) for _ in range(repeats))
+    without_s = min(seconds(lambda _, function, x: function(x)) for _ in range(repeats))
+    recorder._labels, recorder._stamps = [], []
+    return max(0.0, with_s - without_s) / (2 * num_layers)
+
+
 def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchTimes:
     totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}}
     computing = [i for i, (kind, _, _) in enumerate(marks) if kind in totals]
@@ -230,10 +256,15 @@ class ActivationMeter:
 
     Args:
         module: the stage, whose parameters do not count.
+
+    Attributes:
+        num_bytes: by layer.
+        seconds: what counting has taken.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.num_bytes: dict[int, int] = {}
+        self.seconds = 0.0
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
     def count(self, layer: int, tensors: Sequence[Any]) -> None:
@@ -243,6 +274,7 @@ class ActivationMeter:
             layer: whose forward keeps them.
             tensors: tensors, or anything that holds some.
         """
+        started = time.perf_counter()
         for tensor in tensors_in(tuple(tensors)):
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
             if storage is None or storage.data_ptr() not in self._seen:
@@ -250,6 +282,7 @@ class ActivationMeter:
                 self.num_bytes[layer] = self.num_bytes.get(layer, 0) + size
                 if storage is not None:
                     self._seen.add(storage.data_ptr())
+        self.seconds += time.perf_counter() - started
 
     def hooks(self, layer: int) -> AbstractContextManager[Any]:
         """Count what autograd keeps inside.
@@ -302,7 +335,7 @@ def layer_sizes(
 
 
 _LAYER_FIELDS = 8
-_STAGE_FIELDS = 10
+_STAGE_FIELDS = 11
 
 
 class Spent(NamedTuple):
@@ -311,10 +344,13 @@ class Spent(NamedTuple):
     Attributes:
         gather_s: gathering that profile; of all ranks, the one's that came last to it (the others waited).
         move_s: planning and carrying out the last move, 0 if there was none; of all ranks, the slowest one's.
+        own_s: recording the present batch and adding it up, and deciding by the profile before; of all ranks, the
+            slowest one's.
     """
 
     gather_s: float = 0.0
     move_s: float = 0.0
+    own_s: float = 0.0
 
 
 def gather_profile(
@@ -351,21 +387,21 @@ def gather_profile(
         The profile, what all ranks together spent, and the layers whose outputs can't be sent.
     """
     num_layers, num_stages = len(names), len(boundaries) - 1
-    layers = torch.zeros(num_layers, _LAYER_FIELDS, dtype=torch.float64)
+    numbers = [0.0] * (num_layers * _LAYER_FIELDS)
     for layer in range(boundaries[stage], boundaries[stage + 1]):
         size = sizes.get(layer, LayerSizes(0, 0, 0, 0))
-        layers[layer] = torch.tensor([
+        numbers[layer * _LAYER_FIELDS : (layer + 1) * _LAYER_FIELDS] = [
             times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
             activation_bytes.get(layer, 0), layer in obstacles,
-        ], dtype=torch.float64)
+        ]
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
-    own = torch.tensor([
+    numbers += [
         stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
         float(get_accelerator().max_memory_allocated() or 0), *spent,
-    ], dtype=torch.float64)
-    message = torch.cat([layers.flatten(), own]).to(device)
+    ]
+    message = torch.tensor(numbers, dtype=torch.float64).to(device)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, message)
     everyone = torch.stack(gathered).cpu()
@@ -396,4 +432,5 @@ def gather_profile(
         stages=tuple(stages),
     )
     obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
-    return profile, Spent(float(rows[:, 8].min()), float(rows[:, 9].max())), obstructing
+    spent = Spent(float(rows[:, 8].min()), float(rows[:, 9].max()), float(rows[:, 10].max()))
+    return profile, spent, obstructing

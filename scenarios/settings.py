@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,10 @@ class Settings:
             section = merge(config[SECTION], {"rebalance_every": "never", "repack": {"enabled": False}})
             config[SECTION] = {name: value for name, value in section.items() if name not in _OF_DECISIONS}
         return config
+
+    def profiling_every_batch(self) -> Settings:
+        """Return the same job with a profile of every batch, for what tells of each one."""
+        return replace(self, deepspeed=merge(self.deepspeed, {SECTION: {"profile_every": 1}}))
 
     def _monitors(self, label: str) -> dict[str, Any]:
         """Give each run's live metrics a folder of their own, in the output folder unless the user names another."""

@@ -107,6 +107,7 @@ class Run:
 
     boundaries: Boundaries
     moved_at: list[int] = field(default_factory=list)
+    profiled: list[int] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     num_due: int = 0
     batches_s: float = 0.0
@@ -129,7 +130,10 @@ def train(
     decider, run = controller(**section), Run(start)
     for batch in range(num_batches):
         run.batches_s += batch_s(tuple(model(batch)), run.boundaries, num_micro_batches)
-        seconds = noise.apply(model(batch), run.boundaries, rng)
+        seconds = noise.apply(model(batch), run.boundaries, rng)  # whether profiled or not: runs draw the same noise
+        if not decider.wants_profile(batch):
+            continue
+        run.profiled.append(batch)
         decider.observe(
             profile(seconds, run.boundaries, batch=batch, num_micro_batches=num_micro_batches)
         )
@@ -257,6 +261,36 @@ def test_slow_drift_leads_to_few_rebalances(noise: Noise) -> None:
     best = optimal(pruned(299), 4, run.boundaries)
     assert best.bottleneck_before is not None
     assert best.bottleneck_before <= 1.1 * best.bottleneck
+
+
+# -- batches that are not profiled ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [QUIET, *NOISES[:2]], ids=str)
+@pytest.mark.parametrize("start", [(0, 4, 8), (0, 5, 10, 14, 18)], ids=str)
+def test_step_change_among_batches_that_are_seldom_profiled(start: Boundaries, noise: Noise) -> None:
+    """At most nine batches pass until it is seen; from then on as fast as ever."""
+    for at in range(40, 50, 3):
+        model = half_gets_cheaper(start[-1], at)
+        run = train(model, start, num_batches=at + 15, noise=noise, seed=at, profile_every=10)
+        seen = next(batch for batch in run.profiled if batch >= at)
+        assert seen - at < 10 and len(run.profiled) < 8 + (seen + 10) // 10 + 15
+        assert run.moved_at and seen + LEAST_EVIDENCE - 1 <= run.moved_at[0] < seen + 6
+
+
+def test_an_interval_decides_by_the_same_batches_whatever_is_profiled_between() -> None:
+    model = half_gets_cheaper(9, at=33)
+    section = {"rebalance_every": 8, "min_gain": 0.0, "noise": Noise(0.05, 0.05), "num_batches": 80}
+    every, seldom = (train(model, (0, 4, 9), profile_every=number, **section) for number in (1, 25))
+    assert every.moved_at and seldom.moved_at == every.moved_at
+    assert [(d.rebalance, d.reason, d.saved_s, d.cost_s) for d in seldom.decisions] == [
+        (d.rebalance, d.reason, d.saved_s, d.cost_s) for d in every.decisions
+    ]  # the noise that 'auto' goes by is measured over other batches
+    assert len(seldom.profiled) < len(every.profiled) == 80
+
+
+def test_a_profile_of_unknown_cost_is_taken_in_every_batch() -> None:
+    assert train(equal_layers(8), (0, 4, 8), num_batches=40).profiled == list(range(40))
 
 
 # -- a move has to pay ------------------------------------------------------------------------
@@ -511,6 +545,31 @@ def test_after_a_failure_it_pauses_longer_each_time_until_a_move_succeeds() -> N
     assert next_due(failed + 1) == failed + 8
 
 
+@pytest.mark.parametrize("section", [{}, {"rebalance_every": 4}], ids=str)
+def test_while_the_users_partition_holds_nothing_is_due(section: dict[str, Any]) -> None:
+    decider = controller(**section)
+
+    def due_among(batches: range) -> list[int]:
+        due = []
+        for batch in batches:
+            decider.observe(profile(UNEQUAL, (0, 4, 8), batch=batch))
+            due += [batch] if decider.due(batch) else []
+        return due
+
+    assert due_among(range(8))
+    decider.hold(8, 10)  # batches 8 to 17 run on it
+    assert due_among(range(8, 30))[0] == 17, "an interval that ended meanwhile is made up for"
+    decider.hold(30, "forever")
+    assert not due_among(range(30, 200))
+    other = controller(**section)
+    other.load_state_dict(decider.state_dict())
+    assert other.is_held(10**6)
+    other.load_state_dict(decider.state_dict(), same_stages=False)
+    assert not other.is_held(200), "boundaries of other stages are nobody's choice"
+    decider.release()
+    assert due_among(range(200, 204))
+
+
 # -- a run that is interrupted and goes on ------------------------------------------------------
 
 
@@ -521,8 +580,10 @@ def interrupted(stop: int | None, *, num_batches: int = 60, same_stages: bool = 
     attempts = 0
     for batch in range(num_batches):
         model = half_gets_cheaper(9, 20)(batch if batch < 40 else 0)
-        decider.observe(profile(Noise(0.03, 0.03).apply(model, boundaries, rng), boundaries, batch=batch))
-        if decider.due(batch):
+        measured = profile(Noise(0.03, 0.03).apply(model, boundaries, rng), boundaries, batch=batch)
+        if decider.wants_profile(batch):
+            decider.observe(measured)
+        if decider.newest[-1].batch == batch and decider.due(batch):
             smoothed = decider.smoothed()
             assert smoothed is not None
             plan = optimal(smoothed.costs("time"), 2, boundaries)
@@ -548,7 +609,7 @@ def interrupted(stop: int | None, *, num_batches: int = 60, same_stages: bool = 
 @pytest.mark.parametrize(
     "section",
     [
-        {}, {"rebalance_every": 7, "min_gain": 0.0},
+        {"profile_every": 4}, {"rebalance_every": 7, "min_gain": 0.0}, pytest.param({}, marks=pytest.mark.exhaustive),
         pytest.param({"stage_speeds": [1.0, 0.9], "profile_batches": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,

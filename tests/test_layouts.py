@@ -49,6 +49,16 @@ def test_there_and_back(name: str) -> None:
     assert layout.is_plain == (name in ("plain", "one number", "nothing"))
 
 
+def test_what_is_conjugated_or_negated_when_it_is_read() -> None:
+    numbers = torch.randn(4, 6, dtype=torch.complex64)
+    for tensor in (numbers.conj(), numbers.conj()[:, 1:4], numbers.conj().imag):
+        layout = Layout.of(tensor)
+        arrived, message = layout.empty(CPU), layout.message(tensor)
+        layout.message(arrived).copy_(message)
+        layout.unpack(message, arrived)
+        assert torch.equal(arrived, tensor) and arrived.stride() == tensor.stride()
+
+
 def test_dense_tensors_are_not_copied() -> None:
     for name in ("plain", "channels_last", "permuted", "later rows", "expanded", "overlapping"):
         tensor = TENSORS[name][0]

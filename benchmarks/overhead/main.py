@@ -1,4 +1,4 @@
-"""All overheads: profiling, planning, moving one layer, rebalancing after every batch.
+"""All overheads: profiling, planning, the whole section, moving one layer, rebalancing after every batch.
 
 python -m benchmarks.overhead.main [--quick]
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PARTS = ("planning", "profiling", "migration", "every_batch")
+PARTS = ("planning", "profiling", "section", "migration", "every_batch")
 
 
 def main() -> None:

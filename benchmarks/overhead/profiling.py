@@ -37,7 +37,7 @@ def build(options: argparse.Namespace) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never", "profile_every": 1},
     }
     return deepspeed.initialize(model=module, config=config)[0]
 

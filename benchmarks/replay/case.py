@@ -49,7 +49,7 @@ class Method:
             every: interval of the methods that have one, in batches.
             speeds: relative speed of every stage.
         """
-        section: dict[str, Any] = {"enabled": True}
+        section: dict[str, Any] = {"enabled": True, "profile_every": 1}  # results say what every batch took
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
         section |= {"partitioner": self.partitioner, "cost": self.cost}

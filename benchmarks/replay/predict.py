@@ -55,6 +55,8 @@ def predict(
         result.batches_s.append(max(run.batch_s for run in runs))
         result.bubbles.append(fmean(run.bubble_ratio for run in runs))
         result.stages_s.append([fmean(s) for s in zip(*([t.busy_s for t in r.stages] for r in runs), strict=True)])
+        if not controller.wants_profile(batch):
+            continue
         profile = _measured(case, trace, moment, boundaries, batch, replicas)
         controller.observe(profile)
         if controller.due(batch):

@@ -95,7 +95,7 @@ def record(settings: Settings, command: str) -> Trace:
         settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
         max_tokens=settings.data_max_tokens,
     )
-    contender = build_contender(settings, tokens, dynamic=False)
+    contender = build_contender(settings.profiling_every_batch(), tokens, dynamic=False)
     engine, batches = contender.engine, []
     kind = "cpu" if engine.device.type == "cpu" else "gpu"
     times, loads = _ForwardTimes(engine.local_layers()), []

@@ -99,7 +99,7 @@ def build_runs(settings: Settings) -> dict[str, Measured]:
     )
     runs: dict[str, Measured] = {}
     for name in RUNS:
-        own, dynamic = settings_of(name, settings)
+        own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:
             continue

@@ -29,6 +29,7 @@ from dynpipe_ds.checkpoint.optimizer_files import (
 )
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
+from dynpipe_ds.migration.freeze import trainable_flags
 from dynpipe_ds.migration.plan import stage_of
 from dynpipe_ds.migration.restore import restore_state
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
@@ -242,7 +243,7 @@ class Loading:
             for key, p in after.items()
             if key in before and before[key] is not p and before[key] in index
         }
-        changed = bool(departed) or engine._trainable != engine._trainable_flags()
+        changed = bool(departed) or engine._trainable != trainable_flags(engine.module)
 
         def take_in() -> None:
             engine.name_parameters()

@@ -74,6 +74,8 @@ def run(arguments: argparse.Namespace) -> Result:
     )
     with _folder(arguments.folder) as folder:
         trial = carry_out(plan, folder, _teller())
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # below the line that was written over and over
         values = values_of(trial)
         (folder / "result.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return (OK if trial.good else PROBLEMS), text_of(trial), values

@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from dynpipe_ds.agreement import difference_of_replicas
 from dynpipe_ds.migration.transaction import Transaction, nothing
+
+
+def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
+    """Identity of every parameter and whether it is trained: what changes when the user freezes or replaces any.
+
+    Asked before every batch, so it takes the short way: ``module.parameters()`` puts names together.
+
+    Args:
+        module: the stage.
+
+    Returns:
+        In the order of the modules; a parameter that several modules hold occurs as often.
+    """
+    flags = [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
+    for child in module._modules.values():
+        if child is not None:
+            flags += trainable_flags(child)
+    return flags
 
 
 def check_replicas(engine: Any) -> None:

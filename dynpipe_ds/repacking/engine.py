@@ -93,11 +93,19 @@ class RepackingEngine(BalancingEngine, ReadingEngine):
 
     # -- deciding -----------------------------------------------------------------------------
 
+    def _wants_profile(self) -> bool:
+        """Whether the next batch is profiled, the same on every rank: a shrink is confirmed by new profiles only."""
+        batch, window = self._num_batches, self.dynamic_config.profile_batches
+        confirms = self._wished_stages is not None and self._next_repack_batch - batch < window
+        return self._controller.wants_profile(batch) or (confirms and not self._controller.is_held(batch))
+
     def _maybe_repack(self) -> None:
         """Shrink if the configuration asks for it; a failure leaves training going on with all ranks."""
         config, batch = self.dynamic_config.repack, self._num_batches - 1
         ready = len(self._controller.newest) >= self.dynamic_config.profile_batches
         if not config.enabled or not ready or self.num_stages == 1 or batch < self._next_repack_batch:
+            return
+        if self._controller.is_held(batch):
             return
         started = time.perf_counter()
         try:

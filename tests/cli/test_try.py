@@ -18,6 +18,7 @@ from dynpipe_ds.cli.trying.outcome import Outcome, Process
 from dynpipe_ds.cli.trying.reasons import explain
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
+    DENSE_CUTS,
     MOVING,
     NO_CLIPPING,
     NO_DROPOUT,
@@ -27,7 +28,7 @@ from dynpipe_ds.cli.trying.settings import (
     Settings,
 )
 from tests.cli.conftest import Command, Done
-from tests.distributed.ranks import _free_port
+from tests.distributed.ranks import reserved_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 CONFIG = {
@@ -41,10 +42,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of the user's, in which no process is left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = set(psutil.process_iter())
-    yield tmp_path
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield tmp_path
     ours = [p for p in set(psutil.process_iter()) - before if str(SCRIPT) in " ".join(_command_line(p))]
     assert not ours
 
@@ -122,9 +124,9 @@ def test_ranks_that_wait_for_nobody(dynpipe: Command) -> None:
 @pytest.mark.exhaustive
 def test_a_launcher(dynpipe: Command) -> None:
     """DeepSpeed's own, whose processes import DeepSpeed, too."""
-    script = ["--num_accelerators", 2, "--master_port", _free_port(), SCRIPT, "--deepspeed_config", write_config()]
-    launcher = Path(sys.executable).parent / "deepspeed"
-    done = dynpipe("--json", "try", "--batches", 5, "--", launcher, *script)
+    launcher = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", 2, "--master_port"]
+    script = [os.environ["MASTER_PORT"], SCRIPT, "--deepspeed_config", write_config()]
+    done = dynpipe("--json", "try", "--batches", 5, "--", *launcher, *script)
     assert done.code == 0 and way(done, MOVING)["equal"], done
     assert [way(done, name)["ranks"] for name in WAYS] == [2, 2, 2]
 
@@ -144,10 +146,19 @@ def test_clipping_is_shown_to_be_the_reason(dynpipe: Command, flat: bool) -> Non
 def test_dropout_is_shown_to_be_the_reason(dynpipe: Command) -> None:
     done = dynpipe("try", "--batches", 5, *start("--dropout", 0.2))
     assert done.code == 0 and "because  random numbers without seed_layers" in done.out, done
-    assert "(shown: with seed_layers=True in all ways all bits are equal)" in done.out
+    assert "(shown: with seed_layers=True in both ways all bits are equal)" in done.out
     assert "losses of this run may differ" in done.out
     seeded = dynpipe("try", "--batches", 5, *start("--dropout", 0.2, "--seed-layers"))
     assert seeded.code == 0 and "all bits are equal" in seeded.out, seeded
+
+
+@pytest.mark.exhaustive
+def test_the_layout_at_a_cut_is_shown_to_be_the_reason(dynpipe: Command) -> None:
+    """As in GPT-NeoX, whose layers transpose what they get."""
+    done = dynpipe("--json", "try", "--batches", 5, *start("--transposed"))
+    (reason,) = done.json["reasons"]
+    assert done.code == 0 and reason["shown"] and reason["text"].startswith("memory layout"), done
+    assert way(done, MOVING)["same_as_still"] and not way(done, MOVING)["equal"]
 
 
 @pytest.mark.exhaustive
@@ -240,11 +251,12 @@ def outcome(
     """A run on one rank."""
     known = {
         "rank": 0, "world": 1, "stages": 2, "replicas": 1, "replica": "0.0", "clipping": 0.0, "dropout": None,
-        "seed_layers": False, "checkpointing": 0, "tied_on_one_stage": False, **facts,
+        "seed_layers": False, "checkpointing": 0, "tied_on_one_stage": False, "strided": 0, **facts,
     }  # fmt: skip
     events = {
         "engine": [known], "batch": [{"loss": [loss.hex()], "seconds": 0.1} for loss in losses], "evaluation": [],
-        "end": [{"weights": {"3/weight": weight}, "state": {}}], "crossing": [{"outputs": 1}],
+        "end": [{"weights": {"3/weight": weight}, "state": {}}],
+        "crossing": [{"outputs": 1}], "strided": [{}] * known.pop("strided"),
     }  # fmt: skip
     return Outcome(Settings(which, 8, 2, 0, changes), [Process("here-1", events)])
 
@@ -256,25 +268,29 @@ def test_the_first_batch_and_the_layers_that_differ() -> None:
     assert compare(outcome(DEEPSPEED, [3.0]), outcome(STILL, [3.0])).equal
 
 
+CLIPPED, SEEDED, LAID = "gradient clipping", "random numbers without seed_layers", "memory layout"
+
+
 @pytest.mark.parametrize(
-    ("facts", "culprits", "reasons"),
+    ("facts", "of_ours", "of_moves", "reasons"),
     [
-        ({"clipping": 1.0}, {NO_CLIPPING}, ["gradient clipping"]),
-        ({"clipping": 1.0, "dropout": "layer 2"}, {NO_CLIPPING}, ["gradient clipping"]),
-        ({"clipping": 1.0, "dropout": "layer 2"}, {SEED_LAYERS}, ["random numbers without seed_layers"]),
-        ({"clipping": 1.0, "dropout": "layer 2"}, {NO_CLIPPING, SEED_LAYERS}, ["gradient clipping", "random"]),
-        ({"dropout": "layer 2", "clipping": 1.0}, {NO_CLIPPING, NO_DROPOUT}, ["gradient clipping", "dropout: under"]),
-        ({"dropout": "layer 2", "seed_layers": True}, {NO_DROPOUT}, ["dropout: under activation checkpointing"]),
+        ({"clipping": 1.0}, {NO_CLIPPING}, set(), [CLIPPED]),
+        ({"clipping": 1.0, "dropout": "layer 2"}, {NO_CLIPPING}, set(), [CLIPPED]),
+        ({"clipping": 1.0, "dropout": "layer 2"}, set(), {SEED_LAYERS}, [SEEDED]),
+        ({"clipping": 1.0, "strided": 1}, {DENSE_CUTS}, set(), [LAID]),
+        ({"clipping": 1.0, "strided": 1}, {NO_CLIPPING, DENSE_CUTS}, {SEED_LAYERS}, [CLIPPED, LAID, SEEDED]),
+        ({"dropout": "layer 2", "clipping": 1.0}, {NO_CLIPPING, NO_DROPOUT}, set(), [CLIPPED, "dropout under"]),
+        ({"dropout": "layer 2", "seed_layers": True}, set(), {NO_DROPOUT}, ["dropout: a layer draws its masks"]),
     ],
-)
+)  # fmt: skip
 def test_a_reason_is_what_takes_the_difference_away(
-    facts: dict[str, Any], culprits: set[str], reasons: list[str]
+    facts: dict[str, Any], of_ours: set[str], of_moves: set[str], reasons: list[str]
 ) -> None:
-    """Nothing that makes no difference is named."""
+    """Nothing that makes no difference is named; what moves is compared with what does not."""
 
     def run(which: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        differs = which == MOVING and not culprits <= {*changes}
-        return outcome(which, [1.0 + differs], changes=changes, **facts)
+        loss = 1.0 + (which != DEEPSPEED and not of_ours <= {*changes})
+        return outcome(which, [loss + 2 * (which == MOVING and not of_moves <= {*changes})], changes=changes, **facts)
 
     found = explain({which: run(which, ()) for which in WAYS}, run)
     assert all(reason.text.startswith(wanted) for reason, wanted in zip(found, reasons, strict=True)), found
@@ -283,25 +299,26 @@ def test_a_reason_is_what_takes_the_difference_away(
 
 def test_what_no_change_takes_away_is_not_called_shown() -> None:
     def run(which: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        return outcome(which, [1.0 + (which != DEEPSPEED)], clipping=1.0, replicas=3)  # as without moves so with them
+        return outcome(which, [1.0 + (which != DEEPSPEED)], clipping=1.0, replicas=3)
 
     (reason,) = explain({which: run(which, ()) for which in WAYS}, run)
     assert not reason.shown and reason.text.startswith("3 replicas: ours adds gradients in the order of the replicas")
 
     def other(which: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
         losses = [1.0, 2.0 + (which == MOVING), 3.0]
-        return outcome(which, losses[:batches], "b" if which == MOVING else "a", clipping=1.0)
+        return outcome(which, losses[:batches], "b" if which == MOVING else "a", replicas=3)
 
     (reason,) = explain({which: other(which, ()) for which in WAYS}, other)
     assert reason.text == (
-        "not known; it is not gradient clipping, nor random numbers without seed_layers: the script is repeatable with "
-        "DeepSpeed's class and differs with dynpipe_ds, moving; after batch 1 weights of layer 3 differ"
+        "not known; it is not random numbers without seed_layers: the script is repeatable, and dynpipe_ds, moving "
+        "differs from dynpipe_ds; after batch 1 weights of layer 3 differ"
     )
 
 
 def test_a_change_that_the_script_can_not_take_is_told() -> None:
     def run(which: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        found = outcome(which, [1.0 + (which == MOVING and NO_CLIPPING not in changes)], clipping=1.0, changes=changes)
+        loss = 1.0 + (which != DEEPSPEED and NO_CLIPPING not in changes)
+        found = outcome(which, [loss], clipping=1.0, changes=changes)
         found.failure = "TypeError: no clipping" if NO_CLIPPING in changes else ""
         return found
 
@@ -309,7 +326,7 @@ def test_a_change_that_the_script_can_not_take_is_told() -> None:
     assert not first.shown and first.text.endswith(
         '(not shown: DeepSpeed\'s class with "gradient_clipping": 0 fails, TypeError: no clipping)'
     )
-    assert second.text.startswith("not known; it is not random numbers")
+    assert second.text == "not known: the script is repeatable, and dynpipe_ds differs from DeepSpeed's class"
 
 
 def test_what_is_not_repeatable_has_no_other_reason() -> None:

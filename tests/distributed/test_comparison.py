@@ -58,17 +58,17 @@ def test_one_warning_on_the_first_rank(case: str) -> None:
 
 
 def drops(**attributes: Any) -> bool:
-    from dynpipe_ds.comparison import _drops
+    from dynpipe_ds.comparison import dropout_rates
 
     module = nn.Module()
     vars(module).update(attributes)
-    return _drops(module)
+    return bool(dropout_rates(module))
 
 
 def test_what_counts_as_dropout() -> None:
-    from dynpipe_ds.comparison import _drops
+    from dynpipe_ds.comparison import dropout_rates
 
     assert drops(attention_dropout=0.1) and drops(dropout=0.5)
     assert not drops(attention_dropout=0.0) and not drops(dropout=nn.Dropout) and not drops(p=0.5)
-    assert _drops(nn.Dropout2d(0.2)) and not _drops(nn.Dropout(0.0))
-    assert _drops(nn.MultiheadAttention(4, 2, dropout=0.1)) and _drops(nn.LSTM(2, 2, 2, dropout=0.1))
+    assert dropout_rates(nn.Dropout2d(0.2)) and not dropout_rates(nn.Dropout(0.0))
+    assert dropout_rates(nn.MultiheadAttention(4, 2, dropout=0.1)) and dropout_rates(nn.LSTM(2, 2, 2, dropout=0.1))

@@ -132,9 +132,9 @@ def phases_and_speeds(_rank: int) -> None:
     assert not events
     train(engine, 1)
     assert summary(events) == [(3, (0, 2, 8), (0, 4, 8))]
-    engine.repartition((0, 2, 8))
+    engine.repartition((0, 2, 8), hold=1)
     train(engine, 1)
-    engine.repartition((0, 2, 8))
+    engine.repartition((0, 2, 8), hold=1)
     train(engine, 2)
     assert summary(events)[2:] == [(4, (0, 2, 8), (0, 4, 8)), (4, (0, 4, 8), (0, 2, 8))]
 
@@ -156,3 +156,105 @@ def phases_and_speeds(_rank: int) -> None:
 
 def test_the_dynamic_phase_and_unequal_workers() -> None:
     run_ranks(phases_and_speeds, 2)
+
+
+# -- batches that are not profiled ------------------------------------------------------------
+
+
+def seldom_profiled(_rank: int, folder: str) -> list[int]:
+    section = {"rebalance_every": "never", "profile_every": 6}
+    engine, _ = engine_of([0, 4, 8], section, csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"})
+    batches, profiled = data(0, 4), []
+
+    def next_ones(num_batches: int) -> list[int]:
+        """Which of the next batches are profiled, counted from 0."""
+        first = engine._num_batches
+        for _ in range(num_batches):
+            before, spent = engine.last_batch_profile, engine.overhead.profiling_s
+            engine.train_batch(batches)
+            is_new = engine.last_batch_profile is not before
+            assert is_new == (engine.overhead.profiling_s > spent)
+            assert is_new == (engine.last_batch_profile.batch == engine._num_batches - 1)
+            profiled.extend([engine._num_batches - 1] if is_new else [])
+        return [batch - first for batch in profiled if batch >= first]
+
+    assert next_ones(19) == [*range(8), 13]
+    layers = engine.local_layers()
+    if 2 in layers:
+        layers[2].requires_grad_(False)  # on one rank only
+    assert next_ones(3) == [0, 1, 2], "before the batch is trained"
+    engine.repartition((0, 5, 8))
+    assert next_ones(9) == [*range(8)]
+    engine.replace_parameters([])
+    assert next_ones(9) == [*range(8)]
+    for index, layer in engine.local_layers().items():
+        if index > 4 and isinstance(layer, Nap):
+            layer.forward_s, layer.backward_s = 3 * layer.forward_s, 3 * layer.backward_s
+    first, *others = next_ones(11)
+    assert first < 6 and others[:2] == [first + 1, first + 2], "seen by the next profile"
+    return profiled
+
+
+def test_steady_batches_are_seldom_profiled_and_a_change_is_noticed(tmp_path: Path) -> None:
+    results = run_ranks(seldom_profiled, 2, str(tmp_path))
+    assert results[0] == results[1]
+    (written,) = tmp_path.rglob("*bubble_ratio.csv")
+    with open(written) as file:
+        steps = [int(step) for step, _ in list(csv.reader(file))[1:]]
+    assert steps == [8 * (batch + 1) for batch in results[0]], "the monitor has what was profiled"
+
+
+# -- what the user chose holds ----------------------------------------------------------------
+
+BAD, GOOD = (0, 2, 8), (0, 4, 8)
+
+
+def held(rank: int, folder: str) -> dict[str, Any]:
+    """The user's cut is a bad one: what moves by itself would go at once."""
+    section = {"rebalance_every": 1, "profile_batches": 1, "hold_batches": 3}
+    engine, events = engine_of([*GOOD], section)
+    train(engine, 1)
+    engine.repartition(BAD)
+    train(engine, 2)
+    assert engine.partition == BAD
+    train(engine, 1)
+    assert engine.partition == GOOD, "the third batch was the last one that the key promises"
+
+    assert engine.repartition(BAD, hold=5).after == BAD
+    engine.save_checkpoint(folder, tag="held")
+    train(engine, 2)
+    assert engine.repartition(BAD, hold=2) is None, "no move, but a hold of its own"
+    train(engine, 1)
+    assert engine.partition == BAD
+    train(engine, 1)
+    assert engine.partition == GOOD
+
+    engine.repartition(BAD, hold="forever")
+    train(engine, 6)
+    assert engine.partition == BAD
+    assert engine.rebalance().after == GOOD
+    engine._migrate(BAD)
+    train(engine, 1)
+    assert engine.partition == GOOD, "rebalance() ends the hold"
+
+    for hold in (0, True, "for ever", 2.0):
+        with pytest.raises(ValueError, match='must be a whole number of batches >= 1 or "forever"'):
+            engine.repartition(BAD, hold=hold)
+    with pytest.raises(ValueError, match="rank 0 has \\[3\\], rank 1 has \\[0\\]"):
+        engine.repartition(BAD, hold="forever" if rank else None)
+    with pytest.raises(ValueError, match="hold = 0"):
+        engine.repartition(BAD, hold=5 if rank else 0)
+    train(engine, 1)
+    assert engine.partition == GOOD, "nothing is held that was refused"
+
+    engine, _ = engine_of([*GOOD], section)
+    engine.load_checkpoint(folder, tag="held")
+    train(engine, 4)
+    assert engine.partition == BAD
+    train(engine, 1)
+    return {"partition": engine.partition, "events": summary(events)}
+
+
+def test_what_the_user_chose_holds(tmp_path: Path) -> None:
+    results = run_ranks(held, 2, str(tmp_path))
+    assert results[0] == results[1] and results[0]["partition"] == GOOD

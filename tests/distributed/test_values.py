@@ -106,6 +106,30 @@ def with_none() -> list[Any]:
     return [LayerSpec(WithMask), *(LayerSpec(Masked) for _ in range(3)), LayerSpec(FirstOf)]
 
 
+class WithNumber(Embed):
+    """As others have it: a number and a text in a tuple, another one for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(tokens), None, self.calls, "add" * (self.calls % 2)
+
+
+class Numbered(Block):
+    def forward(self, state: Any) -> Any:
+        hidden, mask, number, how = state
+        assert mask is None and type(number) is int
+        hidden = super().forward(hidden) + 0.1 * number * bool(how)
+        return hidden, mask, number + 1, how
+
+
+def numbered() -> list[Any]:
+    return [LayerSpec(WithNumber), *(LayerSpec(Numbered) for _ in range(3)), LayerSpec(FirstOf)]
+
+
 class NowAndThen(Masked):
     """Makes a mask for every second micro-batch."""
 
@@ -124,6 +148,7 @@ KINDS = {
     "all, bf16": case_of(all_kinds, config=CONFIGS["bf16"]),
     "none": case_of(with_none),
     "none, checkpointed": case_of(with_none, arguments={"activation_checkpoint_interval": 1}),
+    "numbers, checkpointed": case_of(numbered, arguments={"activation_checkpoint_interval": 1}),
     "all, with dynamic_shape": case_of(all_kinds, arguments={"dynamic_shape": True}),
     "now and then, with dynamic_shape": case_of(now_and_then, arguments={"dynamic_shape": True}),
 }
@@ -151,29 +176,47 @@ def test_none_in_some_micro_batches_only_is_refused_on_every_rank() -> None:
     run_ranks(refused, 3, timeout_s=60)
 
 
+def profiled(_rank: int) -> None:
+    engine = make(replace(case_of(all_kinds), num_stages=1))
+    engine.train_batch(data(0, 4))
+    assert all(layer.backward_s > 0 for layer in engine.last_batch_profile.layers)
+
+
+def test_backwards_are_told_apart_in_any_container() -> None:
+    run_ranks(profiled, 1)
+
+
 # -- tensors that want a gradient in some micro-batches only ----------------------------------
 
 
 class Frozen(Embed):
+    """Hands on which micro-batch of four it is, besides its output."""
+
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
+        self.num_calls = 0
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.num_calls += 1
+        return super().forward(tokens), torch.tensor([(self.num_calls - 1) % 4])
 
 
 class Skipped(Block):
-    """Is skipped in some micro-batches of four."""
+    """Is skipped in some micro-batches."""
 
     def __init__(self, when: tuple[int, ...]) -> None:
         super().__init__()
-        self.when, self.num_calls = when, 0
+        self.when = when
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return x if (self.num_calls - 1) % 4 in self.when else super().forward(x)
+    def forward(self, state: Any) -> Any:
+        hidden, number = state
+        return state if int(number) in self.when else (super().forward(hidden), number)
 
 
 def skipping(when: tuple[int, ...]) -> list[Any]:
-    return [LayerSpec(Frozen), LayerSpec(Skipped, when), LayerSpec(Skipped, when), LayerSpec(Block), LayerSpec(Head)]
+    skipped = [LayerSpec(Skipped, when), LayerSpec(Skipped, when)]
+    return [LayerSpec(Frozen), *skipped, LayerSpec(Skipped, ()), LayerSpec(FirstOf)]
 
 
 SKIPS = {
@@ -182,7 +225,9 @@ SKIPS = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {}, "with dynamic_shape": {"arguments": {"dynamic_shape": True}}, "zero1": {"config": CONFIGS["zero1"]},
-    "bf16": {"config": CONFIGS["bf16"]}, "checkpointed": {"arguments": {"activation_checkpoint_interval": 1}},
+    "bf16": {"config": CONFIGS["bf16"]},
+    # A layer whose input wants no gradient is not recomputed, and counts its calls otherwise.
+    "checkpointed": {"arguments": {"activation_checkpoint_interval": 1, "dynamic_shape": True}},
 }
 
 

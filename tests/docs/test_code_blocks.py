@@ -31,6 +31,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/checkpoints.md": [RANKS],
     "docs/cli.md": [HERE, RANKS],
     "docs/clients.md": [HERE],
+    "docs/configuration.md": [NAMES],
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
     "docs/freezing.md": [RANKS],
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],

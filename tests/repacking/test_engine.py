@@ -55,6 +55,21 @@ def test_target_and_tolerance() -> None:
     assert [len(event.after) for event in shrunk[0][1]] == [3]
 
 
+def hold_then_train(rank: int, run: Run) -> list[int]:
+    """The user's partition holds for six batches, although a target asks for fewer stages at once."""
+    engine = make_engine(run)
+    shrunk_after: list[int] = []
+    engine.on_repack(lambda event: shrunk_after.append(event.batch))
+    engine.repartition((0, 3, 8), hold=6)
+    train(engine, run)
+    return shrunk_after
+
+
+def test_re_packing_waits_while_the_users_partition_holds() -> None:
+    run = run_with({"enabled": True, "target_stages": 1}, stages=2, num_batches=8)
+    assert run_ranks(hold_then_train, 2, run, may_leave={1})[0] == [6]
+
+
 def test_what_memory_forbids_is_told_once() -> None:
     target = {"enabled": True, "target_stages": 1}
     run = run_with(target, stages=2, memory_cap_bytes=60_000)

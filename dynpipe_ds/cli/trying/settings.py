@@ -12,7 +12,8 @@ DEEPSPEED, STILL, MOVING = "DeepSpeed's class", "dynpipe_ds", "dynpipe_ds, movin
 WAYS = (DEEPSPEED, STILL, MOVING)
 """In the order in which they are run."""
 
-NO_CLIPPING, SEED_LAYERS, NO_DROPOUT = '"gradient_clipping": 0', "seed_layers=True", "dropout off"
+NO_CLIPPING, DENSE_CUTS = '"gradient_clipping": 0', "contiguous gradients at the cuts"
+SEED_LAYERS, NO_DROPOUT = "seed_layers=True", "dropout off"
 """What a run may change beside the class, to find out whether it is the reason of a difference."""
 
 _FILE = "settings.json"

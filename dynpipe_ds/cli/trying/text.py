@@ -43,6 +43,7 @@ def _values(trial: Trial, way: str) -> dict[str, Any]:
         "stacks": outcome.stacks, "ranks": len(outcome.ranks), "median_s": outcome.median_s(),
         "losses": [_shown_number(loss) for rank in outcome.ranks[:1] for loss in rank.losses],
         "equal": None if difference is None else difference.equal,
+        "same_as_still": way == MOVING and trial.moved is not None and trial.moved.equal,
         "differs": "" if difference is None else str(difference),
         "weights_compared": len(outcome.held("weights")), "state_compared": difference and difference.compared_state,
         "moves": [{"before": m["before"], "after": m["after"], "seconds": m["seconds"]} for m in outcome.told("move")],
@@ -84,9 +85,7 @@ def _below(trial: Trial) -> Iterator[list[str]]:
     for way, outcome in trial.outcomes.items():
         if outcome.failure:
             yield ["", f"FAILED   {way}: {outcome.failure}", *_details(outcome)]
-    for way, difference in trial.differences.items():
-        if not difference.equal:
-            yield ["", f"DIFFERS  {way}: {difference}", *_move_before(trial.outcomes[way], difference.batch)]
+    yield from _differences(trial)
     for reason in trial.reasons:
         yield ["", f"{'because' if reason.shown else 'maybe'}  {reason.text}", f"    -> {reason.remedy}"]
     yield from _moves(trial)
@@ -95,6 +94,16 @@ def _below(trial: Trial) -> Iterator[list[str]]:
         yield ["", *(f"warning  {text}" for text in warnings)]
     if trial.complete:
         yield ["", *_remarks(trial), _cost_line(trial), "", _verdict(trial)]
+
+
+def _differences(trial: Trial) -> Iterator[list[str]]:
+    still, moved = trial.differences.get(STILL), trial.moved
+    if still is not None and not still.equal:
+        yield ["", f"DIFFERS  {STILL} from {DEEPSPEED}: {still}"]
+        if moved is not None and moved.equal:
+            yield [f"         {MOVING} has the same bits as {STILL}"]
+    if moved is not None and not moved.equal:
+        yield ["", f"DIFFERS  {MOVING} from {STILL}: {moved}", *_move_before(trial.outcomes[MOVING], moved.batch)]
 
 
 def _move_before(outcome: Outcome, batch: int) -> list[str]:

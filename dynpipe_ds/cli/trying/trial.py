@@ -10,7 +10,7 @@ from dynpipe_ds.cli.trying.compare import Difference, compare
 from dynpipe_ds.cli.trying.outcome import Outcome
 from dynpipe_ds.cli.trying.processes import run
 from dynpipe_ds.cli.trying.reasons import Reason, explain
-from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, WAYS, Settings
+from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS, Settings
 
 
 @dataclass
@@ -20,11 +20,13 @@ class Trial:
     Attributes:
         outcomes: by way; without those that were not worth a run after another had failed.
         differences: to DeepSpeed's class, by way.
+        moved: difference between ours with and without moves; ``None`` if one of the two failed.
         reasons: why something differs.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     differences: dict[str, Difference] = field(default_factory=dict)
+    moved: Difference | None = None
     reasons: list[Reason] = field(default_factory=list)
 
     @property
@@ -90,6 +92,8 @@ def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
     for way in done:
         if way != DEEPSPEED:
             trial.differences[way] = compare(done[DEEPSPEED], done[way])
+    if MOVING in done:
+        trial.moved = compare(done[STILL], done[MOVING])
     if plan.explain and not all(difference.equal for difference in trial.differences.values()):
         trial.reasons = explain(done, once)
     return trial

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from deepspeed.pipe import TiedLayerSpec
 from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.record import Record
-from dynpipe_ds.cli.trying.settings import MOVING, NO_DROPOUT, Settings
+from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.comparison import dropout_rates, find_dropout
 
@@ -37,13 +37,16 @@ class Watch:
         is_moving = settings.way == MOVING and facts["ours"]
         self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
         record.say("engine", **facts)
+        self._has_looked = False
+        engine.module.register_forward_hook(self._at_cut)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
         for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
             setattr(engine, name, _around(run, getattr(engine, name)))
-        atexit.register(self._end)
+        # At the end of the process: atexit's functions are not called in one that multiprocessing has forked.
+        Finalize(None, self._end, exitpriority=0)
 
     def _train(self, train_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
@@ -55,13 +58,31 @@ class Watch:
                 "batch", loss=found, seconds=time.perf_counter() - started,
                 boundaries=[int(b) for b in self._engine.module.parts],
             )  # fmt: skip
-            if self._num_batches == 1:
-                self._record.say("crossing", outputs=_outputs_with_gradient(self._engine))
             if self._num_batches >= self._settings.batches:
                 self._stop()
             if self._moves is not None and self._num_batches % self._settings.move_every == 0:
                 self._moves.move(self._num_batches)
         return loss
+
+    def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
+        """What leaves the stage: looked at once; its gradient is made contiguous where the run wants it."""
+        if self._engine.is_last_stage() or not module.training:
+            return output
+        parts = output if isinstance(output, tuple) else (output,)
+        if not self._has_looked:
+            self._has_looked = True
+            trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
+            self._record.say("crossing", outputs=len(trained))
+            for tensor in trained:
+                tensor.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
+        if DENSE_CUTS not in self._settings.changes:
+            return output
+        dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
+        return dense if isinstance(output, tuple) else dense[0]
+
+    def _look_at_gradient(self, gradient: torch.Tensor) -> None:
+        if not gradient.is_contiguous():
+            self._record.say("strided")
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._record.errors():
@@ -97,6 +118,21 @@ class Watch:
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
 
 
+class _DenseGradient(torch.autograd.Function):
+    """Changes nothing but the memory layout of the gradient, to the one that DeepSpeed gives it."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+_dense_gradient: Any = _DenseGradient.apply
+
+
 def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return run(original, *args, **kwargs)
@@ -127,12 +163,3 @@ def _stop_dropout(engine: Any) -> None:
         for module in layer.modules():
             for name in dropout_rates(module):
                 setattr(module, name, 0.0)
-
-
-def _outputs_with_gradient(engine: Any) -> int:
-    """How many tensors this stage gets gradients for from the next one."""
-    gradients = getattr(engine, "grad_layer", None)
-    if gradients is None:
-        return 0
-    found = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-    return sum(isinstance(t, torch.Tensor) and t.is_floating_point() for t in found)

@@ -18,15 +18,18 @@ from torch import nn
 if "--ours" in sys.argv:  # a script that was changed already
     PipelineModule, PipelineEngine = dynpipe_ds.DynamicPipelineModule, dynpipe_ds.DynamicPipelineEngine
 
-SIZE = 16
+SIZE, BATCH = 16, 32
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, transposed: bool) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(SIZE, SIZE), nn.Dropout(dropout)
+        self.mix = nn.Linear(BATCH, BATCH) if transposed else None
 
     def forward(self, x):
+        if self.mix is not None:
+            x = self.mix(x.t().contiguous()).t().contiguous()  # whose gradient is a transposed tensor
         return self.dropout(torch.tanh(self.linear(x)))
 
 
@@ -39,7 +42,8 @@ class OwnModule(PipelineModule):
     """As in GPT-NeoX: the layers are made in the constructor."""
 
     def __init__(self, options, **kwargs) -> None:
-        blocks = [LayerSpec(Block, options.dropout), torch.relu] * options.blocks
+        block = LayerSpec(Block, options.dropout, options.transposed)
+        blocks = [block, *([] if options.transposed else [torch.relu])] * options.blocks
         first = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         last = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         super().__init__([first, *blocks, last], loss_fn=nn.functional.mse_loss, **kwargs)
@@ -66,7 +70,7 @@ class OwnEngine(PipelineEngine):
 def batches(seed):
     generator = torch.Generator().manual_seed(seed)
     while True:
-        x = torch.randn(4, SIZE, generator=generator)
+        x = torch.randn(BATCH, SIZE, generator=generator)
         yield x, x.flip(1)
 
 
@@ -75,7 +79,7 @@ def train(rank: int, options) -> None:
     options.local_rank = rank
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0 if options.repeatable else int.from_bytes(os.urandom(4), "little"))
-    model = OwnModule(options, num_stages=options.ranks, seed_layers=options.seed_layers)
+    model = OwnModule(options, num_stages=options.ranks, seed_layers=options.seed_layers, seed_fn=torch.manual_seed)
     assert "OwnModule" in model.describe()
     if options.own_engine:
         config = deepspeed.runtime.config.DeepSpeedConfig(options.deepspeed_config, mpu=model.mpu())
@@ -113,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--save")
     parser.add_argument("--hang-after", type=int)
-    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours"):
+    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours", "--transposed"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--not-repeatable", action="store_false", dest="repeatable")
     parser.add_argument("--local_rank", type=int, default=-1)
