@@ -15,6 +15,8 @@ TORCH    ?= torch==2.13.0
 # Left empty, they are what conf/config.yaml says, or the experiment in ARGS: freezing on 2 ranks.
 SCENARIO ?=
 RANKS    ?=
+# Test files that run at once. Most tests are processes that wait for each other, so two keep two cores busy.
+JOBS     ?= 2
 ARGS     ?=
 # The quickstart with fewer batches: layers freeze early, and are moved after every fourth batch if that pays.
 LOWEST_ARGS ?= run.batches=12 run.window=4 'scenario.batches=[2,4]' ds.dynamic_pipeline.rebalance_every=4
@@ -27,15 +29,19 @@ version   = $(shell $(PYTHON) -c 'import runpy; print(runpy.run_path("dynpipe_ds
 TORCH_LOWEST     ?= torch==$(call version,LEAST_TORCH).0
 DEEPSPEED_LOWEST ?= deepspeed==$(call version,LEAST_DEEPSPEED)
 
+# A file's tests share fixtures. In the order of collection the long files do not come last.
+PARALLEL  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 .PHONY: env run repack-demo test test-all test-lowest lint docs bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
+# Python compiles what it imports; pip would compile all 14,000 files.
 $(READY): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $(READY)
 
 # DeepSpeed finds its compiler's helper (ninja) on the PATH, and keeps what it compiles with the environment that
@@ -52,10 +58,10 @@ repack-demo: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.repack experiment=repack_pruning $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive or not exhaustive" $(ARGS)
 
 $(LOWEST)/.ready: setup.py dynpipe_ds/_versions.py
 	$(PYTHON) -m venv $(LOWEST)
@@ -80,7 +86,7 @@ docs: $(VENV)/.docs-ready
 	@echo "docs/_build/index.html"
 
 $(VENV)/.docs-ready: setup.py $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 bench: $(READY)

@@ -46,7 +46,6 @@ setup(
         versions["DEEPSPEED_RANGE"],
         "numpy",
         "pydantic>=2",
-        "cloudpickle>=3",
         "hydra-core>=1.3",
         "omegaconf>=2.3",
         "psutil",
@@ -61,7 +60,8 @@ setup(
         "hf": HF,
         "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8"],  # the site that `make docs` builds
         "dev": [
-            "pytest>=8", "pytest-timeout", "ruff>=0.6", "mypy>=1.11", *KUBERNETES, "kubernetes-validate>=1.31", *HF,
+            "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.11",
+            *KUBERNETES, "kubernetes-validate>=1.31", *HF,
         ],
     },
 )

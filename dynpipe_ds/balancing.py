@@ -17,6 +17,7 @@ from dynpipe_ds.controller import Controller
 from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
 from dynpipe_ds.migration.transaction import MigrationError
+from dynpipe_ds.obstacles import agree_on_obstacles, obstructed_cuts
 from dynpipe_ds.partition import Plan, StageMemory
 from dynpipe_ds.partition_method import PartitionMethod
 from dynpipe_ds.profile import PipelineProfile
@@ -43,6 +44,7 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self.monitor: Any = GuardedMonitor(self.monitor)
         self._recorder = BatchRecorder()
         self._controller = Controller(self.dynamic_config)
+        self._obstacles: dict[int, str] = {}
         self._activation_bytes: dict[int, int] = {}
         self._sizes: dict[int, LayerSizes] = {}
         self._measure_sizes = True
@@ -63,14 +65,15 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         times = self._recorder.stop()
         gathering = time.perf_counter()
         try:
-            profile, spent = gather_profile(
+            profile, spent, obstructing = gather_profile(
                 times, self._sizes, self._activation_bytes, batch=self._num_batches - 1, boundaries=self.partition,
                 names=self.module.layer_names(), stage=self.stage_id, device=self.device,
-                spent=self._spent,
+                spent=self._spent, obstacles=self._recorder.obstacles,
             )
         except ValueError as error:  # the same on every rank: all read the same numbers
             self._warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
             return False
+        self._forbid_cuts_behind(obstructing)
         self._spent = Spent(gather_s=time.perf_counter() - gathering)
         if spent.move_s > 0:  # a clock that jumped back is no cost
             self._controller.record_cost(spent.move_s, self._bytes_moved)
@@ -78,6 +81,11 @@ class BalancingEngine(PipelineEngine):  # type: ignore[misc]
         self.overhead.profiling_s += gathering - started + spent.gather_s
         write_profile(self.monitor, profile, self.global_samples)
         return True
+
+    def _forbid_cuts_behind(self, layers: set[int]) -> None:
+        """Let no partition cut where what crosses can't be sent; collective where a layer is new."""
+        self._obstacles = agree_on_obstacles(layers, self._recorder.obstacles, self._obstacles)
+        self._pinned = tuple(sorted({*self._pinned, *obstructed_cuts(self._obstacles, self.partition[-1])}))
 
     def _layer_sizes(self) -> dict[int, LayerSizes]:
         state_bytes = self.stage_optimizer.state_bytes if self.stage_optimizer else lambda _: 0

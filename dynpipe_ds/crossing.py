@@ -1,79 +1,74 @@
-"""What crosses the boundary between two stages: told in one message of fixed size, and the same until told anew.
+"""What crosses the boundary between two stages: told in a message before it, and the same until told anew.
 
 The sender tells it before the first micro-batch of a batch, or before each one where the module has
-``dynamic_shape=True``. A micro-batch that is of another kind can't be received then: zeros travel in its place, which
-keep all ranks in step, and all of them refuse the batch before the optimizer's step.
+``dynamic_shape=True``, and where what it told can't hold for the next one: numbers and texts may be others there. A
+micro-batch that is of another kind than told can't be received: zeros travel in its place, which keep all ranks in
+step. Where nothing at all can be sent, that is told, and the later stages leave the micro-batch out. In both cases all
+ranks refuse the batch before the optimizer's step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from dynpipe_ds.layouts import Layout, contiguous_stride
+from dynpipe_ds.values import (
+    Structure,
+    dtype_name,
+    dtype_of,
+    holds_plain_values,
+    put_together,
+    shown,
+    take_apart,
+)
 
-META_SIZE = 256
-"""Numbers (int64) in the message."""
+FIRST_BYTES = 2048
+"""Size of the message that tells; a longer description takes a second one."""
 
-Tensors = Tensor | tuple[Tensor, ...]
-
-_FLAGGED, _PLAIN = 1, 2
-
-
-def as_tuple(value: Tensors) -> tuple[Tensor, ...]:
-    """What a layer takes or returns, as a tuple in any case.
-
-    Args:
-        value: a tensor or a tuple of tensors.
-    """
-    return value if isinstance(value, tuple) else (value,)
-
-
-def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor once, in order.
-
-    Args:
-        tensors: some may be the same object.
-    """
-    return list({id(tensor): tensor for tensor in tensors}.values())
+_WANTING = " that wants a gradient"
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A micro-batch's tensors, as kinds.
+    """A micro-batch's value, as kinds.
 
-    A tensor that a tuple holds twice travels once, and is one tensor on the other side, too: its gradients are then
+    A tensor that a value holds twice travels once, and is one tensor on the other side, too: its gradients are then
     added in the order of the undivided model.
 
     Attributes:
         layouts: of each tensor.
         flags: of an activation, whether it wants a gradient; of a gradient, whether there is any.
-        places: for every place of the tuple the number of its tensor; ``None`` for a single tensor.
+        structure: where the tensors belong, and the plain values.
+        again: whether the next micro-batch is told about, too, since it may differ without being of another kind.
     """
 
     layouts: tuple[Layout, ...]
     flags: tuple[bool, ...]
-    places: tuple[int, ...] | None = None
+    structure: Structure = None
+    again: bool = field(default=False, compare=False)
 
     @classmethod
-    def of(cls, value: Tensors) -> Crossing:
-        """The kinds of what a stage puts out.
+    def of(cls, value: Any, *, may_want: bool = False) -> tuple[Crossing, list[Tensor]]:
+        """The kinds of what a stage puts out, and its distinct tensors.
 
         Args:
-            value: a tensor or a tuple of tensors.
+            value: what the last layer returned.
+            may_want: whether the stage has anything to train: if no tensor of this micro-batch wants a gradient, since
+                layers were skipped, one of the next may.
+
+        Raises:
+            CantCross: if something in it can't be sent.
         """
-        tensors = distinct(as_tuple(value))
-        number = {id(tensor): i for i, tensor in enumerate(tensors)}
-        return cls(
-            tuple(Layout.of(tensor) for tensor in tensors),
-            tuple(tensor.requires_grad for tensor in tensors),
-            tuple(number[id(tensor)] for tensor in value) if isinstance(value, tuple) else None,
-        )
+        structure, tensors = take_apart(value)
+        flags = tuple(tensor.requires_grad for tensor in tensors)
+        again = holds_plain_values(structure) or (may_want and not any(flags))
+        return cls(tuple(map(Layout.of, tensors)), flags, structure, again), tensors
 
     @classmethod
     def of_gradients(cls, gradients: Sequence[Tensor], are_there: Sequence[bool]) -> Crossing:
@@ -83,107 +78,128 @@ class Crossing:
             gradients: one for each tensor that wants one.
             are_there: whether autograd made it; it is zeros otherwise.
         """
-        return cls(tuple(map(Layout.of, gradients)), tuple(are_there), tuple(range(len(gradients))))
+        return cls(tuple(map(Layout.of, gradients)), tuple(are_there))
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensors:
-        """Put received tensors into their places.
+    def covers(self, found: Crossing) -> bool:
+        """Whether a micro-batch can be received as one of this kind.
+
+        It can where fewer tensors want a gradient: what comes back for the others is left out.
+
+        Args:
+            found: kinds of the micro-batch.
+        """
+        if (self.layouts, self.structure) != (found.layouts, found.structure):
+            return False
+        return all(told or not wants for told, wants in zip(self.flags, found.flags, strict=True))
+
+    def wanting(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of a micro-batch's tensors for which gradients come back.
 
         Args:
             tensors: one of each kind.
         """
-        return tensors[0] if self.places is None else tuple(tensors[i] for i in self.places)
+        return [tensor for tensor, flag in zip(tensors, self.flags, strict=True) if flag]
 
-    def stand_in(self, device: torch.device) -> Tensors:
-        """Zeros of these kinds, cut off from autograd.
+    def zeros(self, device: torch.device) -> list[Tensor]:
+        """Tensors of zeros of these kinds, cut off from autograd.
 
         Args:
             device: where.
         """
         kinds = zip(self.layouts, self.flags, strict=True)
-        return self.pack([layout.zeros(device).requires_grad_(flag) for layout, flag in kinds])
+        return [layout.zeros(device).requires_grad_(flag) for layout, flag in kinds]
 
-    def encode(self) -> list[int]:
-        """As at most ``META_SIZE`` numbers.
+    def pack(self, tensors: Sequence[Tensor]) -> Any:
+        """Put received tensors into their places.
+
+        Args:
+            tensors: one of each kind.
 
         Raises:
-            ValueError: if they are too many.
+            LookupError: if a named tuple in it is of a class that this process does not know.
         """
-        places = (0,) if self.places is None else self.places
-        numbers, known = [int(self.places is not None), len(places)], 0
-        for place in places:
-            if place < known:
-                numbers.append(-1 - place)
-                continue
-            known += 1
-            layout = self.layouts[place]
-            flags = _FLAGGED * self.flags[place] | _PLAIN * layout.is_plain
-            numbers += [PipelineEngine.DTYPE_TO_ID[layout.dtype], flags, len(layout.shape), *layout.shape]
-            numbers += [] if layout.is_plain else [layout.offset, *layout.stride]
-        if len(numbers) > META_SIZE:
-            raise ValueError(
-                f"the {len(places)} tensors between two stages need {len(numbers)} numbers to describe, more "
-                f"than {META_SIZE}; pass fewer tensors from layer to layer"
-            )
-        return numbers
+        return put_together(self.structure, tensors)
+
+    def encode(self) -> bytes:
+        """As text that :meth:`decode` reads."""
+        tensors = [
+            [dtype_name(layout.dtype), flag, layout.shape, *(() if layout.is_plain else (layout.offset, layout.stride))]
+            for layout, flag in zip(self.layouts, self.flags, strict=True)
+        ]
+        return json.dumps([tensors, self.structure, self.again], separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, numbers: Iterable[int]) -> Crossing:
+    def decode(cls, text: bytes) -> Crossing:
         """What :meth:`encode` wrote.
 
         Args:
-            numbers: any may follow.
+            text: JSON.
         """
-        rest = iter(numbers)
-        is_tuple, count = bool(next(rest)), next(rest)
-        layouts: list[Layout] = []
-        flags, places = [], []
-        for _ in range(count):
-            dtype_id = next(rest)
-            if dtype_id < 0:
-                places.append(-1 - dtype_id)
-                continue
-            places.append(len(layouts))
-            marks, dim = next(rest), next(rest)
-            shape = tuple(next(rest) for _ in range(dim))
-            offset = 0 if marks & _PLAIN else next(rest)
-            stride = contiguous_stride(shape) if marks & _PLAIN else tuple(next(rest) for _ in range(dim))
-            layouts.append(Layout(shape, stride, offset, PipelineEngine.ID_TO_DTYPE[dtype_id]))
-            flags.append(bool(marks & _FLAGGED))
-        return cls(tuple(layouts), tuple(flags), tuple(places) if is_tuple else None)
+        tensors, structure, again = _frozen(json.loads(text))
+        layouts = []
+        for name, _, shape, *rest in tensors:
+            offset, stride = rest or (0, contiguous_stride(shape))
+            layouts.append(Layout(shape, stride, offset, dtype_of(name)))
+        return cls(tuple(layouts), tuple(flag for _, flag, *_ in tensors), structure, again)
 
-    def describe(self, flag: str) -> list[str]:
+    def describe(self, flag: str = _WANTING) -> list[str]:
         """A few words about each tensor.
 
         Args:
             flag: what to add to those that are flagged.
         """
         return [
-            f"{str(layout.dtype).removeprefix('torch.')} {list(layout.shape)} with strides {list(layout.stride)}"
+            f"{dtype_name(layout.dtype)} {list(layout.shape)} with strides {list(layout.stride)}"
             + f" from element {layout.offset} of a line" * bool(layout.offset) + flag * is_flagged
             for layout, is_flagged in zip(self.layouts, self.flags, strict=True)
         ]
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A micro-batch that has crossed, until its gradients have.
+
+    Attributes:
+        wanting: its tensors for which gradients go back, some of which may not want one after all.
+        is_told: whether it was told about; its gradients are then, too.
+    """
+
+    wanting: Sequence[Tensor] = ()
+    is_told: bool = True
+
+
 @dataclass
 class Links:
-    """What this stage and its neighbours have told each other; ``None`` where nothing yet.
+    """What this stage and its neighbours have told each other in a batch; ``None`` where nothing yet.
 
     Attributes:
         inputs: told by the previous stage.
         outputs: told to the next stage.
         input_gradients: told to the previous stage.
         output_gradients: told by the next stage.
-        refusals: what was of another kind than told.
+        received: from the previous stage, by buffer.
+        sent: to the next stage, by buffer.
+        refusals: why this batch must not be trained on.
+        has_left_out: whether this stage left out a micro-batch, since an earlier stage could not send it on.
+        is_settled: whether all ranks have agreed that no rank refuses the batch.
     """
 
     inputs: Crossing | None = None
     outputs: Crossing | None = None
     input_gradients: Crossing | None = None
     output_gradients: Crossing | None = None
+    received: dict[int, Passage] = field(default_factory=dict)
+    sent: dict[int, Passage] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    has_left_out: bool = False
+    is_settled: bool = False
 
-    def refuse(self, what: str, told: Crossing, found: Crossing, flag: str = "") -> None:
-        """Note a micro-batch that can't cross.
+    def refuse(self, what: str, told: Crossing, found: Crossing, flag: str = _WANTING) -> None:
+        """Note a micro-batch that is of another kind than told.
 
         Args:
             what: of which it is one, for the message.
@@ -191,8 +207,10 @@ class Links:
             found: its kinds.
             flag: what to say of flagged tensors.
         """
-        pairs = list(zip_longest(told.describe(flag), found.describe(flag), fillvalue="missing"))
-        before, now = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+        before, now = shown(told.structure), shown(found.structure)
+        if before == now:
+            pairs = list(zip(told.describe(flag), found.describe(flag), strict=True))
+            before, now = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
         self.refusals.append(
             f"{what} was {before} in the first micro-batch of the batch and is {now} in a later one; build the "
             "module with dynamic_shape=True, which tells the other stage about every micro-batch"

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor, nn
 
 from dynpipe_ds.agreement import anywhere, same_everywhere, together
@@ -27,8 +28,10 @@ from dynpipe_ds.heartbeat import start_heartbeat
 from dynpipe_ds.instructions import instruction_map
 from dynpipe_ds.migration.flat_optimizer import stage_optimizer
 from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer
+from dynpipe_ds.migration.hooks import remove_everywhere
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.optimizer_state import StageOptimizer
+from dynpipe_ds.migration.packing import PackingError
 from dynpipe_ds.migration.parameter_groups import (
     ParameterGroups,
     add_copies,
@@ -39,8 +42,10 @@ from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameter
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.obstacles import check_cuts
 from dynpipe_ds.partition import Plan, check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
+from dynpipe_ds.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.profile import PipelineProfile, smooth
 from dynpipe_ds.profiling import ActivationMeter
 from dynpipe_ds.reducing import ReducingEngine
@@ -104,6 +109,8 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             pinned=self._pinned, allow_empty=True,
         )
         same_everywhere(self.partition, "the first partition", self.device)
+        layers, names = self.local_layers(), self.module.layer_names()
+        together(lambda: self.module.surroundings.check(layers, names, self), self.device, PackingError)
         self.profiling = True
         self._start_balancing()
         self._start_repacking()
@@ -192,12 +199,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             What happened, or ``None`` if these are the present boundaries.
 
         Raises:
-            ValueError: on every rank, if the boundaries break a rule or differ between ranks.
+            ValueError: on every rank, if the boundaries break a rule, differ between ranks, or cut behind a layer
+                that was seen to return what can't be sent to another stage.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self._need_dynamic("repartition")
         with self._naming_lost_ranks("boundaries were compared"):
             same_everywhere(boundaries, "the boundaries to move to", self.device)
+        check_cuts(boundaries, self._obstacles, self.module.layer_names())
         checked = check_boundaries(
             boundaries, num_layers=self.module._num_layers, num_stages=self.num_stages,
             pinned=self._pinned, allow_empty=self.dynamic_config.allow_empty_stages,
@@ -266,7 +275,11 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
     def _train_batch(self, run: Callable[[], T]) -> T:
         self._notice_frozen_layers()
         self.reset_activation_shape()  # what crosses a boundary is announced anew in every batch
-        result, meter = self._run_batch(run)
+        try:
+            result, meter = self._run_batch(run)
+        except BatchRefused:
+            self._forget_batch()
+            raise
         self._num_batches += 1
         self.note_batch_read()
         if self.profiling:
@@ -275,6 +288,14 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
                     self._maybe_rebalance()
                     self._maybe_repack()
         return result
+
+    def _forget_batch(self) -> None:
+        """Let the next batch, or a move, begin as if the one that was refused had not been there."""
+        timer = self.timers(TRAIN_BATCH_TIMER)
+        if getattr(timer, "started_", False):  # a client's own train_batch need not use it
+            timer.stop()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def _run_batch(self, run: Callable[[], T]) -> tuple[T, ActivationMeter | None]:
         """Run a batch with the recorder on; with a meter of activations when their sizes are due."""
@@ -303,8 +324,21 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         if not self.dynamic_config.enabled:
             return super().eval_batch(*args, **kwargs)
         self.reset_activation_shape()
-        with self._naming_lost_ranks("a batch was evaluated"):
-            return super().eval_batch(*args, **kwargs)
+        training_iterator = self.data_iterator
+        try:
+            with self._naming_lost_ranks("a batch was evaluated"):
+                return super().eval_batch(*args, **kwargs)
+        except BatchRefused:
+            self.set_dataiterator(training_iterator)
+            raise
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if not self.dynamic_config.enabled:
+            super()._exec_schedule(pipe_schedule)
+            return
+        begin(self)
+        super()._exec_schedule(pipe_schedule)
+        refuse_together(self)  # in evaluation; in training it was done before the step
 
     # -- moving layers ------------------------------------------------------------------------
 
@@ -357,8 +391,11 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             return
         started = time.perf_counter()
         has_changed = self._trainable != self._trainable_flags()
-        if not anywhere(has_changed, self.device):
+        surroundings, layers = self.module.surroundings, self.local_layers()
+        if not anywhere(has_changed or surroundings.hooks.has_removed(), self.device):
             return
+        remove_everywhere(surroundings.hooks, layers)
+        together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
         check_replicas(self)
         with self._changing("layers were frozen"):
             rebuild_optimizer(self, has_changed=has_changed)

@@ -6,14 +6,14 @@ They replace DeepSpeed's when ``dynamic_pipeline`` is enabled:
   the model does no backward and sends none;
 * what is received, activations and gradients, lies in memory as it did where it came from, since kernels choose
   by layout; it has a dtype of its own (DeepSpeed's buffers are reused regardless of it), and is not copied again;
-* the tensors between two stages travel together, not one after the other;
+* the tensors between two stages travel together, not one after the other, and so do the plain values around them;
 * several outputs go through one backward, not one each: the sums are then those of the undivided model;
 * gradients of tied layers are added in layer order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -23,115 +23,19 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from dynpipe_ds import profiling
-from dynpipe_ds.agreement import first_error
-from dynpipe_ds.crossing import META_SIZE, Crossing, Links, Tensors, as_tuple, distinct
-from dynpipe_ds.layouts import Layout, same_memory
 from dynpipe_ds.migration.transport import exchange
-
-
-def _links(engine: Any) -> Links:
-    """What is told once a batch; kept where DeepSpeed's ``reset_activation_shape`` forgets it."""
-    if engine.meta_buffer is None:
-        engine.meta_buffer = Links()
-    links: Links = engine.meta_buffer
-    return links
-
-
-def _tells_each(engine: Any) -> bool:
-    """Whether every micro-batch is announced. In evaluation it is: no step follows before which to refuse one."""
-    return bool(engine.dynamic_shape or not engine.module.training)
-
-
-def _tell(engine: Any, crossing: Crossing, stage: int) -> Crossing:
-    numbers = crossing.encode()
-    meta = torch.tensor(numbers + [0] * (META_SIZE - len(numbers)), dtype=torch.int64)
-    exchange({engine.grid.stage_to_global(stage_id=stage): [meta.to(engine.device)]}, {})
-    return crossing
-
-
-def _hear(engine: Any, stage: int) -> Crossing:
-    meta = torch.empty(META_SIZE, dtype=torch.int64, device=engine.device)
-    exchange({}, {engine.grid.stage_to_global(stage_id=stage): [meta]})
-    return Crossing.decode(meta.tolist())
-
-
-def _send(engine: Any, tensors: Sequence[Tensor], stage: int) -> None:
-    """Send tensors to a neighbour, all at once: one after the other, each waits to be asked for."""
-    messages = [Layout.of(tensor).message(tensor) for tensor in tensors if tensor.numel()]
-    exchange({engine.grid.stage_to_global(stage_id=stage): messages}, {})
-
-
-def _receive(engine: Any, layouts: Sequence[Layout], stage: int) -> list[Tensor]:
-    """New tensors with what a neighbour sends at once."""
-    tensors = [layout.empty(engine.device) for layout in layouts]
-    messages = [layout.message(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-    exchange({}, {engine.grid.stage_to_global(stage_id=stage): [message for message in messages if message.numel()]})
-    for layout, tensor, message in zip(layouts, tensors, messages, strict=True):
-        layout.unpack(message, tensor)
-    return tensors
-
-
-def _wanting(value: Tensors) -> list[Tensor]:
-    """The tensors that want a gradient, each once."""
-    return [tensor for tensor in distinct(as_tuple(value)) if tensor.requires_grad]
-
-
-def send_activations(engine: Any, buffer_id: int) -> None:
-    """Send a micro-batch's outputs to the next stage, preceded once a batch by what they are."""
-    links, outputs = _links(engine), engine.pipe_buffers["outputs"][buffer_id]
-    crossing = Crossing.of(outputs)
-    if links.outputs is None or _tells_each(engine):
-        links.outputs = _tell(engine, crossing, engine.next_stage)
-    elif crossing != links.outputs:
-        what = f"what stage {engine.stage_id} puts out"
-        links.refuse(what, links.outputs, crossing, " that wants a gradient")
-        outputs = engine.pipe_buffers["outputs"][buffer_id] = links.outputs.stand_in(engine.device)
-    _send(engine, distinct(as_tuple(outputs)), engine.next_stage)
-
-
-def receive_activations(engine: Any, buffer_id: int) -> None:
-    """Receive a micro-batch's inputs from the previous stage."""
-    links = _links(engine)
-    if links.inputs is None or _tells_each(engine):
-        links.inputs = _hear(engine, engine.prev_stage)
-    received = _receive(engine, links.inputs.layouts, engine.prev_stage)
-    for tensor, wants_gradient in zip(received, links.inputs.flags, strict=True):
-        tensor.requires_grad_(wants_gradient)
-    engine.pipe_buffers["inputs"][buffer_id] = links.inputs.pack(received)
-
-
-class _HandOver(torch.autograd.Function):
-    """Gives received tensors to the layers, and takes their gradients as they come.
-
-    Autograd itself would give a leaf its gradient in the leaf's own layout, and would not let layers change it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
-        ctx.received = received
-        ctx.set_materialize_grads(False)
-        return tuple(same_memory(tensor) for tensor in received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        for tensor, gradient in zip(ctx.received, gradients, strict=True):
-            tensor.grad = gradient
-        return (None,) * len(gradients)
-
-
-class _HandedOver:
-    """Stands for received inputs where DeepSpeed copies what the layers get: a copy would lie otherwise."""
-
-    def __init__(self, inputs: Tensors) -> None:
-        self._inputs = inputs
-
-    def clone(self) -> Tensors:
-        wanting = _wanting(self._inputs)
-        handed: Sequence[Tensor] = _HandOver.apply(*wanting) if wanting else ()  # type: ignore[no-untyped-call]
-        given = {id(received): tensor for received, tensor in zip(wanting, handed, strict=True)}
-        if isinstance(self._inputs, tuple):
-            return tuple(given.get(id(tensor), tensor) for tensor in self._inputs)
-        return given.get(id(self._inputs), self._inputs)
+from dynpipe_ds.passing import (
+    HandedOver,
+    links_of,
+    receive_activations,
+    receive_gradients,
+    send_activations,
+    send_gradients,
+    unless_left_out,
+    unless_refused,
+    unless_replica_refuses,
+)
+from dynpipe_ds.values import tensors_in
 
 
 def forward_pass(engine: Any, buffer_id: int) -> None:
@@ -139,54 +43,15 @@ def forward_pass(engine: Any, buffer_id: int) -> None:
     inputs = engine.pipe_buffers["inputs"]
     received = inputs[buffer_id]
     if not engine.is_first_stage():
-        inputs[buffer_id] = _HandedOver(received)
+        inputs[buffer_id] = HandedOver(received)
     PipelineEngine._exec_forward_pass(engine, buffer_id)
     inputs[buffer_id] = received
 
 
-def send_gradients(engine: Any, buffer_id: int) -> None:
-    """Send the gradients of the inputs that want one to the previous stage, preceded once a batch by what they are."""
-    wanting = _wanting(engine.pipe_buffers["inputs"][buffer_id])
-    engine.pipe_buffers["inputs"][buffer_id] = None
-    if not wanting:
-        return
-    links = _links(engine)
-    told = None if _tells_each(engine) else links.input_gradients
-    zeros = [Layout.of(tensor) for tensor in wanting] if told is None else told.layouts
-    gradients = [
-        layout.zeros(engine.device) if tensor.grad is None else tensor.grad
-        for tensor, layout in zip(wanting, zeros, strict=True)
-    ]
-    found = Crossing.of_gradients(gradients, [tensor.grad is not None for tensor in wanting])
-    if told is None:
-        links.input_gradients = _tell(engine, found, engine.prev_stage)
-    elif found.layouts != told.layouts:
-        links.refuse(f"the gradient that stage {engine.stage_id} sends back", told, found)
-        gradients = [layout.zeros(engine.device) for layout in told.layouts]
-    _send(engine, gradients, engine.prev_stage)
-
-
-def receive_gradients(engine: Any, buffer_id: int) -> None:
-    """Receive the gradients of the outputs that want one from the next stage; ``None`` where there is none."""
-    engine.grad_layer = ()
-    if not _wanting(engine.pipe_buffers["outputs"][buffer_id]):
-        return
-    links = _links(engine)
-    if links.output_gradients is None or _tells_each(engine):
-        links.output_gradients = _hear(engine, engine.next_stage)
-    told = links.output_gradients
-    received = _receive(engine, told.layouts, engine.next_stage)
-    # What is not used in the first micro-batch of a batch may be used in another.
-    engine.grad_layer = tuple(
-        gradient if there_is or bool(gradient.any()) else None
-        for gradient, there_is in zip(received, told.flags, strict=True)
-    )
-
-
 def _wants_backward(engine: Any, buffer_id: int) -> bool:
     if engine.is_last_stage():
-        return bool(engine.loss.requires_grad)
-    return bool(_wanting(engine.pipe_buffers["outputs"][buffer_id]))
+        return engine.loss is not None and bool(engine.loss.requires_grad)
+    return any(tensor.requires_grad for tensor in links_of(engine).sent[buffer_id].wanting)
 
 
 def backward_pass(engine: Any, buffer_id: int) -> None:
@@ -195,14 +60,15 @@ def backward_pass(engine: Any, buffer_id: int) -> None:
         if _wants_backward(engine, buffer_id):
             PipelineEngine._exec_backward_pass(engine, buffer_id)
         return
-    outputs = _wanting(engine.pipe_buffers["outputs"][buffer_id])
-    gradients = {i: gradient for i, gradient in enumerate(engine.grad_layer) if gradient is not None}
+    outputs = links_of(engine).sent.pop(buffer_id).wanting
+    pairs = zip(outputs, engine.grad_layer, strict=True)
+    gradients = {tensor: gradient for tensor, gradient in pairs if gradient is not None and tensor.requires_grad}
     if gradients:
         if engine.using_bf16_optimizer:
             engine.optimizer.clear_lp_grads()
         engine._running_engine_backward = True
         try:
-            torch.autograd.backward([outputs[i] for i in gradients], list(gradients.values()))
+            torch.autograd.backward(list(gradients), list(gradients.values()))
         finally:
             engine._running_engine_backward = False
         if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:
@@ -212,30 +78,11 @@ def backward_pass(engine: Any, buffer_id: int) -> None:
     engine.grad_layer = None
 
 
-def _refuse_together(step: Callable[..., None]) -> Callable[..., None]:
-    """Let no rank take the optimizer's step of a batch of which a micro-batch could not cross a boundary.
-
-    Args:
-        step: the instruction.
-    """
-
-    @wraps(step)
-    def run(engine: Any, **kwargs: Any) -> None:
-        if engine.num_stages > 1 and engine.micro_batches > 1 and not _tells_each(engine):
-            refusals = _links(engine).refusals
-            message = first_error(ValueError(refusals[0]) if refusals else None, engine.device)
-            if message is not None:
-                raise ValueError(message)
-        step(engine, **kwargs)
-
-    return run
-
-
 def load_micro_batch(engine: Any, buffer_id: int) -> None:
     """Load a micro-batch as DeepSpeed does, without asking for gradients of the data."""
     PipelineEngine._exec_load_micro_batch(engine, buffer_id)
     if engine.is_first_stage():
-        for tensor in as_tuple(engine.pipe_buffers["inputs"][buffer_id]):
+        for tensor in tensors_in(engine.pipe_buffers["inputs"][buffer_id]):
             tensor.requires_grad_(False)
 
 
@@ -328,6 +175,12 @@ _OURS: dict[type, tuple[int, Callable[..., None]]] = {
 # Where nothing but the measuring is ours, a client's own function can stand in for DeepSpeed's.
 _REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
 
+_GUARDS = {
+    schedule.ForwardPass: unless_left_out,
+    schedule.ReduceGrads: unless_replica_refuses,
+    schedule.OptimizerStep: unless_refused,
+}
+
 
 def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
     """What a dynamic engine does for each pipeline instruction.
@@ -353,5 +206,6 @@ def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
             )
         else:
             functions[instruction] = function
-    functions[schedule.OptimizerStep] = _refuse_together(functions[schedule.OptimizerStep])
+    for instruction, guard in _GUARDS.items():
+        functions[instruction] = guard(functions[instruction])
     return {i: _timed(_OURS[i][0], function) if i in _OURS else function for i, function in functions.items()}

@@ -87,18 +87,21 @@ class Layout:
         return _within(memory, self.offset, self.shape, self.stride)
 
     def message(self, tensor: Tensor) -> Tensor:
-        """The elements as they travel: in one row, each once, without the gaps of a slice.
+        """The elements as they travel: in one row, each once, without the gaps of a slice, as bytes.
 
         Args:
             tensor: one that lies so.
 
         Returns:
-            A row that shares the tensor's memory; a copy where there are gaps.
+            A row of bytes, since back-ends don't know all dtypes, that shares the tensor's memory; a copy where there
+            are gaps, or where elements are conjugated or negated when they are read.
         """
         tensor = tensor.detach()
         if self._has_gaps:
-            return tensor.as_strided(self._stored_shape, self.stride).contiguous().view(-1)
-        return tensor.as_strided((self.span,), (1,))
+            row = tensor.as_strided(self._stored_shape, self.stride).contiguous().view(-1)
+        else:
+            row = tensor.as_strided((self.span,), (1,))
+        return row.resolve_conj().resolve_neg().view(torch.uint8)
 
     def unpack(self, message: Tensor, tensor: Tensor) -> None:
         """Put what arrived in a :meth:`message` of a tensor into the tensor.
@@ -109,7 +112,7 @@ class Layout:
         """
         if self._has_gaps:
             shape = self._stored_shape
-            tensor.detach().as_strided(shape, self.stride).copy_(message.view(shape))
+            tensor.detach().as_strided(shape, self.stride).copy_(message.view(self.dtype).view(shape))
 
     @property
     def _stored_shape(self) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +14,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
 from dynpipe_ds.coupling import Coupling, find_couplings
+from dynpipe_ds.migration.surroundings import Surroundings
 from dynpipe_ds.migration.transport import exchange
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, profile_from_parameters
@@ -67,6 +67,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         self.pinned_cuts = tuple(sorted(set(pin)))
         self.partition_method: PartitionMethod | None = None
         self.recorder: BatchRecorder | None = None
+        self.surroundings: Surroundings | None = None
         self._is_dynamic = False
         self._layers: dict[int, nn.Module] = {}
         self.parts: list[int] = []
@@ -146,6 +147,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             return []
         self._refuse_shared_parameters()
         self._is_dynamic = True
+        self.surroundings = surroundings = Surroundings(self, self._layer_specs)
         copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         layers: dict[int, nn.Module] = {}
         seen: set[str] = set()
@@ -154,12 +156,13 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             if isinstance(spec, TiedLayerSpec):
                 module = self.tied_modules[spec.key]
                 if spec.key in seen:
-                    original, module = module, copy.deepcopy(module)
+                    original, module = module, surroundings.copy(layer, module)
                     copies += zip(original.parameters(), module.parameters(), strict=True)
                 seen.add(spec.key)
                 layers[layer] = module
             elif isinstance(function, nn.Module):
                 layers[layer] = function
+        surroundings.agree_on_shared(layers, self.layer_names())
         self.install(self.boundaries, layers)
         return copies
 
@@ -167,6 +170,8 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         owners: dict[nn.Parameter, int] = {}
         for layer, spec in enumerate(self._layer_specs):
             for parameter in spec.parameters() if isinstance(spec, nn.Module) else ():
+                if not parameter.requires_grad:
+                    continue
                 first = owners.setdefault(parameter, layer)
                 if first != layer:
                     raise ValueError(

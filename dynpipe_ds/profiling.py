@@ -9,7 +9,7 @@ backward. Marks are CUDA events (read after the batch, no synchronisation inside
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.values import obstacle, tensors_in
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
 
@@ -91,10 +92,13 @@ class BatchRecorder:
 
     Attributes:
         marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
+        obstacles: what layers returned that can't be sent to another stage, by layer.
     """
 
     def __init__(self) -> None:
         self.marks: list[tuple[int, int, float]] = []
+        self.obstacles: dict[int, str] = {}
+        self._types: dict[int, type] = {}
         self._clock: HostClock | DeviceClock = (
             HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
         )
@@ -141,9 +145,10 @@ class BatchRecorder:
         self._mark(self._phase, layer)
         with self._metering(layer):
             y = function(x)
+        self._see(layer, y)
         if torch.is_grad_enabled():
-            inputs = {id(t) for t in _tensors(x)}
-            for tensor in _tensors(y):
+            inputs = {id(t) for t in tensors_in(x)}
+            for tensor in tensors_in(y):
                 if tensor.grad_fn is not None and id(tensor) not in inputs:
                     tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
         return y
@@ -171,6 +176,13 @@ class BatchRecorder:
         durations_s = self._clock.durations_s(self._stamps)
         self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
         return _summarise(self.marks, self._num_forwards)
+
+    def _see(self, layer: int, value: Any) -> None:
+        """Note a value that can't be sent, looked at in the first micro-batch and when it is of another type."""
+        if self._phase == FORWARD and (self._num_forwards == 1 or type(value) is not self._types.get(layer)):
+            self._types[layer] = type(value)
+            if (what := obstacle(value)) is not None:
+                self.obstacles[layer] = what
 
     def _mark(self, kind: int, layer: int = -1) -> None:
         self._labels.append((kind, layer))
@@ -213,12 +225,6 @@ def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchT
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple | list) else []
-
-
 class ActivationMeter:
     """Counts the bytes that autograd keeps for the backward of each layer, weights left out.
 
@@ -237,7 +243,7 @@ class ActivationMeter:
             layer: whose forward keeps them.
             tensors: tensors, or anything that holds some.
         """
-        for tensor in _tensors(tuple(tensors)):
+        for tensor in tensors_in(tuple(tensors)):
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
             if storage is None or storage.data_ptr() not in self._seen:
                 size = tensor.nbytes if storage is None else storage.nbytes()
@@ -295,7 +301,7 @@ def layer_sizes(
     )
 
 
-_LAYER_FIELDS = 7
+_LAYER_FIELDS = 8
 _STAGE_FIELDS = 10
 
 
@@ -322,7 +328,8 @@ def gather_profile(
     stage: int,
     device: torch.device,
     spent: Spent,
-) -> tuple[PipelineProfile, Spent]:
+    obstacles: Collection[int] = (),
+) -> tuple[PipelineProfile, Spent, set[int]]:
     """Put all ranks' measurements together; collective over all ranks.
 
     Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
@@ -338,9 +345,10 @@ def gather_profile(
         stage: this rank's stage.
         device: where the communication back-end works.
         spent: this rank's; it travels along, since a message of its own would cost more than all else here.
+        obstacles: layers of which this rank knows that their outputs can't be sent; they travel along, too.
 
     Returns:
-        The profile, and what all ranks together spent.
+        The profile, what all ranks together spent, and the layers whose outputs can't be sent.
     """
     num_layers, num_stages = len(names), len(boundaries) - 1
     layers = torch.zeros(num_layers, _LAYER_FIELDS, dtype=torch.float64)
@@ -350,7 +358,7 @@ def gather_profile(
             times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
-            activation_bytes.get(layer, 0),
+            activation_bytes.get(layer, 0), layer in obstacles,
         ], dtype=torch.float64)
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
     own = torch.tensor([
@@ -382,9 +390,10 @@ def gather_profile(
         boundaries=boundaries,
         num_micro_batches=times.num_micro_batches,
         layers=tuple(
-            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:]))
+            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:-1]))
             for name, row in zip(names, table, strict=True)
         ),
         stages=tuple(stages),
     )
-    return profile, Spent(float(rows[:, 8].min()), float(rows[:, 9].max()))
+    obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
+    return profile, Spent(float(rows[:, 8].min()), float(rows[:, 9].max())), obstructing

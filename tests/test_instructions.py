@@ -9,7 +9,8 @@ import deepspeed
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from dynpipe_ds.instructions import forward_pass, instruction_map, send_gradients
+from dynpipe_ds.instructions import forward_pass, instruction_map
+from dynpipe_ds.passing import send_gradients
 
 
 class Sampling(schedule.PipeInstruction):
@@ -28,10 +29,10 @@ def test_a_clients_own_instructions() -> None:
 
     plain, mine = instruction_map(deepspeed.PipelineEngine), instruction_map(Mine)
     assert plain[schedule.SendGrad].__wrapped__ is send_gradients
-    assert plain[schedule.ForwardPass].__wrapped__ is forward_pass
-    assert mine[schedule.ForwardPass].__wrapped__ is own and mine[Sampling] is own
+    assert plain[schedule.ForwardPass].__wrapped__.__wrapped__ is forward_pass
+    assert mine[schedule.ForwardPass].__wrapped__.__wrapped__ is own and mine[Sampling] is own
     assert mine.keys() - plain.keys() == {Sampling}
-    engine = SimpleNamespace(seen=[], module=SimpleNamespace(recorder=None))
+    engine = SimpleNamespace(seen=[], module=SimpleNamespace(recorder=None), pipe_buffers={"inputs": [None] * 4})
     mine[schedule.ForwardPass](engine, buffer_id=3)
     assert engine.seen == [{"buffer_id": 3}]
 

@@ -38,7 +38,8 @@ def test_there_and_back(name: str) -> None:
     layout = Layout.of(tensor)
     message, arrived = layout.message(tensor), layout.empty(CPU)
     inbox = layout.message(arrived)
-    assert message.is_contiguous() and message.shape == inbox.shape == (num_elements,)
+    assert message.is_contiguous() and message.dtype == inbox.dtype == torch.uint8
+    assert message.shape == inbox.shape == (num_elements * tensor.element_size(),)
     inbox.copy_(message)
     layout.unpack(inbox, arrived)
     assert torch.equal(arrived, tensor) and arrived.stride() == tensor.stride()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from dynpipe_ds.migration.decoding import DecodingError
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
@@ -23,12 +25,12 @@ from dynpipe_ds.migration.packing import (
     pack,
     unpack,
     unpack_extra,
-    warn_lost,
 )
 from dynpipe_ds.migration.parameter_groups import Entry
 from dynpipe_ds.migration.plan import Move, plan_moves
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
+from dynpipe_ds.telling import warn
 
 
 @dataclass
@@ -66,8 +68,10 @@ class Migration:
         moves = plan_moves(self._before, self._target)
         self._leaving = [m for m in moves if m.source == engine.stage_id]
         self._coming = [m for m in moves if m.destination == engine.stage_id]
+        self._names = self._module.surroundings.names(self._old_layers.values(), engine)
         leaving = [self._old_layers[m.layer] for m in self._leaving if m.layer in self._old_layers]
-        self._departed: list[nn.Parameter] = [p for layer in leaving for p in layer.parameters()]
+        self._departed: list[nn.Parameter] = [p for layer in leaving for p in self._parameters(layer)]
+        self._warnings: list[str] = []
 
     def run(self) -> None:
         """Carry it out; collective over all ranks.
@@ -87,16 +91,18 @@ class Migration:
             error = caught
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
 
-        def get_ready() -> tuple[_Coming, Transfer, Transfer]:
+        def get_ready() -> tuple[_Coming, Transfer, Transfer] | None:
             if error is not None:
                 raise error
+            if len(skeletons) < len(self._coming):
+                return None  # the rank that did not send says why
             coming = self._allocate(skeletons)
             journeys = self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
-            for package in packages.values():
-                warn_lost(package.warnings)
             return coming, *journeys
 
-        coming, weights, states = change.together(get_ready)
+        ready = change.together(get_ready)
+        assert ready is not None
+        coming, weights, states = ready
         weights.start()
         states.start()
         weights.finish()
@@ -104,6 +110,9 @@ class Migration:
             lambda: self._take_in(skeletons, coming), self._put_back,
             {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=states.finish,
         )
+        self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
+        for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):
+            warn(text)
 
     # -- phases -------------------------------------------------------------------------------
 
@@ -112,12 +121,20 @@ class Migration:
         leaving = [move.layer for move in self._leaving]
         entries = {layer: self._entries(self._old_layers.get(layer)) for layer in leaving}  # replicas work together
         return {
-            layer: pack(self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer])
+            layer: pack(
+                self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer],
+                names=self._names, device=self._engine.device,
+                has_template=self._module.surroundings.has_template(layer),
+            )
             for layer in leaving
         }
 
+    def _parameters(self, layer: nn.Module | None) -> list[nn.Parameter]:
+        """A layer's own: what several layers share stays where it is."""
+        return [] if layer is None else [p for p in layer.parameters() if id(p) not in self._names.shared]
+
     def _entries(self, layer: nn.Module | None) -> list[Entry]:
-        parameters = [] if layer is None else list(layer.parameters())
+        parameters = self._parameters(layer)
         index = self._optimizer.groups.index
         states = self._optimizer.export(parameters)
         return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
@@ -170,8 +187,20 @@ class Migration:
         return journey("own"), journey("extra")
 
     def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, LayerTensors]) -> dict[int, nn.Module]:
-        layers = {layer: unpack(skeleton, tensors[layer]) for layer, skeleton in skeletons.items()}
-        return {layer: module for layer, module in layers.items() if module is not None}
+        names, layers = self._module.layer_names(), {}
+        for layer, skeleton in skeletons.items():
+            name = f"layer {layer} ({names[layer]})"
+            try:
+                arrived = unpack(
+                    skeleton, tensors[layer], names=self._names, device=self._engine.device,
+                    build=partial(self._module.surroundings.build, layer),
+                )
+            except DecodingError as error:
+                raise DecodingError(f"{name}: {error}") from error
+            self._warnings += [f"{name}: {text}" for text in arrived.warnings]
+            if arrived.layer is not None:
+                layers[layer] = arrived.layer
+        return layers
 
     def _take_in(self, skeletons: dict[int, bytes], coming: _Coming) -> None:
         leaving = {move.layer for move in self._leaving}

@@ -1,29 +1,29 @@
 """A layer as bytes and tensors, and back.
 
-The skeleton (classes, attributes, flags, hooks) is pickled; every strided tensor in it is replaced by
-a number and travels apart, so that large layers go through bounded buffers and land on the device
-they came from. What arrives is the layer as it was, not as its ``LayerSpec`` would build it. What
-travels with a layer is pickled by itself: the receiver reads it before any tensor has come.
+What arrives is the layer as it was, not as its ``LayerSpec`` would build it. Its skeleton (classes, attributes, flags,
+hooks) is encoded as plain values; every strided tensor in it is replaced by a number and travels apart, so that large
+layers go through bounded buffers and land on the device they came from. What the layer does not own is bound to the
+receiver's own (``names.py``). What travels with a layer is encoded by itself: the receiver reads it before any tensor
+has come.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
-import sys
-import types
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dynpipe_ds.migration.bound import compare, values_of
+from dynpipe_ds.migration.decoding import Decoder, DecodingError
+from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
+from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
+from dynpipe_ds.migration.names import Names, NoNames
 from dynpipe_ds.migration.transport import memory_order
 
 # Attributes that DeepSpeed's optimizer wrappers put on a parameter. They point into flat buffers,
@@ -33,42 +33,49 @@ WRAPPER_ATTRIBUTES = frozenset({
     "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param", "set_full_hp_grad",
     "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
 })
+_OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
 
-_HOOK_TABLES = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+_REMEDY = (
+    "let a LayerSpec build it, define it at the level of a module, pass it to the LayerSpec as an argument, or give "
+    "its class a __getstate__ that leaves it out"
 )
-_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class PackingError(RuntimeError):
     """Something in a layer can't be carried to another process."""
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """How to recreate an empty tensor that a received one fits in.
 
     Attributes:
         shape: its sizes.
         stride: its strides, dense: kernels choose by layout, so another one could mean other bits.
-        dtype: its element type.
+        dtype: name of its element type.
         on_host: whether it lives in host memory (else on the stage's accelerator).
         is_parameter: whether it is an ``nn.Parameter``.
         requires_grad: its flag.
-        attributes: user attributes of a parameter, for example ``original_name``.
-        hooks: tensor hooks of a parameter that could be carried.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
     on_host: bool
     is_parameter: bool
     requires_grad: bool
-    attributes: dict[str, Any] = field(default_factory=dict)
-    hooks: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, source: Tensor) -> TensorSpec:
+        """The kind of a tensor.
+
+        Args:
+            source: the tensor.
+        """
+        data = _bare(source)
+        return cls(
+            tuple(data.shape), _dense_stride(data), str(data.dtype).removeprefix("torch."), data.device.type == "cpu",
+            isinstance(source, nn.Parameter), source.requires_grad and source.is_leaf,
+        )
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a tensor of this kind.
@@ -77,15 +84,10 @@ class TensorSpec:
             device: the receiving stage's device, used unless the tensor lives in host memory.
         """
         where = torch.device("cpu") if self.on_host else device
-        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
-        if not self.is_parameter:
-            return data.requires_grad_(self.requires_grad)
-        parameter = nn.Parameter(data, requires_grad=self.requires_grad)
-        for name, value in self.attributes.items():
-            setattr(parameter, name, value)
-        for hook in self.hooks:
-            parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-        return parameter
+        data = torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=where)
+        if self.is_parameter:
+            return nn.Parameter(data, requires_grad=self.requires_grad)
+        return data.requires_grad_(self.requires_grad)
 
 
 class LayerTensors(NamedTuple):
@@ -102,70 +104,48 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Package:
-    """A pickled skeleton and the tensors that were taken out of it.
+    """A skeleton and the tensors that were taken out of it.
 
     Attributes:
-        skeleton: pickled object graph, tensors replaced by their index.
+        skeleton: plain values, tensors replaced by their index.
         tensors: the tensors; detached, and contiguous by taking their dimensions in the order in which
             they lie in memory.
         warnings: what could not be carried, one sentence each.
+        encoder: what was found on the way.
     """
 
     skeleton: bytes
     tensors: LayerTensors
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
+    encoder: Encoder
 
 
-class _Tensors:
-    """The tensors that were taken out of what is pickled, each once."""
+class Arrived(NamedTuple):
+    """What was put together.
 
-    def __init__(self) -> None:
-        self.sources: list[Tensor] = []
-        self._index: dict[int, int] = {}
+    Attributes:
+        layer: the layer; ``None`` for a function layer.
+        warnings: what did not come, or is something else here, one sentence each.
+    """
 
-    def number(self, tensor: Tensor) -> int:
-        number = self._index.setdefault(id(tensor), len(self.sources))
-        if number == len(self.sources):
-            self.sources.append(tensor)  # keeps the id alive
-        return number
-
-    def dense(self) -> list[Tensor]:
-        return [
-            t.detach() if t.is_contiguous() else t.detach().permute(memory_order(_dense_stride(t))).contiguous()
-            for t in self.sources
-        ]
+    layer: nn.Module | None
+    warnings: list[str]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, tensors: _Tensors) -> None:
-        super().__init__(file)
-        self._tensors = tensors
+class _Plain(pickle.Unpickler):
+    """Reads numbers, texts and containers: no class, no function, so that nothing received is run."""
 
-    def persistent_id(self, obj: Any) -> Any:
-        return self._tensors.number(obj) if isinstance(obj, Tensor) and obj.layout == torch.strided else None
-
-    def reducer_override(self, obj: Any) -> Any:
-        # The ranks run the same script, so what its __main__ defines at module level is there on
-        # the other side: by reference, or isinstance() would fail on the copy.
-        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
-            if getattr(sys.modules["__main__"], obj.__qualname__, None) is obj:
-                return NotImplemented
-        return super().reducer_override(obj)
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: LayerTensors) -> None:
-        super().__init__(file)
-        self._tensors = [*tensors.own, *tensors.extra]
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
+def _load(data: bytes) -> Any:
+    return _Plain(BytesIO(data)).load()
 
 
-def _pickled(value: Any, tensors: _Tensors) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, tensors).dump(value)
-    return file.getvalue()
+def _bare(tensor: Tensor) -> Tensor:
+    """The tensor without what users put on it: attributes may have the names of methods (``bias.stride = 1``)."""
+    return Tensor.detach(tensor)
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -173,115 +153,91 @@ def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
-def _carries(value: Any) -> bool:
-    if isinstance(value, bool | int | float | str | bytes | None):
-        return True
-    try:
-        _pickled(value, _Tensors())
-    except Exception:  # noqa: BLE001 - whatever pickling raises, the answer is no
-        return False
-    return True
+def _dense(source: Tensor) -> Tensor:
+    data = _bare(source)
+    return data if data.is_contiguous() else data.permute(memory_order(_dense_stride(data))).contiguous()
 
 
-@contextmanager
-def _without_foreign_hooks(layer: nn.Module, name: str) -> Iterator[list[str]]:
-    """Take hooks that can't be pickled off the layer while it is packed; name them."""
-    lost: list[str] = []
-    saved: list[tuple[OrderedDict[int, Any], dict[int, Any]]] = []
-    for path, module in layer.named_modules():
-        for table_name in _HOOK_TABLES:
-            table = getattr(module, table_name, None)
-            if not table or _carries(table):
-                continue
-            saved.append((table, dict(table)))
-            for key, hook in list(table.items()):
-                if not _carries(hook):
-                    del table[key]
-                    where = f"{name}.{path}" if path else name
-                    lost.append(f"{table_name[1:-1]} {hook!r} of {where} can't be pickled and stays behind")
-    try:
-        yield lost
-    finally:
-        for table, entries in saved:
-            table.clear()
-            table.update(entries)
-
-
-def _tensor_spec(source: Tensor, name: str, lost: list[str]) -> TensorSpec:
-    is_parameter = isinstance(source, nn.Parameter)
-    attributes: dict[str, Any] = {}
-    hooks: list[Any] = []
-    if is_parameter:
-        for key, value in vars(source).items():
-            if key in WRAPPER_ATTRIBUTES or key == "ds_pipe_replicated":
-                continue
-            if _carries(value):
-                attributes[key] = value
-            else:
-                lost.append(f"attribute {key!r} of a parameter of {name} can't be pickled and stays behind")
-        for hook in (source._backward_hooks or {}).values():
-            if _carries(hook):
-                hooks.append(hook)
-            else:
-                lost.append(f"tensor hook {hook!r} of {name} can't be pickled and stays behind")
-    return TensorSpec(
-        shape=tuple(source.shape),
-        stride=_dense_stride(source),
-        dtype=source.dtype,
-        on_host=source.device.type == "cpu",
-        is_parameter=is_parameter,
-        requires_grad=source.requires_grad and source.is_leaf,
-        attributes=attributes,
-        hooks=tuple(hooks),
-    )
-
-
-def pack(layer: nn.Module | None, name: str, extra: Any = None) -> Package:
+def pack(
+    layer: nn.Module | None, name: str, extra: Any = None, *, names: Names | None = None,
+    device: torch.device | None = None, has_template: bool = False, is_trial: bool = False,
+) -> Package:
     """Take a layer apart for the journey; the layer itself is left as it is.
 
     Args:
         layer: the layer, or ``None`` for a function layer.
         name: what to call it in messages, for example ``"layer 7 (Block)"``.
         extra: anything that travels with it (its optimizer state).
+        names: what the receiver knows by name.
+        device: of this stage; the receiver's takes its place.
+        has_template: whether the receiver can build the layer, and so has what has no name.
+        is_trial: whether it only asks whether the layer could travel now.
 
     Returns:
         The package; its tensors share memory with the layer's where they are contiguous.
 
     Raises:
-        PackingError: if an attribute can't be pickled, naming layer, reason and remedy.
+        PackingError: if an attribute can't be carried, naming layer, attribute, reason and remedy.
     """
-    tensors, lost = _Tensors(), []
-    with _without_foreign_hooks(layer, name) if layer is not None else _nothing_lost() as hooks_lost:
-        try:
-            body = _pickled(layer, tensors)
-        except Exception as error:
-            raise PackingError(
-                f"{name} holds something that can't be carried to another process ({error}); give its class "
-                "a __getstate__ that leaves that out, or forbid cuts around the layer with pinned_cuts"
-            ) from error
-        lost += hooks_lost
-    _refuse_without_data(tensors.sources, name)
-    num_own = len(tensors.sources)
-    companion = _pickled(extra, tensors)
-    # As plain tuples: objects are pickled much more slowly.
-    specs = [tuple(vars(_tensor_spec(source, name, lost)).values()) for source in tensors.sources]
-    skeleton = join([cloudpickle.dumps((num_own, specs)), body, companion])
-    dense = tensors.dense()
-    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), tuple(lost))
+    names, tensors = names or NoNames(), Tensors()
+    own = [t for t in _registered(layer) if id(t) not in names.shared]
+    encoder = Encoder(tensors, names, device, own=map(id, own), may_build=has_template)
+    try:
+        body = encoder.encode(layer)
+        found = list(zip(tensors.sources, tensors.where, strict=True))
+        marks = [_marks(source, where, encoder) for source, where in found]
+        if not is_trial:
+            _refuse_without_data(tensors, name)
+        num_own = len(tensors.sources)
+        companion = Encoder(tensors, NoNames(), own=map(id, tensors.sources)).encode(extra)
+    except (CantCarryError, RecursionError) as error:
+        raise PackingError(f"{name} can't be carried to another process: {error}; {_REMEDY}") from error
+    values = []
+    for path, obj in encoder.bound.items():
+        its = values_of(obj, path in names.shared.values())
+        values.append((path, (its, names.changed(path, its))))
+    specs = [tuple(TensorSpec.of(source)) for source in tensors.sources]
+    plain = ((num_own, specs), (body, marks, values, bool(encoder.built), bool(encoder.built_hooks)), companion)
+    dense = [] if is_trial else [_dense(source) for source in tensors.sources]
+    lost = tuple(f"{name}: {text}" for text in encoder.lost)
+    skeleton = join([pickle.dumps(part) for part in plain])
+    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder)
 
 
-def _refuse_without_data(sources: Sequence[Tensor], name: str) -> None:
-    for source in sources:
+def _registered(layer: nn.Module | None) -> Iterable[Tensor]:
+    return () if layer is None else (*layer.parameters(), *layer.buffers())
+
+
+def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], list[Any]]:
+    """What users put on a tensor: attributes, and hooks with their numbers."""
+    attributes, hooks = [], []
+    for key, value in vars(source).items():
+        if key in WRAPPER_ATTRIBUTES or key == _OWN_MARK:
+            continue
+        node = encoder.trial(value, f"{where}.{key}", may_build=False)
+        if isinstance(node, CantCarryError):
+            encoder.lost.append(f"attribute {key!r} of {where} can't be carried and stays behind ({node})")
+        else:
+            attributes.append((key, node))
+    for table in TENSOR_HOOKS:
+        for number, hook in (getattr(source, table, None) or {}).items():
+            if is_optimizers(hook):
+                continue
+            node = encoder.trial(hook, f"the hook {hook!r}", may_build=True)
+            if isinstance(node, CantCarryError):
+                encoder.lost.append(f"tensor hook {hook!r} of {where} can't be carried and stays behind ({node})")
+            else:
+                hooks.append((table, number, node))
+    return attributes, hooks
+
+
+def _refuse_without_data(tensors: Tensors, name: str) -> None:
+    for source, where in zip(tensors.sources, tensors.where, strict=True):
         if source.is_meta:
             raise PackingError(
-                f"{name} holds a tensor of shape {tuple(source.shape)} on the meta device, which has no data to carry; "
-                "give it data before the layer moves, or forbid cuts around the layer with pinned_cuts"
+                f"{name} holds a tensor of shape {tuple(source.shape)} on the meta device at {where}, which has no "
+                "data to carry; give it data before the layer moves, or forbid cuts around the layer with pinned_cuts"
             )
-
-
-@contextmanager
-def _nothing_lost() -> Iterator[list[str]]:
-    yield []
 
 
 def join(parts: Sequence[bytes]) -> bytes:
@@ -314,25 +270,72 @@ def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
         skeleton: ``Package.skeleton`` of the sender.
         device: device of the receiving stage.
     """
-    num_own, specs = pickle.loads(cut(skeleton)[0])
+    num_own, specs = _load(cut(skeleton)[0])
     tensors = [TensorSpec(*spec).empty(device) for spec in specs]
     return LayerTensors(tensors[:num_own], tensors[num_own:])
 
 
-def unpack(skeleton: bytes, tensors: LayerTensors) -> nn.Module | None:
+def unpack(
+    skeleton: bytes, tensors: LayerTensors, *, names: Names | None = None, device: torch.device | None = None,
+    build: Callable[[], nn.Module] | None = None,
+) -> Arrived:
     """Put a layer together from its skeleton and its received tensors.
 
     Args:
         skeleton: ``Package.skeleton`` of the sender.
         tensors: from :func:`empty_tensors`; its own must be filled.
+        names: what this rank knows by name.
+        device: of this stage.
+        build: makes the layer as it was before training; called if something in it has no name.
 
-    Returns:
-        The layer; ``None`` for a function layer.
+    Raises:
+        DecodingError: if something that the layer refers to is not here, or is something else here.
     """
-    layer: nn.Module | None = _Unpickler(io.BytesIO(cut(skeleton)[1]), tensors).load()
+    body, marks, values, must_build, may_build = _load(cut(skeleton)[1])
+    names = names or NoNames()
+    problems: list[str] = []
+    template = _template(build, must_build, problems) if must_build or may_build else _NOTHING
+    decoder = Decoder([*tensors.own, *tensors.extra], names, device)
+    layer = decoder.decode(body, *template)
+    for number, (attributes, hooks) in enumerate(marks):
+        _put_marks(tensors.own[number], decoder, number, attributes, hooks)
+    for path, theirs in values:
+        problems += compare(path, decoder.bound[path], theirs, names, device)
     if layer is not None:
         _reserve_hook_numbers(layer)
-    return layer
+    return Arrived(layer, [*problems, *decoder.lost])
+
+
+_NOTHING: tuple[nn.Module, ...] = ()
+
+
+def _template(build: Callable[[], nn.Module] | None, is_needed: bool, problems: list[str]) -> tuple[nn.Module, ...]:
+    try:
+        if build is None:
+            raise DecodingError("there is no LayerSpec to build it from")
+        return (build(),)
+    except Exception as error:
+        if is_needed:
+            raise DecodingError(f"the layer can't be built anew here ({type(error).__name__}: {error})") from error
+        problems.append(f"hooks made by its class stay behind: it can't be built anew here ({error})")
+        return _NOTHING
+
+
+def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[Any], hooks: list[Any]) -> None:
+    for key, node in attributes:
+        setattr(tensor, key, decoder.decode(node))
+    twin = decoder.twins.get(number)
+    for table, old_number, node in hooks:
+        candidates = list((getattr(twin, table, None) or {}).values())
+        try:
+            hook = decoder.hook(node, candidates)
+        except DecodingError as error:
+            decoder.lost.append(f"a tensor hook can't be carried and stays behind ({error})")
+            continue
+        register = Tensor.register_hook if table == "_backward_hooks" else Tensor.register_post_accumulate_grad_hook
+        handle = register(tensor, hook)  # type: ignore[no-untyped-call]
+        entries = getattr(tensor, table)
+        entries[old_number] = entries.pop(handle.id)  # by which its handle knows it
 
 
 def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
@@ -342,22 +345,13 @@ def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
         skeleton: ``Package.skeleton`` of the sender.
         tensors: those of :func:`empty_tensors`; they need not be filled yet.
     """
-    return _Unpickler(io.BytesIO(cut(skeleton)[2]), tensors).load()
+    return Decoder([*tensors.own, *tensors.extra], NoNames()).decode(_load(cut(skeleton)[2]))
 
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:
     """Hooks are numbered by process: a new one must not get the number of one that was carried."""
-    names = (*_HOOK_TABLES, *_HOOK_FLAGS)
-    tables = (getattr(module, name, None) or () for module in layer.modules() for name in names)
+    names = (*HOOK_TABLES, *HOOK_FLAGS)
+    tables = [getattr(module, name, None) or () for module in layer.modules() for name in names]
+    tables += [getattr(t, name, None) or () for t in _registered(layer) for name in TENSOR_HOOKS]
     taken = max((number for table in tables for number in table), default=-1)
     RemovableHandle.next_id = max(RemovableHandle.next_id, taken + 1)
-
-
-def warn_lost(messages: tuple[str, ...]) -> None:
-    """Warn once about each thing a migration had to leave behind.
-
-    Args:
-        messages: ``Package.warnings``.
-    """
-    for message in messages:
-        warnings.warn(message, stacklevel=3)

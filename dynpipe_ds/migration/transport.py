@@ -53,7 +53,7 @@ def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Seque
 
 
 def exchange_bytes(
-    sends: Mapping[int, bytes], sources: Sequence[int], device: torch.device
+    sends: Mapping[int, bytes], sources: Sequence[int], device: torch.device, *, first_bytes: int = FIRST_BYTES
 ) -> dict[int, bytes]:
     """Exchange byte strings whose lengths the receivers don't know; one message each unless they are long.
 
@@ -61,22 +61,23 @@ def exchange_bytes(
         sends: bytes by destination rank.
         sources: ranks that send to this one.
         device: device that the back-end communicates from.
+        first_bytes: size of the message that they begin with; the same on every rank.
 
     Returns:
         The bytes by source rank.
     """
-    first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=device) for rank in sources}
-    whole = {rank: _with_length(data) for rank, data in sends.items()}
+    first = {rank: torch.empty(first_bytes, dtype=torch.uint8, device=device) for rank in sources}
+    whole = {rank: _with_length(data, first_bytes) for rank, data in sends.items()}
     exchange(
-        {rank: [data[:FIRST_BYTES].to(device)] for rank, data in whole.items()},
+        {rank: [data[:first_bytes].to(device)] for rank, data in whole.items()},
         {rank: [data] for rank, data in first.items()},
     )
     started = {rank: data.cpu().numpy().tobytes() for rank, data in first.items()}
     sizes = {rank: int.from_bytes(data[:_LENGTH_BYTES], "little") for rank, data in started.items()}
-    missing = {rank: size + _LENGTH_BYTES - FIRST_BYTES for rank, size in sizes.items()}
+    missing = {rank: size + _LENGTH_BYTES - first_bytes for rank, size in sizes.items()}
     rest = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in missing.items() if n > 0}
     exchange(
-        {rank: [data[FIRST_BYTES:].to(device)] for rank, data in whole.items() if data.numel() > FIRST_BYTES},
+        {rank: [data[first_bytes:].to(device)] for rank, data in whole.items() if data.numel() > first_bytes},
         {rank: [data] for rank, data in rest.items()},
     )
     return {
@@ -86,10 +87,10 @@ def exchange_bytes(
     }
 
 
-def _with_length(data: bytes) -> Tensor:
+def _with_length(data: bytes, first_bytes: int) -> Tensor:
     """The number of bytes, then the bytes, in at least as many as the first message has."""
     text = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    return torch.frombuffer(bytearray(text.ljust(FIRST_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(first_bytes, b"\0")), dtype=torch.uint8)
 
 
 def memory_order(stride: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ import datetime
 import decimal
 import enum
 import io
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 
 from dynpipe_ds import CheckpointError
 from dynpipe_ds.checkpoint.plain import plain
+from tests.steps import lines_run
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -178,8 +178,4 @@ def test_metadata_of_a_state_dict_stays() -> None:
 
 def test_a_large_state_costs_little() -> None:
     state = {i: {"step": torch.tensor(1.0), "exp_avg": torch.ones(1), "betas": (0.9, 0.99)} for i in range(3_000)}
-    began = time.perf_counter()
-    stored = plain({"state": state}, "optimizer")
-    walked = time.perf_counter()
-    torch.save(stored, io.BytesIO())
-    assert walked - began < 0.5 * (time.perf_counter() - walked), "much less than writing it"
+    assert lines_run(lambda: plain({"state": state}, "optimizer")) < 100 * len(state), "much less than writing it"

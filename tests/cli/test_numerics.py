@@ -22,7 +22,7 @@ from dynpipe_ds.cli.numerics.record import NORM, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.numerics.reference import train_undivided
 from tests.cli.conftest import Command
 from tests.cli.mutants import MUTANTS, Patches
-from tests.distributed.ranks import _free_port, run_ranks
+from tests.distributed.ranks import reserved_port, run_ranks
 
 TYPICAL = [
     "dropped_clip", "norm_of_the_first_stage", "gradient_divided_twice", "tied_gradients_added_once_too_few",
@@ -180,9 +180,10 @@ def test_processes_that_end_without_training_are_a_problem(tmp_path: Path) -> No
 @pytest.mark.exhaustive
 def test_a_rank_ends_with_its_parent(tmp_path: Path) -> None:
     """Whose end of its standard input closes; else it would wait for the other rank."""
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    done = subprocess.run(
-        [sys.executable, "-m", "dynpipe_ds.cli.numerics.rank", str(tmp_path)], env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL, capture_output=True, timeout=100, check=False,
-    )  # fmt: skip
+    with reserved_port() as port:
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = subprocess.run(
+            [sys.executable, "-m", "dynpipe_ds.cli.numerics.rank", str(tmp_path)], env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=100, check=False,
+        )  # fmt: skip
     assert done.returncode == 1

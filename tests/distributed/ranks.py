@@ -7,7 +7,6 @@ traceback; when ranks are stuck, the error names them and where they are.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -19,13 +18,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 _WHERE_ARE_YOU = signal.SIGUSR1
+_LOOK_S = 0.2  # how often to look whether all that are left are stopped
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.distributed.preload"])
@@ -36,7 +39,7 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0,
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240.0,
     may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
@@ -46,7 +49,8 @@ def run_ranks(
         num_ranks: world size.
         *args: picklable arguments.
         timeout_s: after which the ranks that are still running are named and killed.
-        may_die: ranks whose end is part of the test; when all others have answered, they have a second left.
+        may_die: ranks whose end is part of the test; when all others have answered, nobody waits for one that is
+            stopped (SIGSTOP).
         may_leave: ranks that may end without an answer, with exit code 0.
         collective_s: timeout of the process group; by default DeepSpeed's.
 
@@ -56,8 +60,7 @@ def run_ranks(
     Raises:
         RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
     """
-    port = _free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         stay = not may_die
         world = _World(num_ranks, port, collective_s)
         ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks)]
@@ -68,10 +71,16 @@ def run_ranks(
         return [r.result for r in ranks]
 
 
-def _free_port() -> int:
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for those who are told of it: bound here until the end, so that the system gives it to nobody else.
+
+    Who listens there sets ``SO_REUSEADDR``, as torch's store does; it may do so again and again.
+    """
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        yield int(s.getsockname()[1])
 
 
 class _World(NamedTuple):
@@ -107,10 +116,14 @@ class _Rank:
             self.error = payload
         return bool(ok)
 
+    def is_stopped(self) -> bool:
+        """Whether it was stopped, so that it will neither answer nor end."""
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
     def write_stack(self) -> None:
         """Make the rank write to its log where it is."""
         size = self.log.stat().st_size if self.log.exists() else 0
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.kill(self.process.pid, _WHERE_ARE_YOU)  # type: ignore[arg-type]
         patience = time.monotonic() + 2
         while self.log.exists() and self.log.stat().st_size == size and time.monotonic() < patience:
@@ -132,7 +145,9 @@ def _collect(
     pending = {r.pipe: r for r in ranks}
     deadline = time.monotonic() + timeout_s
     while pending and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(pending), timeout=left):
+        if all(rank.rank in may_die and rank.is_stopped() for rank in pending.values()):
+            break
+        for pipe in wait(list(pending), timeout=min(left, _LOOK_S) if may_die else left):
             rank = pending.pop(pipe)  # type: ignore[call-overload]
             good = rank.receive()
             if not good and rank.rank in may_leave and rank.process.exitcode == 0:
@@ -140,9 +155,9 @@ def _collect(
             elif not good and rank.rank not in may_die:
                 # The others may wait for it for ever; a short grace shows errors of their own.
                 deadline = min(deadline, time.monotonic() + 5)
-        if may_die and all(rank.rank in may_die for rank in pending.values()):
-            deadline = min(deadline, time.monotonic() + 1)  # stopped ranks don't come
     for r in pending.values():
+        if r.rank in may_die:
+            continue
         # After another rank's failure, those left are its victims, not the cause.
         r.stuck = not any(other.error for other in ranks if other.rank not in may_die)
         r.write_stack()
@@ -170,7 +185,7 @@ def _run(
         pipe.send((False, traceback.format_exc()))
     finally:
         # A rank that left early would break the connections of those that are still at work.
-        with contextlib.suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):
             if stay:
                 pipe.recv()
         stream.flush()

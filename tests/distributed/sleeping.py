@@ -1,33 +1,75 @@
-"""Layers that sleep for a known time, forward and backward, so that a machine's speed does not matter."""
+"""Layers that take a known time by a clock of their own, so that a machine's speed does not matter.
+
+Nobody sleeps: each process has a time that passes only where a layer says so, and a message arrives at the moment it
+was sent. What the profiler measures by it can be computed by hand, to the last bit for times such as 0.25 s.
+"""
 
 from __future__ import annotations
 
 import os
-import time
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from dynpipe_ds import instructions, profiling
+from dynpipe_ds.migration.transport import exchange
 from tests.distributed.models import HIDDEN, Embed, Head
+
+_now_s = 0.0
+
+
+def sleep(seconds: float) -> None:
+    """Let time pass, if :func:`told_time` is in force."""
+    global _now_s
+    _now_s += seconds
+
+
+def _exchange(sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> None:
+    """What travels takes the time along: nothing is received before it was sent."""
+    now = torch.tensor([_now_s], dtype=torch.float64)
+    theirs = {rank: torch.zeros_like(now) for rank in receives}
+    exchange(
+        {rank: [*tensors, now] for rank, tensors in sends.items()},
+        {rank: [*tensors, theirs[rank]] for rank, tensors in receives.items()},
+    )
+    sleep(max([0.0, *(float(then) - _now_s for then in theirs.values())]))
+
+
+def told_time() -> ExitStack:
+    """From now on, until what is returned is closed, the profiler of this process measures the layers' own time."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(profiling.HostClock, "stamp", lambda _: _now_s))
+    stack.enter_context(patch.object(instructions, "exchange", _exchange))
+    return stack
+
+
+def meet() -> None:
+    """Let all ranks begin the next batch at once; collective."""
+    latest = torch.tensor([_now_s], dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX)
+    sleep(float(latest) - _now_s)
 
 
 class _Nap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
         ctx.backward_s = backward_s
-        time.sleep(forward_s)
+        sleep(forward_s)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        time.sleep(ctx.backward_s)
+        sleep(ctx.backward_s)
         return gradient, None, None
 
 
 class Nap(nn.Module):
-    """Sleeps; its time can be changed while training, and be longer on slow workers.
+    """Takes its time; which can be changed while training, and be longer on slow workers.
 
     Args:
         forward_s: seconds of its forward.
@@ -46,5 +88,5 @@ class Nap(nn.Module):
 
 
 def napping(naps: list[tuple[float, float]], speeds: tuple[float, ...] = ()) -> list[Any]:
-    """A model whose layers, but the first and the last, sleep for the given (forward, backward) seconds."""
+    """A model whose layers, but the first and the last, take the given (forward, backward) seconds; those take none."""
     return [LayerSpec(Embed), *(LayerSpec(Nap, f, b, speeds) for f, b in naps), LayerSpec(Head)]

@@ -403,7 +403,6 @@ def other_optimizers(rank: int, folder: str, clients: list[str]) -> None:
 
 
 # DeepSpeed compiles the other one for a minute.
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("client", mostly(["adamw_object_scheduler", "cpu_adam"], ["adamw_object_scheduler"]))
 def test_other_optimizers(tmp_path: Any, client: str) -> None:
     compile_first(client)

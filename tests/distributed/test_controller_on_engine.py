@@ -1,4 +1,4 @@
-"""When the real engine rebalances: layers that sleep make one cut clearly the best."""
+"""When the real engine rebalances: layers of known times make one cut the best."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from dynpipe_ds import DynamicPipelineModule, RebalanceEvent
 from tests.distributed.models import Run, base_config, data, loss_fn
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sleeping import Nap, napping
+from tests.distributed.sleeping import Nap, meet, napping, told_time
 from tests.distributed.test_exactness import ADAMW
 
-NAP = (0.004, 0.008)
+NAP = (4.0, 8.0)  # so long that no move of layers, which takes the machine's own time, is too dear
 Events = list[RebalanceEvent]
 
 
 def engine_of(
     cut: list[int], section: dict[str, Any], speeds: tuple[float, ...] = (), **config: Any
 ) -> tuple[Any, Events]:
-    """An engine of six layers that sleep alike, between two that do not; and its events so far."""
+    """An engine of six layers that take equally long, between two that take no time; and its events so far."""
+    told_time()
     torch.manual_seed(7)
     module = DynamicPipelineModule(
         napping([NAP] * 6, speeds), num_stages=2, loss_fn=loss_fn, partition_method=cut
@@ -39,6 +40,7 @@ def train(engine: Any, num_batches: int) -> None:
     batches = data(0, 4)
     for _ in range(num_batches):
         engine.train_batch(batches)
+        meet()
 
 
 def summary(events: Events) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -55,7 +57,7 @@ def unbalanced(_rank: int) -> Any:
     assert summary(events) == first, "it stays where it is balanced"
     event = events[0]
     assert event.plan_s > 0 and event.migrate_s > 0 and event.seconds == event.plan_s + event.migrate_s
-    assert event.predicted_gain == pytest.approx(0.4, abs=0.2) and event.bytes_moved > 0
+    assert event.predicted_gain == pytest.approx(0.4) and event.bytes_moved > 0
     assert str(event).startswith(f"re-partition after batch {event.batch}: [0, 2, 8] -> [0, 4, 8], predicted gain")
     assert engine.overhead.planning_s > 0 and engine.overhead.migrating_s >= event.migrate_s
     for index, layer in engine.local_layers().items():
@@ -118,7 +120,7 @@ def test_a_fixed_interval_and_the_monitor(tmp_path: Path) -> None:
     assert column("stage_0_first_layer") == [(16, 0.0), (48, 0.0)]
     assert [value > 0 for _, value in column("rebalance_s")] == [True, True]
     assert column("rebalance_moved_bytes")[0][1] > 0
-    assert column("rebalance_predicted_gain")[0][1] == pytest.approx(0.4, abs=0.2)
+    assert column("rebalance_predicted_gain")[0][1] == pytest.approx(0.4)
     assert [step for step, _ in column("bubble_ratio")] == [8 * batch for batch in range(1, 9)]
 
 
@@ -140,7 +142,7 @@ def phases_and_speeds(_rank: int) -> None:
     engine, events = engine_of([0, 4, 8], {"rebalance_every": "never", "stage_speeds": list(speeds)}, speeds)
     train(engine, 3)
     assert not events
-    assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3, abs=0.2)
+    assert engine.rebalance().after == (0, 5, 8) and events[0].predicted_gain == pytest.approx(1 / 3)
     train(engine, 3)
     assert engine.rebalance() is None
     before, spent = engine.last_batch_profile, engine.overhead.profiling_s

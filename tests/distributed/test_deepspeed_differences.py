@@ -192,12 +192,16 @@ def mixed_tuple(rank: int, plain: bool) -> list[float]:
 
 
 def test_mixed_tuples_on_three_stages() -> None:
-    """A middle stage of DeepSpeed receives gradients in a buffer that it made for int64: a hang or nonsense."""
     right = run_ranks(mixed_tuple, 2, True)[0]
     assert run_ranks(mixed_tuple, 2, False)[0] == right
     assert run_ranks(mixed_tuple, 3, False)[0] == right
+
+
+@pytest.mark.exhaustive  # a hang is waited for
+def test_mixed_tuples_on_three_stages_of_deepspeed() -> None:
+    """A middle stage receives gradients in a buffer that it made for int64: a hang or nonsense."""
     try:
-        assert run_ranks(mixed_tuple, 3, True, timeout_s=15)[0] != right
+        assert run_ranks(mixed_tuple, 3, True, timeout_s=60)[0] != run_ranks(mixed_tuple, 2, True)[0]
     except RankFailure:
         pass
 

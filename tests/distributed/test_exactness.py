@@ -88,7 +88,7 @@ def test_three_stages_with_clipping_and_schedule(optimizer: str) -> None:
     ("optimizer", "stages"),
     mostly(
         product(["adamw", "zero1", "bf16_zero1_fp32_sums"], [2, 4]),
-        [("adamw", 4), ("zero1", 2), ("bf16_zero1_fp32_sums", 4)],
+        [("zero1", 2), ("bf16_zero1_fp32_sums", 4)],
     ),
 )
 def test_two_and_four_stages(optimizer: str, stages: int) -> None:
@@ -101,7 +101,6 @@ def test_two_stages_with_two_replicas(optimizer: str) -> None:
     compare(run, MOVES[2], replicas=2)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "client",
     mostly(

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dynpipe_ds import instructions
+from dynpipe_ds import passing
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FUSED, ZERO, _fused_adam_is_built
@@ -58,13 +58,13 @@ def freeze(engine: Any, num_frozen: int) -> None:
 @contextmanager
 def counted_sends(engine: Any) -> Iterator[list[int]]:
     """Count what this stage sends to the previous one: gradients, nothing else."""
-    count, original = [0], instructions._send
+    count, original = [0], passing._send
 
     def send(engine: Any, tensors: Sequence[torch.Tensor], stage: int) -> None:
         count[0] += len(tensors) * (stage == engine.prev_stage)
         original(engine, tensors, stage)
 
-    with patch.object(instructions, "_send", send):
+    with patch.object(passing, "_send", send):
         yield count
 
 

@@ -392,4 +392,4 @@ def refused(_rank: int) -> None:
 
 
 def test_layouts_and_shapes_that_change_are_refused_on_every_rank() -> None:
-    run_ranks(refused, 3, timeout_s=60)
+    run_ranks(refused, 3)

@@ -56,7 +56,6 @@ LANES = {
 }
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "replicas"), mostly(product(LANES, [1, 2]), [("fused_adamw_zero1", 2)]))
 def test_parameters_of_odd_size(kind: str, replicas: int) -> None:
     if kind.startswith("cpu_adam"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import time
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import RankFailure, run_ranks
+from tests.distributed.ranks import RankFailure, reserved_port, run_ranks
 
 
 def total(rank: int, offset: int) -> tuple[int, int]:
@@ -58,12 +60,10 @@ def test_results_come_back_by_rank() -> None:
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
-    started = time.monotonic()
-    message = fail(raise_on_one, "no such layer: 9")
+    message = fail(raise_on_one, "no such layer: 9", timeout_s=1e6)
     assert "rank 1: Traceback" in message and "ValueError: no such layer: 9" in message
     assert "in raise_on_one" in message
     assert "did not finish" not in message, "the rank that waits for it is a victim, not a cause"
-    assert time.monotonic() - started < 30
 
 
 def test_a_rank_that_exits_is_named_with_its_last_words() -> None:
@@ -72,12 +72,39 @@ def test_a_rank_that_exits_is_named_with_its_last_words() -> None:
 
 
 def test_a_stuck_rank_is_named_with_where_it_is() -> None:
-    started = time.monotonic()
-    message = fail(stick_on_one, timeout_s=5)
+    message = fail(stick_on_one, timeout_s=2)
     assert "rank 1 did not finish in time" in message and "wait_for_ever" in message
     assert "rank 0" not in message and "rank 2" not in message
-    assert time.monotonic() - started < 30
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     assert "cannot pickle" in fail(return_a_lock)
+
+
+def stop_one(rank: int) -> int:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return rank
+
+
+def test_nobody_waits_for_a_stopped_rank_that_may_die() -> None:
+    assert run_ranks(stop_one, 2, may_die={1}, timeout_s=1e6) == [0, None]
+
+
+def answer_late(rank: int) -> int:
+    time.sleep(2.0 * rank)
+    return rank
+
+
+def test_a_rank_that_may_die_and_lives_is_waited_for() -> None:
+    assert run_ranks(answer_late, 2, may_die={1}) == [0, 1]
+
+
+def test_a_reserved_port_is_free_for_a_store_and_for_nobody_else() -> None:
+    with reserved_port() as port:
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        for _ in range(2):
+            store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
+            store.set("key", "value")
+            del store

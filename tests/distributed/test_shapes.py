@@ -5,7 +5,6 @@ Each is trained twice in the same world, static and with moves; both must agree 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -33,6 +32,7 @@ from tests.distributed.models import (
     loss_fn,
 )
 from tests.distributed.ranks import run_ranks
+from tests.distributed.sleeping import sleep, told_time
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, MOVES, ZERO
 
 Moves = dict[int, tuple[int, ...]]
@@ -346,22 +346,22 @@ class Slow(nn.Linear):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        sleep(self.seconds)
         return super().forward(x)
 
 
-SLOW_S = 0.004
+SLOW_S = 1.0
 STASH: dict[str, Tensor] = {}
 
 
 def stash(x: Tensor) -> Tensor:
-    time.sleep(SLOW_S)
+    sleep(SLOW_S)
     STASH["x"] = x
     return x * 2
 
 
 def add_stashed(x: Tensor) -> Tensor:
-    time.sleep(SLOW_S)
+    sleep(SLOW_S)
     return x + STASH.pop("x")
 
 
@@ -377,6 +377,7 @@ def pinned(_rank: int) -> None:
         slow_layers, 2, (0, 2, 8), {}, arguments={"pin": [4], "partition_method": "optimal:time"},
         config={**ADAMW, "dynamic_pipeline": section},
     )
+    told_time()
     engine, batches = make(case), data(0, 4)
     assert engine.partition[1] not in (4, 6)
     for cut in (4, 6):

@@ -129,7 +129,7 @@ def everything(rank: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_all_directions_at_once(num_ranks: int) -> None:
-    run_ranks(everything, num_ranks, timeout_s=60)
+    run_ranks(everything, num_ranks)
 
 
 def test_large_tensors_are_never_copied() -> None:

@@ -125,7 +125,7 @@ def run_job(
     text = None if place is None else str(place)
     killed = -1 if victim is None else victim
     outcomes: list[Outcome | None] = run_ranks(
-        train, job.num_ranks, job, text, point, killed, timeout_s=90, may_die=may_die
+        train, job.num_ranks, job, text, point, killed, may_die=may_die
     )
     return outcomes
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
+import enum
+import logging
+import math
+import os
+import pickle
 import threading
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, unpack_extra, warn_lost
+from dynpipe_ds.migration.decoding import Decoder, DecodingError
+from dynpipe_ds.migration.encoding import Tag
+from dynpipe_ds.migration.names import NoNames
+from dynpipe_ds.migration.packing import PackingError, cut, empty_tensors, join, pack, unpack, unpack_extra
 from dynpipe_ds.migration.transport import flat_view
 
 CPU = torch.device("cpu")
@@ -31,9 +40,10 @@ def arrive(package: Any) -> tuple[Any, Any]:
     buffers = empty_tensors(package.skeleton, CPU)
     extra = unpack_extra(package.skeleton, buffers)  # before anything has come
     fill(buffers.own, package.tensors.own)
-    module = unpack(package.skeleton, buffers)  # while the others are under way
+    arrived = unpack(package.skeleton, buffers)  # while the others are under way
     fill(buffers.extra, package.tensors.extra)
-    return module, extra
+    assert arrived.warnings == []
+    return arrived.layer, extra
 
 
 def fill(buffers: list[Tensor], tensors: list[Tensor]) -> None:
@@ -174,17 +184,22 @@ def test_a_transposed_parameter_keeps_its_strides() -> None:
     assert arrived.image.is_contiguous(memory_format=torch.channels_last)
 
 
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_and_function_attributes() -> None:
     module = nn.Linear(2, 2)
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     module.pattern = dense.to_sparse_csr()  # type: ignore[assignment]
     module.coordinates = dense.to_sparse_coo()  # type: ignore[assignment]
-    module.activation = lambda x: x * 3  # type: ignore[assignment]
+    module.activation = torch.nn.functional.gelu  # type: ignore[assignment]
+    module.scale = triple  # type: ignore[assignment]
     arrived, _ = journey(module)
     assert arrived.pattern.layout == torch.sparse_csr and torch.equal(arrived.pattern.to_dense(), dense)
     assert arrived.coordinates.layout == torch.sparse_coo and torch.equal(arrived.coordinates.to_dense(), dense)
-    assert arrived.activation(torch.tensor(2.0)) == 6
+    assert arrived.activation is torch.nn.functional.gelu and arrived.scale is triple
 
 
 @dataclass
@@ -221,18 +236,29 @@ def add_one(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output + 1
 
 
+def double_input(_module: nn.Module, inputs: Any) -> Any:
+    return (inputs[0] * 2,)
+
+
+def halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= 2
+
+
 def test_hooks_are_carried() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module[0].register_forward_hook(add_one)
-    module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
-    module[0].weight.register_hook(lambda gradient: gradient * 10)
+    module.register_forward_pre_hook(double_input)
+    module[0].weight.register_hook(partial(torch.mul, torch.tensor(10.0)))
+    module[0].bias.register_post_accumulate_grad_hook(halve_gradient)
     x = torch.ones(1, 2)
     arrived, _ = journey(module)
     assert torch.equal(arrived(x), module(x))
     for m in (module, arrived):
         m(x).sum().backward()
     assert torch.equal(arrived[0].weight.grad, module[0].weight.grad)
-    assert torch.equal(arrived[0].bias.grad * 20, arrived[0].weight.grad[:, 0])
+    assert torch.equal(arrived[0].bias.grad, module[0].bias.grad)
+    assert torch.equal(arrived[0].bias.grad * 40, arrived[0].weight.grad[:, 0])
 
 
 def test_new_hooks_do_not_displace_carried_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,87 +272,131 @@ def test_new_hooks_do_not_displace_carried_ones(monkeypatch: pytest.MonkeyPatch)
     assert torch.allclose(arrived(torch.zeros(2)), arrived.bias + 2)
 
 
-def unpicklable_hook() -> Any:
-    lock = threading.Lock()
+def nameless_hook() -> Any:
+    factor = 2
 
     def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        with lock:
-            return output * 2
+        return output * factor
 
     return hook
 
 
-def test_unpicklable_hooks_stay_behind_with_a_warning() -> None:
+def test_nameless_hooks_stay_behind_with_a_warning() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    module[0].register_forward_hook(unpicklable_hook())
+    module[0].register_forward_hook(nameless_hook())
     module[0].register_forward_hook(add_one)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         package = pack(module, "layer 3 (Sequential)")  # says so only when the move succeeds
-    assert len(package.warnings) == 1
-    with pytest.warns(UserWarning, match=r"forward_hook .*hook.* of layer 3 \(Sequential\)\.0 can't be"):
-        warn_lost(package.warnings)
+    (text,) = package.warnings
+    assert text.startswith("layer 3 (Sequential): forward_hook <function nameless_hook") and "of 0 can't be" in text
     x = torch.ones(1, 2)
     plain = nn.functional.linear(x, module[0].weight, module[0].bias)
     assert torch.equal(module(x), plain * 2 + 1), "the original keeps both, in order"
     assert torch.equal(arrive(package)[0](x), plain + 1)
 
 
-def test_unpicklable_parameter_attributes_and_tensor_hooks_stay_behind() -> None:
+def test_nameless_parameter_attributes_and_tensor_hooks_stay_behind() -> None:
     module = nn.Linear(2, 2)
-    module.weight.guard = threading.Lock()  # type: ignore[attr-defined]
-    lock = threading.Lock()
-    module.bias.register_hook(lambda g: g if lock else None)
+    module.weight.guard = lambda: None  # type: ignore[attr-defined]
+    module.bias.register_hook(lambda g: g)
     package = pack(module, "layer 2 (Linear)")
     assert len(package.warnings) == 2
-    assert "attribute 'guard' of a parameter of layer 2 (Linear)" in " ".join(package.warnings)
+    assert "layer 2 (Linear): attribute 'guard' of weight can't be carried" in " ".join(package.warnings)
     assert "tensor hook" in " ".join(package.warnings)
     arrived, _ = arrive(package)
     assert not hasattr(arrived.weight, "guard") and hasattr(module.weight, "guard")
 
 
-def test_the_original_keeps_its_hooks_when_packing_fails() -> None:
-    module = nn.Linear(2, 2)
-    module.register_forward_hook(unpicklable_hook())
-    module.guard = threading.Lock()  # type: ignore[assignment]
-    hooks = OrderedDict(module._forward_hooks)
-    with pytest.raises(PackingError):
-        pack(module, "layer 0 (Linear)")
-    assert module._forward_hooks == hooks
+def test_attributes_of_parameters_may_have_the_names_of_methods() -> None:
+    """As in GPT-NeoX and Megatron-DeepSpeed: ``bias.stride = 1``."""
+    module = nn.Linear(2, 3)
+    for name in ("stride", "detach", "is_contiguous", "size", "dim"):
+        setattr(module.bias, name, 1)
+    arrived, _ = journey(module)
+    assert arrived.bias.stride == 1 and torch.equal(arrived.bias, module.bias)
 
 
 # -- what can't be carried --------------------------------------------------------------------
 
 
-def test_an_unpicklable_attribute_is_an_error_that_says_what_to_do() -> None:
-    module = nn.Linear(2, 2)
-    module.guard = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(PackingError, match=r"layer 5 \(Linear\).*lock.*__getstate__.*pinned_cuts"):
-        pack(module, "layer 5 (Linear)")
+def nameless(x: int) -> Any:
+    return lambda: x
+
+
+class Runs:
+    """Asks for a function to be called where it arrives."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (nameless(1), "the function nameless.<locals>.<lambda>, which has no name"),
+        ((x for x in ()), "a builtins.generator, whose state can't be read"),
+        (Runs(), "it is made by calling posix.system"),
+        (nn.Parameter(torch.zeros(1)).as_subclass(type("Special", (Tensor,), {})), "a tensor of class"),
+    ],
+    ids=["lambda", "generator", "call", "subclass"],
+)
+def test_what_has_no_name_is_refused_by_path(value: Any, reason: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].settings = {"guard": [value]}  # type: ignore[assignment]
+    with pytest.raises(PackingError) as caught:
+        pack(module, "layer 5 (Sequential)")
+    text = str(caught.value)
+    assert text.startswith("layer 5 (Sequential) can't be carried to another process: 0.settings['guard'][0] holds ")
+    assert reason in text and "LayerSpec" in text
 
 
 class Guarded(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.guard = threading.Lock()
+        self.guard = nameless(2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k != "guard"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.guard = threading.Lock()
+        self.guard = nameless(3)
 
 
 def test_the_remedy_works() -> None:
     arrived, _ = journey(Guarded())
-    assert arrived.guard.acquire(blocking=False)
+    assert arrived.guard() == 3
 
 
-def test_a_class_defined_inside_a_function_travels_by_value() -> None:
-    class Local(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - 1
+def test_nothing_that_arrives_is_run() -> None:
+    """A skeleton that names a class or function in the stream itself is refused before it is looked up."""
+    package = pack(nn.Linear(2, 2), "layer 0 (Linear)")
+    specs, _, extra = cut(package.skeleton)
+    evil = join([specs, pickle.dumps(Runs()), extra])
+    with pytest.raises(pickle.UnpicklingError, match="no plain value"):
+        unpack(evil, empty_tensors(evil, CPU))
 
-    arrived, _ = journey(Local())
-    assert arrived(torch.tensor(3.0)) == 2
+
+def test_only_data_is_made_by_calling() -> None:
+    decoder = Decoder([], NoNames())
+    with pytest.raises(DecodingError, match="not among what may be called"):
+        decoder.decode((Tag.CALL, 0, (Tag.NAMED, "os", "system"), (Tag.TUPLE, ["true"]), None, None, None))
+
+
+def test_locks_loggers_generators_and_methods() -> None:
+    module = nn.Linear(2, 2)
+    module.guard, module.log = threading.RLock(), logging.getLogger("a.b")  # type: ignore[assignment]
+    module.event, module.numbers = threading.Event(), torch.Generator().manual_seed(5)  # type: ignore[assignment]
+    module.run, module.array = module.forward, np.arange(3)  # type: ignore[assignment]
+    module.kinds = (torch.float16, torch.strided, torch.Size([1]), math, Color.RED)  # type: ignore[assignment]
+    torch.rand(3, generator=module.numbers)
+    arrived, _ = journey(module)
+    with arrived.guard, module.guard:
+        assert arrived.log is module.log and not arrived.event.is_set()
+    assert torch.equal(torch.rand(3, generator=arrived.numbers), torch.rand(3, generator=module.numbers))
+    assert arrived.run.__self__ is arrived and arrived.array.tolist() == [0, 1, 2] and arrived.kinds == module.kinds
+
+
+class Color(enum.Enum):
+    RED = 1

@@ -2,12 +2,12 @@
 
 import itertools
 import random
-import time
 
 import numpy as np
 import pytest
 
 from dynpipe_ds.partition import InfeasiblePartitionError, StageMemory, optimal
+from tests.steps import lines_run
 
 
 def all_partitions(num_layers, num_stages, pinned, allow_empty):
@@ -286,11 +286,10 @@ def test_result_is_of_plain_numbers():
     assert type(plan.bytes_to_move) is int
 
 
-def test_large_case_is_fast():
-    # The benchmark measures; this only notices a change of complexity on a busy machine.
+def test_large_case_takes_few_steps():
+    # The benchmark measures; this notices a change of complexity: now it is 43,000 lines of code.
     rng = np.random.default_rng(0)
     costs = rng.lognormal(size=1000).tolist()
     current = [*range(256), 1000]
-    start = time.perf_counter()
-    optimal(costs, 256, current=current, layer_bytes=[10**9] * 1000)
-    assert time.perf_counter() - start < 1.0
+    num_lines = lines_run(lambda: optimal(costs, 256, current=current, layer_bytes=[10**9] * 1000))
+    assert num_lines < 100_000

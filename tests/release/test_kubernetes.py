@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def server(request: pytest.FixtureRequest, pod: Callable[..., None]) -> Iterator
 
 def backend(server: ApiServer, **options: Any) -> KubernetesBackend:
     mode = "statefulset" if "StatefulSet" in server.objects else "indexed-job"
-    return KubernetesBackend(**{"mode": mode, "name": "train", "timeout_s": 5.0, **options})
+    return KubernetesBackend(**{"mode": mode, "name": "train", "timeout_s": 60.0, **options})
 
 
 def size(server: ApiServer) -> tuple[int, ...]:
@@ -192,10 +191,8 @@ def test_completions_alone_would_be_refused(pod: Callable[..., None]) -> None:
 def test_no_server(pod: Callable[..., None]) -> None:
     with serve("statefulset") as server:
         pod(server)
-    started = time.monotonic()
     with pytest.raises(ReleaseError, match="StatefulSet research/train: no answer from the API server"):
-        backend(server).check()
-    assert time.monotonic() - started < 5
+        backend(server, timeout_s=1e6).check()
 
 
 def test_no_credentials(pod: Callable[..., None]) -> None:

@@ -96,7 +96,7 @@ def finish(settings: Settings, ranks: int) -> tuple[dict[str, Any], str]:
 
 def kill(settings: Settings, ranks: int, rank: int, point: Point) -> None:
     """Kill one rank; the others say so."""
-    outcomes = run_ranks(run_entry, ranks, settings, Stop(rank, signal.SIGKILL, point), timeout_s=60, may_die={rank})
+    outcomes = run_ranks(run_entry, ranks, settings, Stop(rank, signal.SIGKILL, point), may_die={rank})
     assert outcomes[rank] is None
     for other, outcome in enumerate(outcomes):
         assert other == rank or f"rank {rank} ended" in outcome[0], outcome

@@ -28,15 +28,15 @@ def launch_command(*overrides: str) -> list[str]:
     return [str(part) for part in command]
 
 
-def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run the entry on two ranks."""
+def launch(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry on two ranks, in a folder."""
+    folder.mkdir()
     return subprocess.run(
         launch_command(*overrides),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=180,
         check=False,
     )
 
@@ -44,8 +44,8 @@ def launch(*overrides: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
     """Table, picture, results and one line a re-partition; both runs have equal bits."""
-    before = sorted(path.name for path in ROOT.iterdir())
     done = launch(
+        tmp_path / "here",
         "scenario=freezing",
         "scenario.batches=[3,6]",
         "run.batches=10",
@@ -83,15 +83,16 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         file = tmp_path / "out" / "csv_monitor" / label / "Train_Samples_train_loss.csv"
         values = [float(line.split(",")[1]) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
         assert values == pytest.approx(run["losses"]), "live metrics of each run are its own"
-    assert sorted(path.name for path in ROOT.iterdir()) == before, "no folder of Hydra's"
+    assert not list((tmp_path / "here").iterdir()), "no folder of Hydra's"
     ranks = done.stdout[done.stdout.rindex("spawned with command") :].partition("\n")[2]
     assert ranks.startswith("after batch") and "[WARNING]" not in ranks, "DeepSpeed's log is quiet in the ranks"
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
     """No traceback, said once, and the launcher stops."""
-    done = launch("data=text", f"data.path={tmp_path / 'nowhere.txt'}")
+    done = launch(tmp_path / "here", "data=text", f"data.path={tmp_path / 'nowhere.txt'}")
     assert done.returncode != 0
     assert done.stderr.count("nowhere.txt does not exist: give a text file") == 1
     assert "Traceback" not in done.stderr

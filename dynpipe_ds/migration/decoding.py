@@ -1,0 +1,288 @@
+"""From plain values and tensors to an object graph: the other side of ``encoding.py``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynpipe_ds.migration.encoding import MAKERS, Tag, digest_of, named
+from dynpipe_ds.migration.names import Names, Path, is_a, spell
+
+
+class DecodingError(RuntimeError):
+    """What another rank names is not here, or is something else here."""
+
+
+_ABSENT = object()
+
+
+class Decoder:
+    """Decodes what one encoder encoded.
+
+    Args:
+        tensors: by number.
+        names: what this rank knows by name.
+        device: this rank's.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], names: Names, device: torch.device | None = None) -> None:
+        self._tensors = tensors
+        self._names = names
+        self._device = device
+        self._objects: dict[int, Any] = {}
+        self.bound: dict[Path, Any] = {}
+        self.lost: list[str] = []
+        self.twins: dict[int, Tensor] = {}
+
+    def decode(self, node: Any, twin: Any = _ABSENT) -> Any:
+        """Make what a node stands for.
+
+        Args:
+            node: from :meth:`Encoder.encode`.
+            twin: what the template has at this place, if there is a template.
+
+        Raises:
+            DecodingError: naming what is missing or different here.
+        """
+        if type(node) is not tuple:
+            return node
+        tag, *rest = node
+        return _KINDS[tag](self, twin, *rest)
+
+    # -- kinds; each gets what the template has, and what the encoder wrote -------------------
+
+    def _tensor(self, twin: Any, number: int) -> Any:
+        if isinstance(twin, Tensor):
+            self.twins[number] = twin
+        return self._tensors[number]
+
+    def _memo(self, _twin: Any, number: int) -> Any:
+        return self._objects[number]
+
+    def _bound(self, _twin: Any, path: Path, class_name: str) -> Any:
+        try:
+            obj = self._names.resolve(path)
+        except LookupError as error:
+            raise DecodingError(str(error)) from error
+        mine = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        if mine != class_name:
+            raise DecodingError(f"{spell(path)} is a {class_name} on the stage it comes from, and a {mine} here")
+        self.bound[path] = obj
+        return obj
+
+    def _named(self, _twin: Any, module: str, name: str) -> Any:
+        try:
+            importlib.import_module(module)
+            obj = named(module, name)
+        except ImportError as error:
+            raise DecodingError(f"{module}.{name} can't be imported here ({error})") from error
+        if obj is None:
+            raise DecodingError(f"{module} has no {name} here")
+        return obj
+
+    def _module(self, _twin: Any, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def _tuple(self, twin: Any, items: list[Any]) -> Any:
+        return tuple(self.decode(item, _item(twin, i)) for i, item in enumerate(items))
+
+    def _list(self, twin: Any, number: int, items: list[Any]) -> Any:
+        made = self._objects[number] = twin if type(twin) is list else []
+        made[:] = [self.decode(item, _item(twin, i)) for i, item in enumerate(items)]
+        return made
+
+    def _dict(self, twin: Any, number: int | None, pairs: list[Any]) -> Any:
+        made = twin if type(twin) is dict else {}
+        if number is not None:
+            self._objects[number] = made
+        decoded = [(key := self.decode(k), self.decode(v, _item(twin, key))) for k, v in pairs]
+        made.clear()
+        made.update(decoded)
+        return made
+
+    def _set(self, twin: Any, number: int, items: list[Any]) -> Any:
+        made = self._objects[number] = twin if type(twin) is set else set()
+        decoded = [self.decode(item) for item in items]
+        made.clear()
+        made.update(decoded)
+        return made
+
+    def _frozenset(self, _twin: Any, items: list[Any]) -> Any:
+        return frozenset(self.decode(item) for item in items)
+
+    def _object(
+        self, twin: Any, number: int, cls_node: Any, arguments: Any, state: Any, items: Any, pairs: Any
+    ) -> Any:
+        cls = self._class(twin, cls_node)
+        if type(twin) is cls and hasattr(twin, "__dict__"):
+            made = twin
+        elif arguments is None:
+            raise self._missing(twin, f"an instance of {cls.__qualname__}")
+        else:
+            positional, keywords = self.decode(arguments)
+            made = cls.__new__(cls, *positional, **keywords)
+        return self._fill(made, twin, number, state, items, pairs, arguments is None)
+
+    def _call(self, twin: Any, number: int, maker_node: Any, arguments: Any, state: Any, items: Any, pairs: Any) -> Any:
+        maker = self._class(twin, maker_node)
+        if not isinstance(maker, type) and f"{maker.__module__}.{maker.__qualname__}" not in MAKERS:
+            raise DecodingError(f"{maker!r} is not among what may be called to make an object")
+        made = maker(*self.decode(arguments))
+        return self._fill(made, twin, number, state, items, pairs, False)
+
+    def _class(self, twin: Any, node: Any) -> Any:
+        return self.decode(node, twin)
+
+    def _local(self, twin: Any, name: str) -> Any:
+        if type(twin).__qualname__ != name:
+            raise self._missing(twin, f"an instance of {name}")
+        return type(twin)
+
+    def _fill(self, made: Any, twin: Any, number: int, state: Any, items: Any, pairs: Any, is_raw: bool) -> Any:
+        self._objects[number] = made
+        if state is not None:
+            _set_state(made, self._state(state, twin if made is twin else _ABSENT), is_raw)
+        if made is twin and (items is not None or pairs is not None):
+            made.clear()
+        if items is not None:
+            made.extend(self.decode(item) for item in items)
+        for key, value in pairs or ():
+            made[self.decode(key)] = self.decode(value)
+        return made
+
+    def _state(self, node: Any, twin: Any) -> Any:
+        if node[0] == Tag.DICT and node[1] is None:
+            theirs = getattr(twin, "__dict__", {})
+            return {key: self.decode(value, theirs.get(key, _ABSENT)) for key, value in node[2]}
+        return self.decode(node)
+
+    def _function(
+        self, twin: Any, number: int, name: str, digest: str, cells: list[Any], defaults: Any, keywords: Any
+    ) -> Any:
+        if not (is_a(twin, types.FunctionType) and twin.__qualname__ == name and digest_of(twin.__code__) == digest):
+            raise self._missing(twin, f"the function {name}")
+        self._objects[number] = twin
+        for cell, value in zip(twin.__closure__ or (), cells, strict=True):
+            if value is not None:
+                cell.cell_contents = self.decode(value[0], _cell(cell))
+        twin.__defaults__ = self.decode(defaults, twin.__defaults__)
+        twin.__kwdefaults__ = self.decode(keywords, twin.__kwdefaults__)
+        return twin
+
+    def _built(self, twin: Any, number: int, name: str) -> Any:
+        found = getattr(twin, "__qualname__", f"{type(twin).__module__}.{type(twin).__qualname__}")
+        if twin is _ABSENT or found != name:
+            raise self._missing(twin, name)
+        self._objects[number] = twin
+        return twin
+
+    def _missing(self, twin: Any, what: str) -> DecodingError:
+        found = "nothing" if twin is _ABSENT else f"a {type(twin).__qualname__}"
+        return DecodingError(f"the layer that its LayerSpec builds here has {found} in the place of {what}")
+
+    def _method(self, _twin: Any, owner: Any, name: str) -> Any:
+        return getattr(self.decode(owner), name)
+
+    def _bind(self, twin: Any, function: Any, owner: Any) -> Any:
+        return types.MethodType(self.decode(function, getattr(twin, "__func__", _ABSENT)), self.decode(owner))
+
+    def _lock(self, _twin: Any, number: int, is_plain: bool) -> Any:
+        made = self._objects[number] = threading.Lock() if is_plain else threading.RLock()
+        return made
+
+    def _generator(self, _twin: Any, number: int, kind: str, state: int) -> Any:
+        device = self._device if self._device is not None and self._device.type == kind else torch.device(kind)
+        made = self._objects[number] = torch.Generator(device)
+        made.set_state(self._tensors[state])
+        return made
+
+    def _weak(self, _twin: Any, target: Any) -> Any:
+        return weakref.ref(self.decode(target))
+
+    def _own_device(self, _twin: Any) -> Any:
+        return self._device
+
+    def _hooks(self, twin: Any, number: int, pairs: list[Any]) -> Any:
+        made: OrderedDict[int, Any] = OrderedDict()
+        self._objects[number] = made
+        candidates = list(twin.values()) if isinstance(twin, dict) else []
+        for key, node in pairs:
+            try:
+                made[key] = self.hook(node, candidates)
+            except DecodingError as error:
+                self.lost.append(f"a hook can't be carried and stays behind ({error})")
+        return made
+
+    def hook(self, node: Any, candidates: list[Any]) -> Any:
+        """Decode a hook; one without a name is among those that the template has at this place.
+
+        Args:
+            node: of the hook.
+            candidates: those of the template; the one that is used is taken out.
+
+        Raises:
+            DecodingError: if none of them is the one.
+        """
+        failure: DecodingError | None = None
+        for i, candidate in enumerate(candidates):
+            try:
+                found = self.decode(node, candidate)
+            except DecodingError as error:
+                failure = error
+                continue
+            if found is candidate:
+                del candidates[i]
+            return found
+        if failure is not None and not candidates:
+            raise failure
+        return self.decode(node)
+
+    def _logger(self, _twin: Any, name: str) -> Any:
+        return logging.getLogger(name)
+
+
+def _set_state(made: Any, state: Any, is_raw: bool) -> None:
+    """Give an object its attributes, as ``copy`` and ``pickle`` do; raw ones are all that it has."""
+    if hasattr(made, "__dict__") and type(state) is dict:
+        vars(made).clear()
+    if hasattr(made, "__setstate__") and not is_raw:
+        made.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple else (state, None)
+    vars(made).update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
+
+
+def _item(twin: Any, key: Any) -> Any:
+    """What a container of the template has at a place."""
+    try:
+        return twin[key] if isinstance(twin, list | tuple | dict) else _ABSENT
+    except (LookupError, TypeError):
+        return _ABSENT
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable without a value
+        return _ABSENT
+
+
+_KINDS: dict[int, Callable[..., Any]] = {
+    Tag.TENSOR: Decoder._tensor, Tag.MEMO: Decoder._memo, Tag.BOUND: Decoder._bound, Tag.NAMED: Decoder._named,
+    Tag.MODULE: Decoder._module, Tag.TUPLE: Decoder._tuple, Tag.LIST: Decoder._list, Tag.DICT: Decoder._dict,
+    Tag.SET: Decoder._set, Tag.FROZENSET: Decoder._frozenset, Tag.OBJECT: Decoder._object, Tag.CALL: Decoder._call,
+    Tag.FUNCTION: Decoder._function, Tag.BUILT: Decoder._built, Tag.METHOD: Decoder._method, Tag.BIND: Decoder._bind,
+    Tag.LOCK: Decoder._lock, Tag.GENERATOR: Decoder._generator, Tag.WEAK: Decoder._weak,
+    Tag.DEVICE: Decoder._own_device, Tag.HOOKS: Decoder._hooks, Tag.LOGGER: Decoder._logger, Tag.LOCAL: Decoder._local,
+}
