@@ -33,6 +33,9 @@ GLOBALS = "globals"
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "deepspeed", "numpy"} - {"__main__"})
 """Packages whose objects are not looked into."""
 _PLAIN_OBJECTS = (argparse.Namespace, types.SimpleNamespace, LayerSpec, partial)
+MOST_ITEMS = 10_000
+"""Of a larger container (a vocabulary, a data set) the items have no names: to look at them takes too long."""
+_SIZED = (dict, list, tuple, deque)
 _NAMELESS = (*ATOMS, type, types.ModuleType, tuple, frozenset)
 """Never bound: by value, or by another kind of name."""
 _NO_SCRIPT = ("site-packages", "dist-packages")
@@ -64,6 +67,8 @@ def children(obj: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         obj: any object; those of Python's, torch's, DeepSpeed's and NumPy's own classes are not looked into, except
             containers and modules.
     """
+    if is_a(obj, _SIZED) and len(obj) > MOST_ITEMS:
+        return
     if is_a(obj, dict):
         yield from ((("item", key), value) for key, value in list(obj.items()) if isinstance(key, ATOMS))
     elif is_a(obj, (list, tuple, deque)):

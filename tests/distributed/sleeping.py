@@ -7,6 +7,7 @@ was sent. What the profiler measures by it can be computed by hand, to the last 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import instructions, profiling
-from dynpipe_ds.migration.transport import exchange
+from dynpipe_ds import profiling
+from dynpipe_ds.migration import transport
+from dynpipe_ds.migration.transport import post
 from tests.distributed.models import HIDDEN, Embed, Head
+
+Tensors = Mapping[int, Sequence[Tensor]]
 
 _now_s = 0.0
 
@@ -29,22 +33,32 @@ def sleep(seconds: float) -> None:
     _now_s += seconds
 
 
-def _exchange(sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> None:
-    """What travels takes the time along: nothing is received before it was sent."""
+class _Arrival:
+    """What to wait for last: from then on it is not earlier than when the message was sent."""
+
+    def __init__(self, sent_s: Tensor) -> None:
+        self._sent_s = sent_s
+
+    def wait(self) -> None:
+        sleep(max(0.0, float(self._sent_s) - _now_s))
+
+
+def _post(sends: Tensors, receives: Tensors) -> list[Any]:
+    """What travels takes the time along."""
     now = torch.tensor([_now_s], dtype=torch.float64)
-    theirs = {rank: torch.zeros_like(now) for rank in receives}
-    exchange(
-        {rank: [*tensors, now] for rank, tensors in sends.items()},
-        {rank: [*tensors, theirs[rank]] for rank, tensors in receives.items()},
+    theirs = {rank: torch.zeros_like(now) for rank, tensors in receives.items() if tensors}
+    works = post(
+        {rank: [*tensors, now] for rank, tensors in sends.items() if tensors},
+        {rank: [*receives[rank], sent_s] for rank, sent_s in theirs.items()},
     )
-    sleep(max([0.0, *(float(then) - _now_s for then in theirs.values())]))
+    return [*works, *map(_Arrival, theirs.values())]
 
 
 def told_time() -> ExitStack:
     """From now on, until what is returned is closed, the profiler of this process measures the layers' own time."""
     stack = ExitStack()
     stack.enter_context(patch.object(profiling.HostClock, "stamp", lambda _: _now_s))
-    stack.enter_context(patch.object(instructions, "exchange", _exchange))
+    stack.enter_context(patch.object(transport, "post", _post))
     return stack
 
 

@@ -64,6 +64,17 @@ class Member(nn.Module):
             return x + self.settings.scale * self.act(x) + shift
 
 
+def local_member() -> type[Member]:
+    class Local(Member):
+        """Has a name only in the layer list."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.group = self.settings.group
+
+    return Local
+
+
 class Script:
     """What a user's start script holds."""
 
@@ -71,7 +82,8 @@ class Script:
         torch.manual_seed(5)
         self.settings, self.table = Settings(), Table()
         self.model = nn.ModuleList([nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)])
-        member = [LayerSpec(Member, self.settings, self.model, self.table, counts=counts) for _ in range(6)]
+        kinds = [Member, local_member()] * 3
+        member = [LayerSpec(kind, self.settings, self.model, self.table, counts=counts) for kind in kinds]
         self.engine = initialize(base, [LayerSpec(Embed), *member, LayerSpec(Head)], config)
 
     def train(self, moves: dict[int, tuple[int, ...]]) -> list[float]:
@@ -84,10 +96,12 @@ class Script:
         return losses
 
     def check_identities(self) -> None:
-        for layer in self.engine.local_layers().values():
+        for index, layer in self.engine.local_layers().items():
             if isinstance(layer, Member):
                 assert layer.settings is self.settings and layer._model[0] is self.model
                 assert layer.table is self.table and layer.lock is LOCK and layer.log is logging.getLogger("member")
+                assert getattr(layer, "group", self.settings.group) is self.settings.group
+                assert isinstance(layer, self.engine.module._layer_specs[index].typename)
                 assert layer.act.__closure__[0].cell_contents is layer and layer.linear.bias.stride == 1
 
 
@@ -142,7 +156,7 @@ def test_a_value_that_training_changed_on_one_rank_is_named() -> None:
     texts = run_ranks(count_calls, 3)
     assert texts[0] == texts[2] == []
     (text,) = texts[1]
-    assert "layer 2 (Member): specs[1].module_args[0].calls, which the layer refers to, is 12 here and 8 on" in text
+    assert "layer 2 (Local): specs[1].module_args[0].calls, which the layer refers to, is 12 here and 8 on" in text
 
 
 class Biased(nn.Module):
@@ -306,5 +320,5 @@ def fail_while_packing(rank: int) -> str:
 def test_only_the_rank_that_failed_to_pack_says_why() -> None:
     texts = run_ranks(fail_while_packing, 3)
     assert texts[0] == texts[1] == texts[2]
-    assert "rank 0: PackingError: layer 2 (Member) can't be carried to another process: linear.guard holds" in texts[0]
+    assert "rank 0: PackingError: layer 2 (Local) can't be carried to another process: linear.guard holds" in texts[0]
     assert "rank 1" not in texts[0] and "rank 2" not in texts[0]

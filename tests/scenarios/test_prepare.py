@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +96,19 @@ def test_interrupted_anywhere(
     assert stops > 10 and again == made and content(tmp_path / "parts") == whole
 
 
+KILLED = """
+import itertools, os, signal, sys, threading
+from scenarios import prepare
+replace, calls = prepare._replace, itertools.count()
+def replace_or_die(*args):
+    if next(calls) == 3:  # by another thread, while this one goes on
+        threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGKILL)).start()
+    return replace(*args)
+prepare._replace = replace_or_die
+prepare.main(sys.argv[1:])
+"""
+
+
 def test_killed_in_the_middle(tmp_path: Path) -> None:
     """A real process, killed where it happens to be; the command line continues."""
     source = tmp_path / "big.jsonl"
@@ -106,16 +118,13 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
         for number in range(8_000_000 // len(line)):
             opened.write(json.dumps({"text": f"{number} {text}"}) + "\n")
     prepare(DataSettings(path=str(source)), tmp_path / "whole")
-    command = [sys.executable, "-m", "scenarios.prepare", source, tmp_path / "parts", "--save-every-mb", "0.1"]
+    command = [sys.executable, "-c", KILLED, source, tmp_path / "parts", "--save-every-mb", "0.1"]
     progress = tmp_path / "parts" / "progress.json"
-    running = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE,
+        check=False,
     )
-    deadline_s = time.monotonic() + 60
-    while not _offset(progress) and time.monotonic() < deadline_s and running.poll() is None:
-        time.sleep(0.002)
-    running.kill()
-    assert running.wait() == -signal.SIGKILL, "it was ready before it was killed"
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert 0 < _offset(progress) < source.stat().st_size
     main([str(source), str(tmp_path / "parts"), "--save-every-mb", "0.1"])
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
