@@ -67,12 +67,13 @@ def children(obj: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         obj: any object; those of Python's, torch's, DeepSpeed's and NumPy's own classes are not looked into, except
             containers and modules.
     """
-    if is_a(obj, _SIZED) and len(obj) > MOST_ITEMS:
+    # A container's own methods are not called: one that fills itself when it is read may fail, or take long.
+    if is_a(obj, _SIZED) and _built_in(obj).__len__(obj) > MOST_ITEMS:
         return
     if is_a(obj, dict):
-        yield from ((("item", key), value) for key, value in list(obj.items()) if isinstance(key, ATOMS))
+        yield from ((("item", key), value) for key, value in list(dict.items(obj)) if is_a(key, ATOMS))
     elif is_a(obj, (list, tuple, deque)):
-        yield from ((("item", i), value) for i, value in enumerate(obj))
+        yield from ((("item", i), value) for i, value in enumerate(list(_built_in(obj).__iter__(obj))))
     elif is_a(obj, types.MethodType):
         yield ("attr", "__self__"), obj.__self__
     elif is_a(obj, types.FunctionType):
@@ -89,6 +90,11 @@ def children(obj: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         for name in _slots(type(obj)):
             if hasattr(obj, name):
                 yield ("attr", name), getattr(obj, name)
+
+
+def _built_in(container: Any) -> Any:
+    """Python's own class of a container."""
+    return next(kind for kind in _SIZED if is_a(container, kind))
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any], Any]]:
@@ -120,7 +126,7 @@ def child(obj: Any, step: tuple[str, Any]) -> Any:
     kind, key = step
     try:
         if kind == "item":
-            return obj[key]
+            return _built_in(obj).__getitem__(obj, key)
         if kind == "cell":
             return obj.__closure__[key].cell_contents
         if kind == "default":
