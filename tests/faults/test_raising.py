@@ -128,7 +128,7 @@ UNDONE: dict[str, tuple[int | None, AbstractContextManager[Any] | Point | Choice
     "a layer that can't be put together": (1, Point("", MIGRATE + "unpack"), "no room"),
     "a module that does not take it in": (0, Point("", "dynpipe_ds.module:DynamicPipelineModule.install"), "no room"),
     "a name that can't be given": (1, Point("", ENGINE + "name_parameters", after=True), "no room"),
-    "a layer without data": (1, unfilled_layer(), "of shape (2,) on the meta device, which has no data to carry"),
+    "a layer without data": (1, unfilled_layer(), "of shape (2,) on the meta device at unfilled, which has no"),
     "a partitioner that raises on one rank": (1, Choice(lookup), "rank 1: KeyError: 'my table'"),
     "a partitioner that raises": (ALL_RANKS, Choice(lookup), "'my table'"),
     "a partitioner that loses layers": (ALL_RANKS, Choice(lambda: (0, 3, 5, 7)), "8"),
