@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 
@@ -140,3 +141,44 @@ def unsafe_cuts(_rank: int) -> None:
 
 def test_a_cut_that_would_lose_the_auxiliary_loss_is_refused() -> None:
     run_ranks(unsafe_cuts, 2)
+
+
+class ExpertLayer(nn.Module):
+    """DeepSpeed's own experts: it gives them process groups after they are built, and they keep their last balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(HIDDEN, nn.Linear(HIDDEN, HIDDEN), num_experts=2, k=2, top2_2nd_expert_sampling=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed, balance, _ = self.moe(hidden)
+        return hidden + mixed + 0.01 * balance
+
+
+def train_experts(moves: bool) -> list[float]:
+    deepspeed.runtime.utils.set_random_seed(21)
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, HIDDEN), *(LayerSpec(ExpertLayer) for _ in range(4)),
+              LayerSpec(nn.Linear, HIDDEN, VOCABULARY)]
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
+        "gradient_clipping": 0.0, **ADAMW, "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+    }
+    module = DynamicPipelineModule(layers, loss_fn=cross_entropy, num_stages=2, partition_method="uniform")
+    ours = deepspeed.initialize(model=module, config=config)[0]
+    data, losses = batches(0), []
+    for cut in (2, 4, 3, 3):
+        losses.append(float(ours.train_batch(data)))
+        if moves and cut != ours.partition[1]:
+            ours.repartition((0, cut, 6))
+            arrived = [layer for layer in ours.local_layers().values() if isinstance(layer, ExpertLayer)]
+            group = deepspeed.utils.groups._get_expert_parallel_group("ep_size_1")
+            assert arrived and all(layer.moe.deepspeed_moe.ep_group is group for layer in arrived)
+    return losses
+
+
+def own_experts(_rank: int) -> None:
+    assert train_experts(moves=True) == train_experts(moves=False)
+
+
+def test_layers_with_deepspeeds_own_experts_move() -> None:
+    run_ranks(own_experts, 2)
