@@ -6,8 +6,9 @@ Found at the start, when all ranks still have the same layer list, and asked whe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds.migration.bound import values_of
+from dynpipe_ds.migration.encoding import named
 from dynpipe_ds.migration.hooks import DepartedHooks
 from dynpipe_ds.migration.names import Names, Path, Values, shared_by, spell
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
@@ -40,6 +42,7 @@ class Surroundings:
         live = [spec for spec in specs if isinstance(spec, nn.Module)]
         self._specs = [None if isinstance(spec, nn.Module) else spec for spec in specs]
         self._live = shared_by(live)
+        self._made_here = dict(_made_here(specs))
         self._start: dict[Path, Values] = {}
         self._shared: list[Path] = []
         self.hooks = DepartedHooks()
@@ -51,7 +54,9 @@ class Surroundings:
             layers: those of this rank.
             engine: the engine, as soon as there is one.
         """
-        roots = {"shared": self._live, "specs": self._specs, "pipeline": self._module}
+        roots = {
+            "shared": self._live, "specs": self._specs, "made here": self._made_here, "pipeline": self._module,
+        }
         leaves = {} if engine is None else {"engine": engine, "grid": engine.grid}
         hidden = [getattr(self._module, name, None) for name in _OF_THIS_RANK]
         owned = [part for layer in layers for part in layer.modules()]
@@ -218,6 +223,17 @@ class Surroundings:
             random.setstate(numbers)
             np.random.set_state(more)
         return made
+
+
+def _made_here(specs: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Classes of live layers, and functions in them, that were made inside a function: every rank made its own."""
+    for layer, spec in enumerate(specs):
+        for path, part in spec.named_modules() if isinstance(spec, nn.Module) else ():
+            for name, value in ({"__class__": type(part), **vars(part)}).items():
+                # A function with variables may refer to this rank's layer.
+                is_free = isinstance(value, FunctionType) and not value.__closure__
+                if (isinstance(value, type) or is_free) and named(value.__module__, value.__qualname__) is not value:
+                    yield f"{layer}.{path}.{name}", value
 
 
 def _parts(module: nn.Module) -> Iterable[tuple[str, Any]]:

@@ -100,8 +100,8 @@ def test_one_rank_adds_up_its_marks() -> None:
         (TRANSFER, -1, 64.0), (REDUCE, -1, 128.0), (STEP, -1, 256.0),
     ]  # fmt: skip
     seconds = [mark[2] for mark in marks]
+    recorder = BatchRecorder()
     with patch.object(HostClock, "stamp", side_effect=[0.0, *accumulate([0.125, *seconds])]):
-        recorder = BatchRecorder()
         recorder.start()
         for i, (kind, layer, _) in enumerate(marks):
             if i in (3, 6):  # within an instruction, layer after layer

@@ -209,7 +209,7 @@ def refusals(_rank: int) -> dict[str, str]:
 class Nameless(nn.Linear):
     def __init__(self) -> None:
         super().__init__(HIDDEN, HIDDEN)
-        self.act = lambda x: x
+        self.act = lambda x: x + self.bias
 
 
 def test_what_cannot_be_right_or_cannot_move_is_refused_at_start() -> None:
@@ -238,12 +238,24 @@ class Live(nn.Module):
         return x + self.settings.scale * self.linear(x) + self.table.offset
 
 
+def live_class() -> type[Live]:
+    class Local(Live):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.act = lambda x: torch.tanh(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(super().forward(x))
+
+    return Local
+
+
 def train_live(_rank: int) -> list[list[float]]:
     runs = []
     for moves in ({}, CUTS):
         torch.manual_seed(5)
         settings, table = Settings(), Table()
-        layers = [Embed(), *(Live(settings, table) for _ in range(6)), Head()]
+        layers = [Embed(), *(live_class()(settings, table) for _ in range(6)), Head()]
         engine, losses, batches = initialize(DynamicPipelineModule, layers), [], data(0, 4)
         for batch in range(BATCHES):
             settings.scale = 1.0 + 0.1 * batch
