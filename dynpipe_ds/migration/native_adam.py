@@ -21,6 +21,17 @@ LANES = 16
 _ALIGNMENT = "nccl_start_alignment_factor"  # DeepSpeed rounds every replica's share of a flat buffer up to it
 
 
+def is_compiled_for_cpu(optimizer: Any) -> bool:
+    """Whether it is DeepSpeedCPUAdam, or FusedAdam on a CPU.
+
+    Args:
+        optimizer: any optimizer.
+    """
+    if isinstance(optimizer, FusedAdam):
+        return bool(optimizer._dummy_overflow_buf.device.type == "cpu")
+    return getattr(optimizer, "ds_opt_adam", None) is not None
+
+
 def prime_native_adam(optimizer: torch.optim.Optimizer) -> None:
     """Make the bias correction the same wherever a parameter lives; called before every step.
 

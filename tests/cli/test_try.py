@@ -22,6 +22,7 @@ from dynpipe_ds.cli.trying.settings import (
     MOVING,
     NO_CLIPPING,
     NO_DROPOUT,
+    PLAIN_ADAM,
     SEED_LAYERS,
     STILL,
     WAYS,
@@ -251,6 +252,7 @@ def outcome(
     """A run on one rank."""
     known = {
         "rank": 0, "world": 1, "stages": 2, "replicas": 1, "replica": "0.0", "clipping": 0.0, "dropout": None,
+        "compiled_adam": False,
         "seed_layers": False, "checkpointing": 0, "tied_on_one_stage": False, "strided": 0, **facts,
     }  # fmt: skip
     events = {
@@ -278,6 +280,7 @@ CLIPPED, SEEDED, LAID = "gradient clipping", "random numbers without seed_layers
         ({"clipping": 1.0, "dropout": "layer 2"}, {NO_CLIPPING}, set(), [CLIPPED]),
         ({"clipping": 1.0, "dropout": "layer 2"}, set(), {SEED_LAYERS}, [SEEDED]),
         ({"clipping": 1.0, "strided": 1}, {DENSE_CUTS}, set(), [LAID]),
+        ({"compiled_adam": True, "dropout": "layer 2"}, {PLAIN_ADAM}, set(), ["DeepSpeed's compiled Adam"]),
         ({"clipping": 1.0, "strided": 1}, {NO_CLIPPING, DENSE_CUTS}, {SEED_LAYERS}, [CLIPPED, LAID, SEEDED]),
         ({"dropout": "layer 2", "clipping": 1.0}, {NO_CLIPPING, NO_DROPOUT}, set(), [CLIPPED, "dropout under"]),
         ({"dropout": "layer 2", "seed_layers": True}, set(), {NO_DROPOUT}, ["dropout: a layer draws its masks"]),

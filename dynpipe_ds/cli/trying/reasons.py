@@ -14,6 +14,7 @@ from dynpipe_ds.cli.trying.settings import (
     MOVING,
     NO_CLIPPING,
     NO_DROPOUT,
+    PLAIN_ADAM,
     SEED_LAYERS,
     STILL,
 )
@@ -69,6 +70,13 @@ _LAYOUT = _Suspect(
     "leave it: ours has the bits of the undivided model, whatever the cut",
     lambda ranks: any(rank.events["strided"] for rank in ranks),
 )
+_ADAM = _Suspect(
+    PLAIN_ADAM,
+    "DeepSpeed's compiled Adam on a CPU: it keeps beta ** step as a running product; ours takes the power, so that a "
+    "parameter's bits do not follow from what else its stage holds",
+    'leave it; to compare bits set "torch_adam": true in the optimizer\'s params',
+    lambda ranks: any(rank.facts["compiled_adam"] for rank in ranks),
+)
 _SEEDS = _Suspect(
     SEED_LAYERS,
     "random numbers without seed_layers: dropout and whatever else layers draw comes from each rank's own stream, "
@@ -92,7 +100,7 @@ _STREAMS = _Suspect(
 
 # What may differ: between DeepSpeed's class and ours, and, independently of that, where layers move.
 _QUESTIONS = (
-    (DEEPSPEED, STILL, (_CLIPPING, _LAYOUT, _CHECKPOINTED)),
+    (DEEPSPEED, STILL, (_CLIPPING, _LAYOUT, _ADAM, _CHECKPOINTED)),
     (STILL, MOVING, (_SEEDS, _STREAMS)),
 )
 

@@ -13,6 +13,7 @@ WAYS = (DEEPSPEED, STILL, MOVING)
 """In the order in which they are run."""
 
 NO_CLIPPING, DENSE_CUTS = '"gradient_clipping": 0', "contiguous gradients at the cuts"
+PLAIN_ADAM = '"torch_adam": true'
 SEED_LAYERS, NO_DROPOUT = "seed_layers=True", "dropout off"
 """What a run may change beside the class, to find out whether it is the reason of a difference."""
 
@@ -80,6 +81,9 @@ class Settings:
             config[SECTION] = {**kept, "enabled": False}
         if NO_CLIPPING in self.changes:
             config["gradient_clipping"] = 0.0
+        optimizer = config.get("optimizer")
+        if PLAIN_ADAM in self.changes and isinstance(optimizer, dict):
+            config["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}}
         return config
 
 

@@ -19,6 +19,7 @@ from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.comparison import dropout_rates, find_dropout
+from dynpipe_ds.migration.native_adam import is_compiled_for_cpu
 
 
 class Watch:
@@ -149,6 +150,7 @@ def _facts(engine: Any) -> dict[str, Any]:
         "replica": f"{engine.grid.get_data_parallel_rank()}.{engine.grid.get_slice_parallel_rank()}",
         "replicas": engine.grid.get_data_parallel_world_size(),
         "layers": module._num_layers, "boundaries": [int(b) for b in module.parts],
+        "compiled_adam": is_compiled_for_cpu(engine.basic_optimizer),
         "clipping": float(engine.gradient_clipping() or 0.0), "plain": engine.optimizer is engine.basic_optimizer,
         "seed_layers": bool(module.seed_layers), "dropout": find_dropout(layers),
         "checkpointing": int(module.activation_checkpoint_interval or 0),
