@@ -13,6 +13,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,8 @@ class Names:
         self._script: dict[int, Path] | None = None
         self.shared: dict[int, Path] = {}
         for path in shared:
-            self.shared[id(self.resolve(path))] = path
+            with suppress(LookupError):  # the script has put something else there
+                self.shared[id(self.resolve(path))] = path
 
     def of(self, obj: Any) -> Path | None:
         """The path to an object, if there is one.
@@ -200,8 +202,7 @@ class Names:
                 for step, value in children_of_leaf(leaf):
                     if not is_a(value, (Tensor, *_NAMELESS)) and id(value) not in self._owned:
                         self._paths.setdefault(id(value), (name, step))
-        path = self._paths.get(id(obj))
-        return path if path is not None else self._of_global(obj)
+        return self._checked(self._paths.get(id(obj)), obj) or self._of_global(obj)
 
     def local(self, obj: Any) -> Path | None:
         """The path to a class or function that has no name of its own.
@@ -211,7 +212,7 @@ class Names:
         """
         self.of(self)  # searches
         assert self._paths is not None
-        return self._paths.get(id(obj))
+        return self._checked(self._paths.get(id(obj)), obj)
 
     def changed(self, path: Path, values: Values) -> list[str]:
         """Which values of a bound object are others than at the start.
@@ -284,14 +285,14 @@ class Names:
             self._script = {}
             for name, module in _new_modules():
                 self._scan_script(name, module)
-        path = self._script.get(id(obj)) or _of_packages.get(id(obj))
-        return path if path is not None and self._leads_to(path, obj) else None
+        return self._checked(self._script.get(id(obj)) or _of_packages.get(id(obj)), obj)
 
-    def _leads_to(self, path: Path, obj: Any) -> bool:
+    def _checked(self, path: Path | None, obj: Any) -> Path | None:
+        """The path if it leads to the object: an ``id`` is given again when its object is gone."""
         try:
-            return self.resolve(path) is obj
+            return path if path is not None and self.resolve(path) is obj else None
         except LookupError:
-            return False
+            return None
 
     def _scan_script(self, name: str, module: types.ModuleType) -> None:
         """Note a module's globals, and what they hold by attribute or key."""

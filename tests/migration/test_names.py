@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynpipe_ds.migration.names import child, children
+from dynpipe_ds.migration.names import Names, child, children
 
 
 class LazyTable(OrderedDict[str, Any]):
@@ -24,6 +24,17 @@ class LazyList(list[Any]):
         raise ImportError("the list can't be filled here")
 
     __iter__ = __getitem__ = __len__ = _fail
+
+
+def test_only_what_a_path_leads_to_has_a_name() -> None:
+    settings: dict[str, Any] = {"a": [1]}
+    names = Names({"settings": settings})
+    first = settings["a"]
+    assert names.of(first) == ("settings", ("item", "a")) and names.resolve(("settings", ("item", "a"))) is first
+    settings["a"] = [2]
+    assert names.of(first) is None, "the script has put something else there"
+    with pytest.raises(LookupError, match=r"settings\['b'\] does not exist there"):
+        names.resolve(("settings", ("item", "b")))
 
 
 def lazy_table() -> LazyTable:
