@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -340,3 +343,16 @@ def test_what_is_not_repeatable_has_no_other_reason() -> None:
 
     (reason,) = explain({which: run(which, ()) for which in WAYS}, run)
     assert not reason.shown and reason.text.startswith("the script is not repeatable")
+
+
+def test_who_ends_it_ends_what_it_started(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+    command = [sys.executable, "-m", "dynpipe_ds", "try", "--folder", str(tmp_path / "out"), "--", *script]
+    tried = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "out" / "run-1" / "output.log"
+    while not (log.exists() and log.read_text()):
+        assert tried.poll() is None
+        time.sleep(0.05)
+    (child,) = psutil.Process(tried.pid).children()
+    tried.terminate()
+    assert tried.wait() == 128 + signal.SIGTERM and not child.is_running()

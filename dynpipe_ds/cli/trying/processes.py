@@ -61,13 +61,20 @@ def run(
             raise UsageError(
                 f"{command[0]}: {error.strerror}; give the command that starts your script after --"
             ) from error
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         failure = _wait(process, settings, folder, timeout_s, tell)
     finally:
         _end(process, folder)
+        signal.signal(signal.SIGTERM, before)
     outcome = read(folder, settings)
     outcome.failure = failure or _failure(outcome, process.returncode, folder / "output.log")
     return outcome
+
+
+def _leave(number: int, _frame: object) -> None:
+    """End as an interrupted command does, so that the processes of the run are ended, too."""
+    raise SystemExit(128 + number)
 
 
 def _environment(folder: Path) -> dict[str, str]:
