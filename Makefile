@@ -1,5 +1,6 @@
 # make run     train the main job with a static and a dynamic partition and compare them
 # make repack-demo  train on four ranks, and on fewer as the model is pruned
+# make ops     compile what DeepSpeed compiles for CPUs, before tests need it
 # make test    run the test suite
 # make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
 # make test-lowest  the quickstart and `dynpipe doctor --numerics` on the lowest torch and DeepSpeed that are supported, in
@@ -32,7 +33,7 @@ DEEPSPEED_LOWEST ?= deepspeed==$(call version,LEAST_DEEPSPEED)
 # A file's tests share fixtures. In the order of collection the long files do not come last.
 PARALLEL  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: env run repack-demo test test-all test-lowest lint docs bench bench-full clean
+.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -57,10 +58,14 @@ run: $(READY)
 repack-demo: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m scenarios.repack experiment=repack_pruning $(ARGS)
 
-test: $(READY)
+# Before the tests: one of them that ends its processes while they compile would leave a lock for all others.
+ops: $(READY)
+	$(BIN)/python -m tests.operations
+
+test: ops
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-all: $(READY)
+test-all: ops
 	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive or not exhaustive" $(ARGS)
 
 $(LOWEST)/.ready: setup.py dynpipe_ds/_versions.py
