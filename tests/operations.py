@@ -1,7 +1,7 @@
 """Compiles DeepSpeed's operations for CPUs before the tests need them: ``python -m tests.operations``.
 
-Each is compiled by the first process that asks for it, while all others wait for its lock. A test that ends its processes
-meanwhile leaves the lock behind, and everything after it would wait for ever.
+Each is compiled by the first process that asks for it, while all others wait for its lock. A test that ends its
+processes meanwhile leaves the lock behind, and everything after it would wait for ever.
 """
 
 from __future__ import annotations
