@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynpipe_ds.migration.encoding import MAKERS, Tag, digest_of, named
 from dynpipe_ds.migration.names import Names, Path, is_a, spell
@@ -24,6 +24,32 @@ class DecodingError(RuntimeError):
 
 _ABSENT = object()
 
+Journal = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Dictionaries that are changed, and what was in them."""
+
+
+def note(journal: Journal, module: nn.Module) -> None:
+    """Note what a module has before it is changed.
+
+    Args:
+        journal: of a decoder.
+        module: of this rank.
+    """
+    for changed in (module.__dict__, *(value for value in module.__dict__.values() if type(value) is dict)):
+        journal.append((changed, dict(changed)))
+
+
+def undo(journal: Journal) -> None:
+    """Give modules back what they had.
+
+    Args:
+        journal: of a decoder.
+    """
+    for changed, before in reversed(journal):
+        changed.clear()
+        changed.update(before)
+    journal.clear()
+
 
 class Decoder:
     """Decodes what one encoder encoded.
@@ -32,9 +58,14 @@ class Decoder:
         tensors: by number.
         names: what this rank knows by name.
         device: this rank's.
+        journal: notes modules of this rank that are changed, each with its attributes before.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], names: Names, device: torch.device | None = None) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], names: Names, device: torch.device | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self._journal: Journal = [] if journal is None else journal
         self._tensors = tensors
         self._names = names
         self._device = device
@@ -131,6 +162,21 @@ class Decoder:
             positional, keywords = self.decode(arguments)
             made = cls.__new__(cls, *positional, **keywords)
         return self._fill(made, twin, number, state, items, pairs, arguments is None)
+
+    def _part(self, twin: Any, path: Path, node: Any) -> Any:
+        """A module that is a part of this rank's arguments, too: it stays the same object, so that the script finds it."""
+        try:
+            mine = self._names.resolve(path)
+        except LookupError:
+            mine = _ABSENT
+        if node[0] != Tag.OBJECT or not isinstance(mine, nn.Module):
+            return self.decode(node, twin)
+        if self._class(mine, node[2]) is not type(mine):
+            here = type(mine).__qualname__
+            self.lost.append(f"{spell(path)} is a {here} here, so it is not the layer's own any more")
+            return self.decode(node, twin)
+        note(self._journal, mine)
+        return self.decode(node, mine)
 
     def _call(self, twin: Any, number: int, maker_node: Any, arguments: Any, state: Any, items: Any, pairs: Any) -> Any:
         maker = self._class(twin, maker_node)
@@ -284,5 +330,6 @@ _KINDS: dict[int, Callable[..., Any]] = {
     Tag.SET: Decoder._set, Tag.FROZENSET: Decoder._frozenset, Tag.OBJECT: Decoder._object, Tag.CALL: Decoder._call,
     Tag.FUNCTION: Decoder._function, Tag.BUILT: Decoder._built, Tag.METHOD: Decoder._method, Tag.BIND: Decoder._bind,
     Tag.LOCK: Decoder._lock, Tag.GENERATOR: Decoder._generator, Tag.WEAK: Decoder._weak,
+    Tag.PART: Decoder._part,
     Tag.DEVICE: Decoder._own_device, Tag.HOOKS: Decoder._hooks, Tag.LOGGER: Decoder._logger, Tag.LOCAL: Decoder._local,
 }

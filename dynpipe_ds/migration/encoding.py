@@ -76,6 +76,7 @@ class Tag:
     HOOKS = 20  # number, pairs
     LOGGER = 21  # name
     LOCAL = 22  # qualified name of a class
+    PART = 23  # path, object
 
 
 class CantCarryError(TypeError):
@@ -329,6 +330,11 @@ class Encoder:
         return (self.encode(value, path),)
 
     def _object(self, obj: Any, path: str) -> Any:
+        found = self._names.part(obj) if isinstance(obj, nn.Module) else None
+        node = self._made_anew(obj, path)
+        return node if found is None else (Tag.PART, found, node)
+
+    def _made_anew(self, obj: Any, path: str) -> Any:
         cls = type(obj)
         if is_a(obj, _WITHOUT_FORM):
             raise CantCarryError(f"a {_class_name(cls)}, whose state can't be read", path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from dynpipe_ds.migration.decoding import DecodingError
+from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
@@ -72,6 +72,7 @@ class Migration:
         leaving = [self._old_layers[m.layer] for m in self._leaving if m.layer in self._old_layers]
         self._departed: list[nn.Parameter] = [p for layer in leaving for p in self._parameters(layer)]
         self._warnings: list[str] = []
+        self._journal: Journal = []
 
     def run(self) -> None:
         """Carry it out; collective over all ranks.
@@ -193,7 +194,7 @@ class Migration:
             try:
                 arrived = unpack(
                     skeleton, tensors[layer], names=self._names, device=self._engine.device,
-                    build=partial(self._module.surroundings.build, layer),
+                    build=partial(self._module.surroundings.build, layer), journal=self._journal,
                 )
             except DecodingError as error:
                 raise DecodingError(f"{name}: {error}") from error
@@ -213,5 +214,6 @@ class Migration:
             self._optimizer.prepare(self._departed, arrived, coming.room)
 
     def _put_back(self) -> None:
+        undo(self._journal)
         self._module.install(self._before, self._old_layers)
         self._engine.name_parameters()

@@ -168,12 +168,16 @@ class Names:
         owned: what belongs to layers of this rank; it has no name, and none leads through it.
         shared: paths of modules and tensors that several layers hold, and that so belong to none; agreed by all ranks.
         start: plain values of what layers are bound to, as they were before training, by path; extended here.
+        trees: roots of which layers may be parts, such as a whole model in the arguments of every layer.
     """
 
     def __init__(
         self, roots: Mapping[str, Any] | None = None, leaves: Mapping[str, Any] | None = None, *,
         owned: Iterable[Any] = (), shared: Iterable[Path] = (), start: dict[Path, Values] | None = None,
+        trees: Mapping[str, Any] | None = None,
     ) -> None:
+        self._trees = trees or {}
+        self._parts: dict[int, Path] | None = None
         self._start = {} if start is None else start
         self._roots = {**(roots or {}), **(leaves or {})}
         self._leaves = leaves or {}
@@ -223,6 +227,16 @@ class Names:
         """
         before = self._start.setdefault(path, values)
         return [name for name, value in values.items() if before.get(name) != value]
+
+    def part(self, module: nn.Module) -> Path | None:
+        """The path to a module that belongs to a layer and is a part of something in the layer list's arguments, too.
+
+        Args:
+            module: a module of a layer.
+        """
+        if self._parts is None:
+            self._parts = self._search(self._trees, stop=set())
+        return self._checked(self._parts.get(id(module)), module)
 
     def deep(self, obj: Any) -> Path | None:
         """The path to an item of a dictionary at the level of a module, such as a table of process groups.
@@ -351,6 +365,14 @@ class NoNames(Names):
 
         Args:
             obj: any object.
+        """
+        return None
+
+    def part(self, module: nn.Module) -> Path | None:
+        """No path.
+
+        Args:
+            module: a module of a layer.
         """
         return None
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynpipe_ds.layouts import LINE_BYTES
 from dynpipe_ds.migration.bound import compare, values_of
-from dynpipe_ds.migration.decoding import Decoder, DecodingError
+from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
 from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
 from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
 from dynpipe_ds.migration.names import Names, NoNames
@@ -285,7 +285,7 @@ def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
 
 def unpack(
     skeleton: bytes, tensors: LayerTensors, *, names: Names | None = None, device: torch.device | None = None,
-    build: Callable[[], nn.Module] | None = None,
+    build: Callable[[], nn.Module] | None = None, journal: Journal | None = None,
 ) -> Arrived:
     """Put a layer together from its skeleton and its received tensors.
 
@@ -295,6 +295,7 @@ def unpack(
         names: what this rank knows by name.
         device: of this stage.
         build: makes the layer as it was before training; called if something in it has no name.
+        journal: notes what is changed on this rank.
 
     Raises:
         DecodingError: if something that the layer refers to is not here, or is something else here.
@@ -303,7 +304,7 @@ def unpack(
     names = names or NoNames()
     problems: list[str] = []
     template = _template(build, must_build, problems) if must_build or may_build else _NOTHING
-    decoder = Decoder([*tensors.own, *tensors.extra], names, device)
+    decoder = Decoder([*tensors.own, *tensors.extra], names, device, journal)
     layer = decoder.decode(body, *template)
     for number, (attributes, hooks) in enumerate(marks):
         _put_marks(tensors.own[number], decoder, number, attributes, hooks)

@@ -47,12 +47,13 @@ class Surroundings:
         self._shared: list[Path] = []
         self.hooks = DepartedHooks()
 
-    def names(self, layers: Iterable[nn.Module], engine: Any = None) -> Names:
+    def names(self, layers: Iterable[nn.Module], engine: Any = None, *, in_place: bool = True) -> Names:
         """What has a name now.
 
         Args:
             layers: those of this rank.
             engine: the engine, as soon as there is one.
+            in_place: whether parts of layers that the arguments hold, too, stay the same objects.
         """
         roots = {
             "shared": self._live, "specs": self._specs, "made here": self._made_here, "pipeline": self._module,
@@ -60,7 +61,10 @@ class Surroundings:
         leaves = {} if engine is None else {"engine": engine, "grid": engine.grid}
         hidden = [getattr(self._module, name, None) for name in _OF_THIS_RANK]
         owned = [part for layer in layers for part in layer.modules()]
-        return Names(roots, leaves, owned=[*owned, *hidden], shared=self._shared, start=self._start)
+        return Names(
+            roots, leaves, owned=[*owned, *hidden], shared=self._shared, start=self._start,
+            trees={"specs": self._specs} if in_place else None,
+        )
 
     def agree_on_shared(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str]) -> None:
         """Find what several layers hold as a part of themselves; collective over all ranks.
@@ -151,7 +155,7 @@ class Surroundings:
             layer: its index.
             module: the first.
         """
-        names = self.names([module])
+        names = self.names([module], in_place=False)
         package = pack(module, f"layer {layer}", names=names, has_template=self.has_template(layer))
         device = next((t.device for t in package.tensors.own if t.device.type != "cpu"), torch.device("cpu"))
         tensors = empty_tensors(package.skeleton, device)

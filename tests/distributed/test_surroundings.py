@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import numpy as np
@@ -270,6 +272,63 @@ def train_live(_rank: int) -> list[list[float]]:
 
 def test_what_live_layers_share_is_the_receivers_own() -> None:
     for static, moving in run_ranks(train_live, 3):
+        assert static == moving
+
+
+# -- parts of the script's model ---------------------------------------------------------------
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.adapter = nn.Linear(HIDDEN, HIDDEN), nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * self.linear(x) + getattr(self.adapter, "factor", 1.0) * self.adapter(x)
+
+
+class Wrapped(nn.Module):
+    """As in qlora-pipe: a part of the model is the layer's own, and the script reaches it through the model."""
+
+    def __init__(self, model: nn.ModuleList, index: int) -> None:
+        super().__init__()
+        self.part, self._model = model[index], [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.part(x))
+
+
+def train_parts(_rank: int) -> list[list[float]]:
+    runs = []
+    for moves in ({}, CUTS):
+        torch.manual_seed(5)
+        model = nn.ModuleList(Part() for _ in range(6))
+        specs = [LayerSpec(Embed), *(LayerSpec(Wrapped, model, i) for i in range(6)), LayerSpec(Head)]
+        engine, losses, batches = initialize(DynamicPipelineModule, specs), [], data(0, 4)
+        for batch in range(BATCHES):
+            for part in model:
+                part.factor, part.adapter.factor = 1.0 + 0.1 * batch, float(batch % 2)
+            if batch in moves:
+                if batch == 2:
+                    fail_once(engine, moves[batch])
+                engine.repartition(moves[batch])
+            losses.append(float(engine.train_batch(batches)))
+        layers = engine.local_layers()
+        assert all(layer.part is model[index - 1] for index, layer in layers.items() if isinstance(layer, Wrapped))
+        runs.append(losses)
+    return runs
+
+
+def fail_once(engine: Any, cut: tuple[int, ...]) -> None:
+    """A move that is undone after the layers were put together."""
+    broken = patch.object(engine.module, "install", side_effect=[MemoryError("no room"), None])
+    with pytest.raises(MigrationError), broken if engine.stage_id == 1 else nullcontext():
+        engine.repartition(cut)
+
+
+def test_what_the_script_does_to_its_model_reaches_layers_that_have_moved() -> None:
+    for static, moving in run_ranks(train_parts, 3):
         assert static == moving
 
 
