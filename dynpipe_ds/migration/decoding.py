@@ -164,7 +164,7 @@ class Decoder:
         return self._fill(made, twin, number, state, items, pairs, arguments is None)
 
     def _part(self, twin: Any, path: Path, node: Any) -> Any:
-        """A module that is a part of this rank's arguments, too: it stays the same object, so that the script finds it."""
+        """A module that is a part of this rank's arguments, too: it stays the same object, which the script knows."""
         try:
             mine = self._names.resolve(path)
         except LookupError:
