@@ -155,6 +155,8 @@ class HandedOver:
     def clone(self) -> Any:
         """The inputs, in containers that layers may change."""
         structure, tensors = take_apart(self._inputs)
+        if not torch.is_grad_enabled():  # with their flags, by which some kernels choose in evaluation, too
+            return put_together(structure, tensors)
         wanting = [tensor for tensor in tensors if tensor.requires_grad]
         handed: Sequence[Tensor] = _HandOver.apply(*wanting) if wanting else ()  # type: ignore[no-untyped-call]
         given = {id(received): tensor for received, tensor in zip(wanting, handed, strict=True)}

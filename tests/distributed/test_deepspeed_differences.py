@@ -16,18 +16,14 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
-from tests.distributed.models import HIDDEN, Run, data, layers_of, loss_fn
+from tests.distributed.models import HIDDEN, Embed, Head, Run, base_config, data, layers_of, loss_fn
 from tests.distributed.ranks import RankFailure, run_ranks
 
 CUTS = ([0, 4, 8], [0, 1, 8])
 
 
-def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: bool = False) -> list[float]:
-    """Losses of a static run at a given cut; both classes start from the same weights."""
-    del rank
-    layers = layers_of(run)
-    if transposed:
-        layers = [layers[0], swap, *layers[1:-2], LayerSpec(Shift), swap, layers[-1]]
+def module_at(plain: bool, cut: list[int], layers: list[Any], **arguments: Any) -> PipelineModule:
+    """A module of two stages; both classes start from the same weights."""
 
     class Plain(PipelineModule):  # type: ignore[misc]
         def _partition_layers(self, method: Any = None) -> None:
@@ -36,9 +32,17 @@ def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: 
 
     torch.manual_seed(7)
     cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
-    module = cls(
-        layers, num_stages=2, loss_fn=loss_fn, seed_layers=True, partition_method=method,
-        activation_checkpoint_interval=run.checkpoint_interval,
+    return cls(layers, num_stages=2, loss_fn=loss_fn, seed_layers=True, partition_method=method, **arguments)
+
+
+def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: bool = False) -> list[float]:
+    """Losses of a static run at a given cut; both classes start from the same weights."""
+    del rank
+    layers = layers_of(run)
+    if transposed:
+        layers = [layers[0], swap, *layers[1:-2], LayerSpec(Shift), swap, layers[-1]]
+    module = module_at(
+        plain, cut, layers, activation_checkpoint_interval=run.checkpoint_interval,
         checkpointable_layers=["Block"] if run.checkpoint_interval else None,
     )
     config = {
@@ -58,6 +62,47 @@ def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: 
 def swap(x: Tensor) -> Tensor:
     """Batch first to sequence first, as GPT-NeoX and Megatron-DeepSpeed keep their activations, and back."""
     return x.transpose(0, 1).contiguous()
+
+
+class Mask(nn.Module):
+    """A float mask that wants a gradient, as DeepSpeed asked of all float tensors, goes along with the activations."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.triu(torch.full((x.shape[1], x.shape[1]), -1e9), 1)
+        return x, mask.requires_grad_(True)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = inputs
+        q, k, v = self.linear(x).view(*x.shape[:2], 3, 2, HIDDEN // 2).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + y.transpose(1, 2).reshape(x.shape), mask
+
+
+def evaluations(_rank: int, plain: bool, cut: list[int]) -> list[float]:
+    """Losses of an untrained model at a given cut."""
+    layers = [LayerSpec(Embed), LayerSpec(Mask), *[LayerSpec(Attention)] * 4, first, LayerSpec(Head)]
+    module = module_at(plain, cut, layers)
+    config = {**base_config(Run(num_stages=2), 1), "dynamic_pipeline": {"enabled": not plain}}
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    batches = data(0, 4)
+    return [float(engine.eval_batch(batches)) for _ in range(8)]
+
+
+def first(inputs: tuple[Tensor, Tensor]) -> Tensor:
+    return inputs[0]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
+def test_flags_of_what_crosses_in_evaluation(plain: bool) -> None:
+    """torch's attention chooses its kernel by whether the mask wants a gradient; DeepSpeed's copy does not want any."""
+    one, other = (run_ranks(evaluations, 2, plain, cut)[0] for cut in ([0, 3, 8], [0, 7, 8]))
+    assert (one != other) == plain
 
 
 class Shift(nn.Module):

@@ -81,8 +81,8 @@ class Watch:
         dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
         return dense if isinstance(output, tuple) else dense[0]
 
-    def _look_at_gradient(self, gradient: torch.Tensor) -> None:
-        if not gradient.is_contiguous():
+    def _look_at_gradient(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and not gradient.is_contiguous():  # none where a checkpoint only hands a tensor through
             self._record.say("strided")
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,8 +127,8 @@ class _DenseGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+    def backward(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else gradient.contiguous()
 
 
 _dense_gradient: Any = _DenseGradient.apply
