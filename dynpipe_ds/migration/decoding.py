@@ -171,6 +171,8 @@ class Decoder:
             mine = _ABSENT
         if node[0] != Tag.OBJECT or not isinstance(mine, nn.Module):
             return self.decode(node, twin)
+        if not self._names.claim(mine):  # a tied layer's twin has it, and the two have weights of their own
+            return self.decode(node)
         if self._class(mine, node[2]) is not type(mine):
             here = type(mine).__qualname__
             self.lost.append(f"{spell(path)} is a {here} here, so it is not the layer's own any more")

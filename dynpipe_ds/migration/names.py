@@ -228,6 +228,16 @@ class Names:
         before = self._start.setdefault(path, values)
         return [name for name, value in values.items() if before.get(name) != value]
 
+    def claim(self, module: nn.Module) -> bool:
+        """Take a module of this rank for a layer that arrives; false if another layer has it.
+
+        Args:
+            module: a part of the layer list's arguments.
+        """
+        is_free = id(module) not in self._owned
+        self._owned.add(id(module))
+        return is_free
+
     def part(self, module: nn.Module) -> Path | None:
         """The path to a module that belongs to a layer and is a part of something in the layer list's arguments, too.
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import warnings
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule, MigrationError
@@ -109,12 +109,14 @@ class Script:
                 assert layer.act.__closure__[0].cell_contents is layer and layer.linear.bias.stride == 1
 
 
-def initialize(base: type, layers: list[Any], config: dict[str, Any] | None = None) -> Any:
+def initialize(
+    base: type, layers: list[Any], config: dict[str, Any] | None = None, first: tuple[int, ...] = FIRST
+) -> Any:
     module = base(
-        layers, num_stages=3, loss_fn=loss_fn, seed_layers=True,
-        partition_method=list(FIRST) if base is DynamicPipelineModule else "uniform",
+        layers, num_stages=len(first) - 1, loss_fn=loss_fn, seed_layers=True,
+        partition_method=list(first) if base is DynamicPipelineModule else "uniform",
     )
-    settings = base_config(Run(num_stages=3, config=config or {}), 1)
+    settings = base_config(Run(num_stages=len(first) - 1, config=config or {}), 1)
     if base is PipelineModule:
         settings.pop("dynamic_pipeline")
     engine, *_ = deepspeed.initialize(model=module, config=settings)
@@ -318,6 +320,51 @@ def train_parts(_rank: int) -> list[list[float]]:
         assert all(layer.part is model[index - 1] for index, layer in layers.items() if isinstance(layer, Wrapped))
         runs.append(losses)
     return runs
+
+
+class Both(nn.Module):
+    """Embedding and head out of one model, as in llama-pipeline-parallel."""
+
+    def __init__(self, model: nn.ModuleDict) -> None:
+        super().__init__()
+        self.embed = model["embed"]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+
+def as_logits(module: Both, x: Tensor) -> Tensor:
+    return x @ module.embed.weight.t()
+
+
+def train_tied_parts(_rank: int) -> list[list[float]]:
+    runs = []
+    for moves in ({}, {1: (0, 6, 6), 2: (0, 0, 6), 3: (0, 2, 6), 4: (0, 6, 6), 5: (0, 4, 6)}):
+        torch.manual_seed(5)
+        model = nn.ModuleDict({"embed": Embed(), "blocks": nn.ModuleList(Part() for _ in range(4))})
+        tied = partial(TiedLayerSpec, "ends", Both, model, tied_weight_attr="embed.weight")
+        specs = [tied(), *(LayerSpec(Wrapped, model["blocks"], i) for i in range(4)), tied(forward_fn=as_logits)]
+        engine = initialize(DynamicPipelineModule, specs, {"dynamic_pipeline": EMPTY}, (0, 3, 6))
+        losses, batches = [], data(0, 4)
+        for batch in range(BATCHES):
+            if batch in moves:
+                engine.repartition(moves[batch])
+            losses.append(float(engine.train_batch(batches)))
+            layers = engine.local_layers()
+            if {0, 5} <= layers.keys():
+                assert layers[0].embed is not layers[5].embed
+                assert torch.equal(layers[0].embed.weight, layers[5].embed.weight)
+        runs.append(losses)
+    return runs
+
+
+EMPTY = {"enabled": True, "rebalance_every": "never", "allow_empty_stages": True}
+
+
+def test_tied_parts_of_one_model_keep_weights_of_their_own() -> None:
+    """On an empty stage both ends find the same part of the model; only one of them can be it."""
+    for static, moving in run_ranks(train_tied_parts, 2):
+        assert static == moving
 
 
 def fail_once(engine: Any, cut: tuple[int, ...]) -> None:
