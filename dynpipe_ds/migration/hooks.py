@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+from weakref import getweakrefcount
 
 import torch.distributed as dist
 from torch import nn
@@ -62,13 +63,16 @@ class DepartedHooks:
         self._tables: list[tuple[Hook, dict[int, Any]]] = []
 
     def keep(self, layer: int, module: nn.Module) -> None:
-        """Watch the tables of a layer that has left.
+        """Watch the tables of a layer that has left, as long as there are handles.
 
         Args:
             layer: its index.
             module: the layer, which nobody runs any more.
         """
+        self._tables = [(hook, table) for hook, table in self._tables if getweakrefcount(table)]
         for part, name, table in hook_tables(module):
+            if not getweakrefcount(table):
+                continue  # no handle is left to use
             for number in [number for number, hook in table.items() if not is_optimizers(hook)]:
                 table[number] = _gone
                 self._tables.append((Hook(layer, part, name, number), table))
