@@ -83,7 +83,7 @@ def _seed_layers() -> None:
 def _leave_out_moves() -> None:
     """A script that uses our classes already runs with the section switched off, and may not ask for moves then."""
     engine_class: Any = DynamicPipelineEngine
-    engine_class.repartition = engine_class.rebalance = lambda self, *_: None
+    engine_class.repartition = engine_class.rebalance = lambda self, *_, **__: None
     engine_class.on_rebalance = lambda self, callback: callback
 
 
