@@ -8,13 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
+from dynpipe_ds.agreement import together
 from dynpipe_ds.coupling import Coupling, find_couplings
-from dynpipe_ds.migration.surroundings import Surroundings
+from dynpipe_ds.migration.surroundings import Held, Surroundings
 from dynpipe_ds.migration.transport import exchange
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.partition_method import PartitionMethod, profile_from_parameters
@@ -22,6 +25,7 @@ from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.profiling import BatchRecorder
 
 Layers = Mapping[int, nn.Module]
+Copies = list[tuple[nn.Parameter, nn.Parameter]]
 
 
 class DepartedLayer:
@@ -130,7 +134,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         """The present partition, ``S + 1`` boundaries."""
         return tuple(int(b) for b in self.parts)
 
-    def make_dynamic(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    def make_dynamic(self) -> Copies:
         """Prepare for layers that move; called once by the engine.
 
         Every occurrence of a tied layer gets weights of its own, also where DeepSpeed lets two on one
@@ -141,14 +145,22 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
             Pairs of (shared parameter, its new copy), for optimizers that hold the shared one.
 
         Raises:
-            ValueError: on every rank, if two live layers share a parameter.
+            ValueError: on every rank, if layers share a parameter that is trained, or a tied layer can't be copied.
         """
         if self._is_dynamic:
             return []
         self._refuse_shared_parameters()
         self._is_dynamic = True
-        self.surroundings = surroundings = Surroundings(self, self._layer_specs)
-        copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        device = torch.device(get_accelerator().current_device_name())
+        self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
+        self.surroundings.agree_on_shared(held, self.layer_names())
+        self.install(self.boundaries, layers)
+        return copies
+
+    def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:
+        """This stage's layers, with copies of tied ones, and what they hold; can fail on one rank alone."""
+        surroundings = Surroundings(self, self._layer_specs)
+        copies: Copies = []
         layers: dict[int, nn.Module] = {}
         seen: set[str] = set()
         for layer, function in zip(self.local_indices(), self.forward_funcs, strict=True):
@@ -162,9 +174,7 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
                 layers[layer] = module
             elif isinstance(function, nn.Module):
                 layers[layer] = function
-        surroundings.agree_on_shared(layers, self.layer_names())
-        self.install(self.boundaries, layers)
-        return copies
+        return surroundings, layers, copies, surroundings.held_by(layers)
 
     def _refuse_shared_parameters(self) -> None:
         owners: dict[nn.Parameter, int] = {}

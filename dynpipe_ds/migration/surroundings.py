@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,22 @@ from dynpipe_ds.telling import warn
 
 # Of the pipeline module: they lead to layers that only this rank has.
 _OF_THIS_RANK = ("_layer_specs", "_layers", "forward_funcs", "tied_modules", "fwd_map", "recorder", "surroundings")
+
+
+class Held(NamedTuple):
+    """A part of a layer that other layers may hold, too.
+
+    Attributes:
+        layer: index of the layer.
+        owner: the same as text; for tied layers, which count as one, their key.
+        path: of the part.
+        is_trained: whether it is a parameter that is trained.
+    """
+
+    layer: int
+    owner: str
+    path: Path
+    is_trained: bool
 
 
 class Surroundings:
@@ -66,18 +82,18 @@ class Surroundings:
             trees={"specs": self._specs} if in_place else None,
         )
 
-    def agree_on_shared(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str]) -> None:
+    def agree_on_shared(self, held_here: Sequence[Held], layer_names: Sequence[str]) -> None:
         """Find what several layers hold as a part of themselves; collective over all ranks.
 
         Args:
-            layers: those of this rank, by index.
+            held_here: what :meth:`held_by` found on this rank.
             layer_names: of all layers.
 
         Raises:
             ValueError: on every rank, if a parameter that is trained is among it.
         """
         everything: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everything, self._held_by(layers))
+        dist.all_gather_object(everything, list(held_here))
         holders: dict[Path, dict[str, int]] = {}
         trained: set[Path] = set()
         for held in everything:
@@ -94,8 +110,12 @@ class Surroundings:
             )
         self._shared = sorted((path for path in several if not str(path[0]).startswith("layer ")), key=spell)
 
-    def _held_by(self, layers: Mapping[int, nn.Module]) -> list[tuple[int, str, Path, bool]]:
-        """Modules, parameters and buffers of local layers that have a name, or that several of them hold."""
+    def held_by(self, layers: Mapping[int, nn.Module]) -> list[Held]:
+        """Modules, parameters and buffers of layers that have a name, or that several of them hold.
+
+        Args:
+            layers: those of this rank, by index.
+        """
         names = Names({"shared": self._live, "specs": self._specs})
         owners: dict[int, dict[str, int]] = {}
         parts: dict[int, tuple[Path, Any]] = {}
@@ -110,7 +130,7 @@ class Surroundings:
             path = names.of_part(part)
             if path is not None or len(owners[key]) > 1:
                 is_trained = isinstance(part, nn.Parameter) and part.requires_grad
-                found += [(layer, owner, path or local, is_trained) for owner, layer in owners[key].items()]
+                found += [Held(layer, owner, path or local, is_trained) for owner, layer in owners[key].items()]
         return found
 
     def check(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str], engine: Any) -> None:
