@@ -11,17 +11,17 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds.agreement import disagreement
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.controller import Controller
+from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.decide.methods import PartitionMethod
 from dynpipe_ds.events import Overhead, RebalanceEvent
-from dynpipe_ds.migration.optimizer_state import StageOptimizer
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.measure.recorder import BatchRecorder, LayerSizes, Spent, gather_profile, layer_sizes
+from dynpipe_ds.messages.obstacles import agree_on_obstacles, obstructed_cuts
 from dynpipe_ds.migration.transaction import MigrationError
-from dynpipe_ds.obstacles import agree_on_obstacles, obstructed_cuts
 from dynpipe_ds.partition import Plan, StageMemory
-from dynpipe_ds.partition_method import PartitionMethod
-from dynpipe_ds.profile import PipelineProfile
-from dynpipe_ds.profiling import BatchRecorder, LayerSizes, Spent, gather_profile, layer_sizes
+from dynpipe_ds.ranks.agreement import disagreement
 from dynpipe_ds.reporting.monitor import GuardedMonitor, write_profile, write_rebalance
 from dynpipe_ds.telling import warn
 

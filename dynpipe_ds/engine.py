@@ -16,39 +16,39 @@ import torch
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import anywhere, disagreement, same_everywhere, together
 from dynpipe_ds.checkpoint.engine import CheckpointingEngine
-from dynpipe_ds.comparison import warn_of_differences
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, check_against_model, checked_hold, parse_config
 from dynpipe_ds.coupling import coupled_cuts
-from dynpipe_ds.data_position import DataPosition
+from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
 from dynpipe_ds.events import RebalanceEvent
-from dynpipe_ds.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
-from dynpipe_ds.heartbeat import start_heartbeat
-from dynpipe_ds.instructions import instruction_map
-from dynpipe_ds.migration.flat_optimizer import stage_optimizer
-from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
-from dynpipe_ds.migration.hooks import remove_everywhere
-from dynpipe_ds.migration.migrate import Migration
-from dynpipe_ds.migration.optimizer_state import StageOptimizer
-from dynpipe_ds.migration.packing import PackingError
-from dynpipe_ds.migration.parameter_groups import (
+from dynpipe_ds.host.data_position import DataPosition
+from dynpipe_ds.host.differences import warn_of_differences
+from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
+from dynpipe_ds.host.instructions import instruction_map
+from dynpipe_ds.host.optimizers.flat import stage_optimizer
+from dynpipe_ds.host.optimizers.groups import (
     ParameterGroups,
     add_copies,
     agree_on_groups,
     check_scheduler,
 )
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
+from dynpipe_ds.host.reducing import ReducingEngine
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
+from dynpipe_ds.measure.recorder import ActivationMeter
+from dynpipe_ds.messages.obstacles import check_cuts
+from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
+from dynpipe_ds.migration.hooks import remove_everywhere
+from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.migration.packing import PackingError
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
-from dynpipe_ds.obstacles import check_cuts
 from dynpipe_ds.partition import Plan, check_boundaries
-from dynpipe_ds.partition_method import PartitionMethod, method_at_run_time
-from dynpipe_ds.passing import BatchRefused, begin, refuse_together
-from dynpipe_ds.profile import PipelineProfile, smooth
-from dynpipe_ds.profiling import ActivationMeter
-from dynpipe_ds.reducing import ReducingEngine
+from dynpipe_ds.ranks.agreement import anywhere, disagreement, same_everywhere, together
+from dynpipe_ds.ranks.heartbeat import start_heartbeat
 from dynpipe_ds.repacking.engine import RepackingEngine
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.

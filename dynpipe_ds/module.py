@@ -15,14 +15,14 @@ from deepspeed.runtime import utils as ds_utils
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import together
 from dynpipe_ds.coupling import Coupling, find_couplings
+from dynpipe_ds.decide.methods import PartitionMethod, profile_from_parameters
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.measure.recorder import BatchRecorder
 from dynpipe_ds.migration.surroundings import Held, Surroundings
 from dynpipe_ds.migration.transport import exchange
 from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.partition_method import PartitionMethod, profile_from_parameters
-from dynpipe_ds.profile import PipelineProfile
-from dynpipe_ds.profiling import BatchRecorder
+from dynpipe_ds.ranks.agreement import together
 
 Layers = Mapping[int, nn.Module]
 Copies = list[tuple[nn.Parameter, nn.Parameter]]

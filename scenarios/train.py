@@ -28,9 +28,9 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from dynpipe_ds import FatalError
-from dynpipe_ds._deepspeed import init_distributed
-from dynpipe_ds.fatal import naming_lost_ranks
-from dynpipe_ds.heartbeat import start_heartbeat
+from dynpipe_ds.host.install import init_distributed
+from dynpipe_ds.ranks.fatal import naming_lost_ranks
+from dynpipe_ds.ranks.heartbeat import start_heartbeat
 from dynpipe_ds.reporting.plots import save_comparison
 from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns

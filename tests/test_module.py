@@ -14,8 +14,8 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, PipelineProfile
+from dynpipe_ds.measure.profile import LayerProfile
 from dynpipe_ds.partition import optimal
-from dynpipe_ds.profile import LayerProfile
 from tests.distributed.models import (
     Block,
     Embed,

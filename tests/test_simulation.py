@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.simulation import (
     Instruction,
     Interval,

@@ -17,10 +17,10 @@ from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_b
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds.config import parse_config
-from dynpipe_ds.controller import Controller
+from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import optimal, run_partitioner, simulated
 from dynpipe_ds.partition.registry import get_partitioner, wants_profile
-from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.simulation import simulate
 
 

@@ -8,8 +8,8 @@ from math import comb, fsum
 
 import numpy as np
 
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dynpipe_ds.profiling import BACKWARD, FORWARD
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD
 
 DIGITS = 7  # of seconds: a tenth of a microsecond
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint.folder import DiskSync, read_latest
 from dynpipe_ds.checkpoint.load import Loading, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from dynpipe_ds.checkpoint.names import agree_on_place, tag_problem
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.fatal import naming_lost_ranks, no_way_back
-from dynpipe_ds.heartbeat import Heartbeat
 from dynpipe_ds.modes import in_ordinary_mode
+from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.fatal import naming_lost_ranks, no_way_back
+from dynpipe_ds.ranks.heartbeat import Heartbeat
 
 
 class CheckpointingEngine(PipelineEngine):  # type: ignore[misc]

@@ -19,9 +19,9 @@ from torch import nn
 
 from dynpipe_ds.checkpoint.profiles import pack, unpack
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.controller import Controller
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.profiling import LayerSizes, Spent
+from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.measure.recorder import LayerSizes, Spent
 
 Plain = dict[str, Any]
 

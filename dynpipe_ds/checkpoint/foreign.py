@@ -24,7 +24,7 @@ from dynpipe_ds.checkpoint.manifest import (
     parameter_key,
     tensor_forms,
 )
-from dynpipe_ds.checkpoint.optimizer_files import Reader
+from dynpipe_ds.host.optimizer_files import Reader
 
 REMEDY = "load it with plain DeepSpeed and the partition it was saved with, and save it from there"
 

@@ -14,27 +14,27 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
-from dynpipe_ds.agreement import first_error
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
 from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank, stored_window
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
-from dynpipe_ds.checkpoint.optimizer_files import (
+from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
+from dynpipe_ds.host.optimizer_files import (
     Reader,
     group_settings,
     parameter_states,
     stage_state_dict,
     template_state,
 )
-from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
-from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
+from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.host.optimizers.restore import restore_state
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.migration.freeze import trainable_flags
-from dynpipe_ds.migration.plan import stage_of
-from dynpipe_ds.migration.restore import restore_state
+from dynpipe_ds.migration.moves import stage_of
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.profile import PipelineProfile, smooth
+from dynpipe_ds.ranks.agreement import first_error
 
 T = TypeVar("T")
 

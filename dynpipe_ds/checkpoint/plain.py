@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.serialization import load, save
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError
-from dynpipe_ds.checkpoint.optimizer_files import first_line, known_classes
+from dynpipe_ds.host.optimizer_files import first_line, known_classes
 
 _PLAIN = (type(None), bool, float, complex, str, bytes)
 _DICTS = (dict, collections.OrderedDict, collections.Counter)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 
 _Sizes = tuple[tuple[str, int, int, int, int, int], ...]  # of every layer, as LayerProfile has them
 

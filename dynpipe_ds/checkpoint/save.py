@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import nn
 
-from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.extras import common_state, rank_state
 from dynpipe_ds.checkpoint.full_disk import naming_full_disk
@@ -35,7 +34,8 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.checkpoint.names import agree_on_place, place_problem, tag_problem
 from dynpipe_ds.checkpoint.plain import plain
-from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
+from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.ranks.agreement import together
 
 T = TypeVar("T")
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
-from dynpipe_ds._deepspeed import why_unsupported
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_PYTHON, LEAST_TORCH, TESTED_SERIES, is_older
 from dynpipe_ds.cli.command import listed_problems
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.host.install import why_unsupported
 
 Status = Literal["ok", "warning", "problem"]
 

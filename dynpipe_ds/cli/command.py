@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.sections import parse_bytes
 
 OK = 0

@@ -30,6 +30,8 @@ from dynpipe_ds.cli.command import (
     whole,
 )
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.decide.methods import COSTS
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import (
     InfeasiblePartitionError,
     Plan,
@@ -39,8 +41,6 @@ from dynpipe_ds.partition import (
     partitioner_names,
     run_partitioner,
 )
-from dynpipe_ds.partition_method import COSTS
-from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.reporting.table import UNKNOWN, format_table
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 

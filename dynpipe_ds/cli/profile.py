@@ -25,8 +25,8 @@ from dynpipe_ds.cli.command import (
     milliseconds,
     whole,
 )
-from dynpipe_ds.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
-from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.measure.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.reporting.table import format_table
 
 _MORE = """

@@ -23,8 +23,8 @@ from dynpipe_ds.cli.command import (
     percent,
     seconds,
 )
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.reporting.table import format_table
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dynpipe_ds.agreement import together
 from dynpipe_ds.checkpoint import CheckpointError
 from dynpipe_ds.checkpoint.folder import partial_folder, publish, start
 from dynpipe_ds.hf.folder import INDEX_FILE, SINGLE_FILE
 from dynpipe_ds.hf.layers import PretrainedLayer
+from dynpipe_ds.ranks.agreement import together
 
 # What belongs to a model beside its weights and configuration.
 _COMPANIONS = (

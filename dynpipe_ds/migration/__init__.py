@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from dynpipe_ds.migration.plan import Move, plan_moves
+from dynpipe_ds.migration.moves import Move, plan_moves
 
 __all__ = ["Move", "plan_moves"]

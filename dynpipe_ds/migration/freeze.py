@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from dynpipe_ds.agreement import difference_of_replicas
 from dynpipe_ds.migration.transaction import Transaction, nothing
+from dynpipe_ds.ranks.agreement import difference_of_replicas
 
 
 def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:

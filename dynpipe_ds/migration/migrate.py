@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from dynpipe_ds.host.optimizers.groups import Entry
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
+from dynpipe_ds.migration.moves import Move, plan_moves
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
@@ -26,8 +28,6 @@ from dynpipe_ds.migration.packing import (
     unpack,
     unpack_extra,
 )
-from dynpipe_ds.migration.parameter_groups import Entry
-from dynpipe_ds.migration.plan import Move, plan_moves
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 from dynpipe_ds.telling import warn

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dynpipe_ds.layouts import LINE_BYTES
+from dynpipe_ds.messages.layouts import LINE_BYTES
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
 from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynpipe_ds.agreement import difference_of_replicas
-from dynpipe_ds.migration.parameter_groups import State
+from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
+from dynpipe_ds.ranks.agreement import difference_of_replicas
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from dynpipe_ds.agreement import together
-from dynpipe_ds.migration.optimizer_state import StageOptimizer
-from dynpipe_ds.migration.parameter_groups import State
+from dynpipe_ds.host.optimizers.groups import State
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.ranks.agreement import together
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import numpy as np
 
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.optimal import optimal
 from dynpipe_ds.partition.plan import Plan
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
-from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.simulation.waves import makespans
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, frozen_boundaries, table
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynpipe_ds.agreement import same_everywhere
 from dynpipe_ds.balancing import BalancingEngine
-from dynpipe_ds.controller import Controller
-from dynpipe_ds.data_position import ReadingEngine
+from dynpipe_ds.decide.controller import Controller
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.host.data_position import ReadingEngine
 from dynpipe_ds.modes import in_ordinary_mode
+from dynpipe_ds.ranks.agreement import same_everywhere
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.giving_back import GivingBack

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynpipe_ds.agreement import together
+from dynpipe_ds.host.world import World
+from dynpipe_ds.ranks.agreement import together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.options import ReleaseOptions
 from dynpipe_ds.repacking.decision import Repacking
-from dynpipe_ds.repacking.world import World
 from dynpipe_ds.telling import warn
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
-from dynpipe_ds.agreement import together
-from dynpipe_ds.heartbeat import start_heartbeat
+from dynpipe_ds.host.world import Groups, World, holders_of_groups
 from dynpipe_ds.migration.transaction import MigrationError
-from dynpipe_ds.repacking.world import Groups, World, holders_of_groups
+from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.heartbeat import start_heartbeat
 
 
 class RepackError(RuntimeError):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import StageMemory, check_boundaries
-from dynpipe_ds.profile import PipelineProfile
 from dynpipe_ds.release.base import Constraints
 from dynpipe_ds.repacking.survivors import Workers
 from dynpipe_ds.simulation import Workload, simulate

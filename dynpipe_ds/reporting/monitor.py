@@ -10,7 +10,7 @@ from dynpipe_ds.telling import warn
 
 if TYPE_CHECKING:
     from dynpipe_ds.events import RebalanceEvent
-    from dynpipe_ds.profile import PipelineProfile
+    from dynpipe_ds.measure.profile import PipelineProfile
 
 _PREFIX = "Train/DynamicPipeline/"
 

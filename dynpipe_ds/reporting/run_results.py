@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.reporting.table import RunSummary
 
 WINDOW = 10

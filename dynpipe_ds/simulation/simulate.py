@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.simulation.outcome import Simulation
 from dynpipe_ds.simulation.schedules import ScheduleName, streams_of
 from dynpipe_ds.simulation.streams import run_streams

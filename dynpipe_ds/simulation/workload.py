@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynpipe_ds.profile import PipelineProfile
+from dynpipe_ds.measure.profile import PipelineProfile
 
 FloatArray = npt.NDArray[np.float64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray

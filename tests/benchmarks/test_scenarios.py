@@ -27,7 +27,7 @@ from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
 from benchmarks.scenarios.micro_batches import by_micro_batch
 from benchmarks.scenarios.summary import summarise
-from dynpipe_ds.profiling import BACKWARD, FORWARD, LOAD, STEP, TRANSFER
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER
 from tests.distributed.ranks import run_ranks
 
 EQUAL = [[1.0, 2.0]] * 4

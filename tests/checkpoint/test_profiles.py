@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from dynpipe_ds.checkpoint.profiles import pack, unpack
-from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 
 
 def profiles(num_profiles: int, num_layers: int, num_stages: int) -> list[PipelineProfile]:

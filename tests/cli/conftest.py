@@ -13,7 +13,7 @@ import pytest
 
 from dynpipe_ds import PipelineProfile, RebalanceEvent
 from dynpipe_ds.cli.main import main
-from dynpipe_ds.profile import LayerProfile
+from dynpipe_ds.measure.profile import LayerProfile
 from dynpipe_ds.reporting.table import RunSummary
 from scenarios.recording import new_recording, record_profile, record_rebalance
 

@@ -18,11 +18,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, instructions
 from dynpipe_ds import engine as engine_module
 from dynpipe_ds.cli.numerics import rank
-from dynpipe_ds.gradient_norm import GradientNorm
+from dynpipe_ds.host.gradient_norm import GradientNorm
+from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.host.optimizers.groups import ParameterGroups
+from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
 from dynpipe_ds.migration import migrate
-from dynpipe_ds.migration.flat_optimizer import FlatOptimizer
-from dynpipe_ds.migration.optimizer_state import PlainOptimizer
-from dynpipe_ds.migration.parameter_groups import ParameterGroups
 
 
 class Patches(ExitStack):

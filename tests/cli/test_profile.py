@@ -14,8 +14,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import PipelineProfile
-from dynpipe_ds.layerwise import LayerError, TrainingMemory, measure_layers
-from dynpipe_ds.partition_method import PartitionMethod
+from dynpipe_ds.decide.methods import PartitionMethod
+from dynpipe_ds.measure.layerwise import LayerError, TrainingMemory, measure_layers
 from tests.cli.conftest import Command
 from tests.distributed.models import Run, base_config, data, layers_of, loss_fn, make_engine
 from tests.distributed.ranks import run_ranks

@@ -195,7 +195,7 @@ def _run(
 def _init(rank: int, world: _World) -> None:
     import torch
 
-    from dynpipe_ds._deepspeed import init_distributed
+    from dynpipe_ds.host.install import init_distributed
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.num_ranks),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import profiling
+from dynpipe_ds.measure import recorder as profiling
 from dynpipe_ds.migration import transport
 from dynpipe_ds.migration.transport import post
 from tests.distributed.models import HIDDEN, Embed, Head

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from dynpipe_ds import MigrationError
+from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.migration import flat_optimizer, migrate
-from dynpipe_ds.migration.parameter_groups import ParameterGroups
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO

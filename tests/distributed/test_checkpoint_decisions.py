@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from dynpipe_ds.balancing import RebalanceEvent
-from dynpipe_ds.controller import Controller
-from dynpipe_ds.profiling import BatchRecorder
+from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.measure.recorder import BatchRecorder
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, Point

@@ -58,7 +58,7 @@ def test_one_warning_on_the_first_rank(case: str) -> None:
 
 
 def drops(**attributes: Any) -> bool:
-    from dynpipe_ds.comparison import dropout_rates
+    from dynpipe_ds.host.differences import dropout_rates
 
     module = nn.Module()
     vars(module).update(attributes)
@@ -66,7 +66,7 @@ def drops(**attributes: Any) -> bool:
 
 
 def test_what_counts_as_dropout() -> None:
-    from dynpipe_ds.comparison import dropout_rates
+    from dynpipe_ds.host.differences import dropout_rates
 
     assert drops(attention_dropout=0.1) and drops(dropout=0.5)
     assert not drops(attention_dropout=0.0) and not drops(dropout=nn.Dropout) and not drops(p=0.5)

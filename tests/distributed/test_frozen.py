@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dynpipe_ds import passing
+from dynpipe_ds.host import passing
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FUSED, ZERO, _fused_adam_is_built

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dynpipe_ds import DynamicPipelineModule, PipelineProfile
-from dynpipe_ds.profiling import (
+from dynpipe_ds.measure.recorder import (
     BACKWARD,
     FORWARD,
     LOAD,

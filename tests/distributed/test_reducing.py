@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dynpipe_ds.reducing import ReducingEngine
+from dynpipe_ds.host.reducing import ReducingEngine
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import run_ranks
 

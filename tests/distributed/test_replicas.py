@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynpipe_ds import reducing
+from dynpipe_ds.host import reducing
 from tests.distributed.models import Run, run_and_digest
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, Manifest
-from dynpipe_ds.fatal import RankLostError
+from dynpipe_ds.ranks.fatal import RankLostError
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
@@ -172,6 +172,6 @@ def folder_batch(root: Path, manifest: Manifest) -> int:
         root: the checkpoint.
         manifest: of it.
     """
-    from dynpipe_ds.checkpoint.optimizer_files import Reader
+    from dynpipe_ds.host.optimizer_files import Reader
 
     return int(Reader(root).read(manifest.model_files[0])["batch"])

@@ -81,8 +81,8 @@ def kill(note: str) -> None:
 
 ENGINE = "dynpipe_ds.engine:DynamicPipelineEngine."
 MIGRATE = "dynpipe_ds.migration.migrate:"
-STAGE_OPTIMIZER = "dynpipe_ds.migration.optimizer_state:StageOptimizer."
-OPTIMIZER = "dynpipe_ds.migration.optimizer_state:PlainOptimizer."
+STAGE_OPTIMIZER = "dynpipe_ds.host.optimizers.stage_optimizer:StageOptimizer."
+OPTIMIZER = "dynpipe_ds.host.optimizers.stage_optimizer:PlainOptimizer."
 
 SAVE = "dynpipe_ds.checkpoint.save:Saving."
 FOLDER = "dynpipe_ds.checkpoint.folder:"
@@ -92,7 +92,7 @@ TRANSFER = "dynpipe_ds.migration.transport:Transfer."
 # The job of harness.py saves after every second batch and moves layers after its fourth.
 TRAINING = [
     Point("profiling: before the first batch", ENGINE + "_train_batch"),
-    Point("profiling: recorder starts", "dynpipe_ds.profiling:BatchRecorder.start", call=2),
+    Point("profiling: recorder starts", "dynpipe_ds.measure.recorder:BatchRecorder.start", call=2),
     Point("profiling: in the middle of a forward", "tests.distributed.models:Block.forward", call=30),
     Point("profiling: before the backward", "torch.autograd:backward", call=9),
     Point("profiling: before the optimizer step", ENGINE + "_take_model_step", call=3),
@@ -179,7 +179,7 @@ LOADING = [
     Point("loading: before it is compared with the model", LOAD + "_check"),
     Point("loading: before the partition is chosen", LOAD + "_choose_partition", victim=0),
     Point("loading: before files are read", LOAD + "_read"),
-    Point("loading: in the middle of reading", "dynpipe_ds.checkpoint.optimizer_files:Reader.read", call=3),
+    Point("loading: in the middle of reading", "dynpipe_ds.host.optimizer_files:Reader.read", call=3),
     Point("loading: before layers move", ENGINE + "_migrate"),
     Point("loading: while layers move", TRANSFER + "start"),
     Point("loading: after layers moved", ENGINE + "_migrate", after=True),

@@ -20,10 +20,10 @@ from unittest.mock import patch
 import pytest
 
 from dynpipe_ds import FatalError, answering, fatal, heartbeat
-from dynpipe_ds.answering import Address, Answer, Listener, RunningClock, ask
-from dynpipe_ds.fatal import Verdict, no_way_back
-from dynpipe_ds.heartbeat import Heartbeat
-from dynpipe_ds.repacking import world
+from dynpipe_ds.host import world
+from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
+from dynpipe_ds.ranks.fatal import Verdict, no_way_back
+from dynpipe_ds.ranks.heartbeat import Heartbeat
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import context, run_ranks
 
@@ -194,8 +194,8 @@ def test_a_forked_worker_does_not_keep_the_socket(listener: Listener, tmp_path: 
 
 ENDING = """
 import gc, os, sys
-from dynpipe_ds.heartbeat import Heartbeat
-from dynpipe_ds.answering import Listener
+from dynpipe_ds.ranks.heartbeat import Heartbeat
+from dynpipe_ds.ranks.answering import Listener
 gc.freeze()
 for _ in range(4):
     child = os.fork()

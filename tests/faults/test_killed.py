@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-from dynpipe_ds.fatal import RankLostError
+from dynpipe_ds.ranks.fatal import RankLostError
 from tests.distributed.models import data, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO

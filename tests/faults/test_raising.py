@@ -40,7 +40,7 @@ def out_of_memory() -> None:
 
 def nonsense(times: float) -> AbstractContextManager[Any]:
     """The recorder's clock gives every third batch seconds that can't be true."""
-    from dynpipe_ds.profiling import BatchRecorder
+    from dynpipe_ds.measure.recorder import BatchRecorder
 
     original, calls = BatchRecorder.stop, iter(range(1000))
 
@@ -55,7 +55,7 @@ def nonsense(times: float) -> AbstractContextManager[Any]:
 
 def jump(seconds: float) -> AbstractContextManager[Any]:
     """The clock is set ahead or back in the middle of a batch, between two stamps of one layer."""
-    from dynpipe_ds.profiling import HostClock
+    from dynpipe_ds.measure.recorder import HostClock
 
     original, calls = HostClock.stamp, iter(range(10**6))
     return patch.object(HostClock, "stamp", lambda self: original(self) + seconds * (next(calls) > 60))
@@ -243,7 +243,7 @@ CANT_BE_UNDONE: dict[str, tuple[int, Point]] = {
     "after the last vote": (1, Point("", STAGE_OPTIMIZER + "commit")),
     "renewing caches": (2, Point("", ENGINE + "_settle")),
     "exchanging profiles": (1, Point("", "dynpipe_ds.balancing:gather_profile", call=3)),
-    "noting the move": (0, Point("", "dynpipe_ds.controller:Controller.record_rebalance")),
+    "noting the move": (0, Point("", "dynpipe_ds.decide.controller:Controller.record_rebalance")),
     "going back": (2, Point("", OPTIMIZER + "rollback")),  # because memory is short on the rank before it
 }
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds import FatalError, RankLostError, fatal, heartbeat
-from dynpipe_ds.fatal import naming_lost_ranks, no_way_back
-from dynpipe_ds.heartbeat import Heartbeat, start_heartbeat
+from dynpipe_ds.ranks.fatal import naming_lost_ranks, no_way_back
+from dynpipe_ds.ranks.heartbeat import Heartbeat, start_heartbeat
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.faults.points import Point, kill
@@ -255,7 +255,7 @@ def shrink_with_a_stopped_rank(rank: int, point: Point) -> Outcome:
     engine = make_engine(RUN)
     batches = data(0, RUN.micro_batches)
     engine.train_batch(batches)
-    with patience(), patch("dynpipe_ds.repacking.world._STORE_S", TIMEOUT_S), ExitStack() as stack:
+    with patience(), patch("dynpipe_ds.host.world._STORE_S", TIMEOUT_S), ExitStack() as stack:
         if rank == 0:
             stack.enter_context(point.arm(stop))
         try:
@@ -267,8 +267,8 @@ def shrink_with_a_stopped_rank(rank: int, point: Point) -> Outcome:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", [
-    "dynpipe_ds.repacking.live:Shrink.prepare", "dynpipe_ds.repacking.world:World.check",
-    "dynpipe_ds.repacking.world:_destroy",
+    "dynpipe_ds.repacking.live:Shrink.prepare", "dynpipe_ds.host.world:World.check",
+    "dynpipe_ds.host.world:_destroy",
 ])  # fmt: skip
 def test_stopped_while_re_packing(target: str) -> None:
     """Errors where the waiting is ours, else the end by the policy; the text is the same."""

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynpipe_ds.decide.methods import PartitionMethod
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import (
     InfeasiblePartitionError,
     StageMemory,
@@ -18,8 +20,6 @@ from dynpipe_ds.partition import (
     simulated,
     wants_profile,
 )
-from dynpipe_ds.partition_method import PartitionMethod
-from dynpipe_ds.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.simulation import Workload, predicted_batches_s, simulate
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynpipe_ds.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.release import Constraints
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.request import Request

@@ -146,10 +146,10 @@ def test_refusals() -> None:
 
 POINTS = [
     Point("before layers move", "dynpipe_ds.repacking.live:Shrink.prepare"),
-    Point("before the vote", "dynpipe_ds.repacking.world:World.check"),
+    Point("before the vote", "dynpipe_ds.host.world:World.check"),
     Point("after the vote", "dynpipe_ds.repacking.live:Shrink.prepare", after=True),
-    Point("before old groups go", "dynpipe_ds.repacking.world:_destroy"),
-    Point("after old groups went", "dynpipe_ds.repacking.world:_destroy", after=True),
+    Point("before old groups go", "dynpipe_ds.host.world:_destroy"),
+    Point("after old groups went", "dynpipe_ds.host.world:_destroy", after=True),
     Point("before ranks are renumbered", "dynpipe_ds.repacking.live:Shrink._renumber"),
 ]
 

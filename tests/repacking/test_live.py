@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from dynpipe_ds import RepackError
+from dynpipe_ds.host.world import World
 from dynpipe_ds.release import Constraints
 from dynpipe_ds.repacking.giving_back import GivingBack
-from dynpipe_ds.repacking.world import World
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly

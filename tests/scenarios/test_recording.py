@@ -8,7 +8,7 @@ import json
 import pytest
 
 from dynpipe_ds import PipelineProfile, RebalanceEvent
-from dynpipe_ds.profile import LayerProfile
+from dynpipe_ds.measure.profile import LayerProfile
 from scenarios import recording
 from scenarios.recording import new_recording, record_profile, record_rebalance
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dynpipe_ds._deepspeed import init_distributed
+from dynpipe_ds.host.install import init_distributed
 from tests.distributed.models import Run, make_engine, train
 
 RUN = Run(num_stages=4, num_batches=8)

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds._deepspeed import init_distributed
 from dynpipe_ds._versions import is_older
 from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.model import (
@@ -35,6 +34,7 @@ from dynpipe_ds.cli.numerics.model import (
     micro_batches,
 )
 from dynpipe_ds.cli.numerics.record import LOSS, NORM, Quantity, Record, note, note_layer, save
+from dynpipe_ds.host.install import init_distributed
 
 # Before, DeepSpeed's own asks for a stream of the device, which a CPU has not.
 _LEAST_CHECKPOINTING_ON_CPU = "0.19.8"

@@ -18,8 +18,8 @@ from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
-from dynpipe_ds.comparison import dropout_rates, find_dropout
-from dynpipe_ds.migration.native_adam import is_compiled_for_cpu
+from dynpipe_ds.host.differences import dropout_rates, find_dropout
+from dynpipe_ds.host.optimizers.native_adam import is_compiled_for_cpu
 
 
 class Watch:

@@ -1,0 +1,1 @@
+"""When to move, and where to: pure functions of profiles and costs."""

@@ -1,0 +1,211 @@
+"""Pipeline instructions that do not depend on where the model is cut.
+
+They replace DeepSpeed's when ``dynamic_pipeline`` is enabled:
+
+* each tensor that crosses a boundary says whether it wants a gradient back, so that a frozen prefix of
+  the model does no backward and sends none;
+* what is received, activations and gradients, lies in memory as it did where it came from, since kernels choose
+  by layout; it has a dtype of its own (DeepSpeed's buffers are reused regardless of it), and is not copied again;
+* the tensors between two stages travel together, not one after the other, and so do the plain values around them;
+* several outputs go through one backward, not one each: the sums are then those of the undivided model;
+* gradients of tied layers are added in layer order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from dynpipe_ds.host.passing import (
+    HandedOver,
+    links_of,
+    receive_activations,
+    receive_gradients,
+    send_activations,
+    send_gradients,
+    unless_left_out,
+    unless_refused,
+    unless_replica_refuses,
+)
+from dynpipe_ds.measure import recorder as profiling
+from dynpipe_ds.messages.values import tensors_in
+from dynpipe_ds.migration.transport import exchange
+
+
+def forward_pass(engine: Any, buffer_id: int) -> None:
+    """Forward of a micro-batch through this stage, as DeepSpeed's, but on what was received itself."""
+    inputs = engine.pipe_buffers["inputs"]
+    received = inputs[buffer_id]
+    if not engine.is_first_stage():
+        inputs[buffer_id] = HandedOver(received)
+    PipelineEngine._exec_forward_pass(engine, buffer_id)
+    inputs[buffer_id] = received
+
+
+def _wants_backward(engine: Any, buffer_id: int) -> bool:
+    if engine.is_last_stage():
+        return engine.loss is not None and bool(engine.loss.requires_grad)
+    return any(tensor.requires_grad for tensor in links_of(engine).sent[buffer_id].wanting)
+
+
+def backward_pass(engine: Any, buffer_id: int) -> None:
+    """Backward of a micro-batch through this stage; nothing where all of it is frozen."""
+    if engine.is_last_stage():
+        if _wants_backward(engine, buffer_id):
+            PipelineEngine._exec_backward_pass(engine, buffer_id)
+        return
+    outputs = links_of(engine).sent.pop(buffer_id).wanting
+    pairs = zip(outputs, engine.grad_layer, strict=True)
+    gradients = {tensor: gradient for tensor, gradient in pairs if gradient is not None and tensor.requires_grad}
+    if gradients:
+        if engine.using_bf16_optimizer:
+            engine.optimizer.clear_lp_grads()
+        engine._running_engine_backward = True
+        try:
+            torch.autograd.backward(list(gradients), list(gradients.values()))
+        finally:
+            engine._running_engine_backward = False
+        if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:
+            engine.optimizer.update_hp_grads(clear_lp_grads=False)
+    engine.pipe_buffers["output_tensors"][buffer_id] = None
+    engine.pipe_buffers["outputs"][buffer_id] = None
+    engine.grad_layer = None
+
+
+def load_micro_batch(engine: Any, buffer_id: int) -> None:
+    """Load a micro-batch as DeepSpeed does, without asking for gradients of the data."""
+    PipelineEngine._exec_load_micro_batch(engine, buffer_id)
+    if engine.is_first_stage():
+        for tensor in tensors_in(engine.pipe_buffers["inputs"][buffer_id]):
+            tensor.requires_grad_(False)
+
+
+def reduce_tied_gradients(engine: Any) -> None:
+    """Give every copy of a tied weight the sum of all copies' gradients, added in layer order.
+
+    Raises:
+        ValueError: on every rank that holds the key, if only some of its copies are frozen.
+    """
+    module = engine.module
+    for key, layers in module.tied_layers().items():
+        owners = [module.stage_owner(layer) for layer in layers]
+        if engine.stage_id not in owners:
+            continue
+        mine = [layer for layer in layers if layer in module.local_layers()]
+        partners = sorted(set(owners) - {engine.stage_id})
+        trainable = torch.tensor(
+            [float(w.requires_grad) for layer in mine for w in module.tied_weights(layer)],
+            device=engine.device,
+        )
+        flags = _swap(engine, trainable.mean().view(1), dict.fromkeys(partners, 1))
+        if any(bool(flag != trainable[0]) for flag in (trainable.mean(), *flags.values())):
+            raise ValueError(
+                f"tied layers {layers} (key {key!r}) are frozen in one place and trained in another; "
+                "freeze or unfreeze all of them together"
+            )
+        if trainable[0]:
+            for i in range(len(module.tied_weights(mine[0]))):
+                _add_copies(engine, {layer: module.tied_weights(layer)[i] for layer in mine}, layers, owners)
+
+
+def _add_copies(engine: Any, weights: dict[int, Any], layers: list[int], owners: list[int]) -> None:
+    gradients = {}
+    for layer, weight in weights.items():
+        gradient = engine.stage_optimizer.gradient(weight)
+        if gradient is None:
+            weight.grad = gradient = torch.zeros_like(weight)
+        gradients[layer] = gradient
+    own = torch.stack([g.detach().flatten() for g in gradients.values()])
+    counts = {s: owners.count(s) for s in set(owners) - {engine.stage_id}}
+    theirs = _swap(engine, own.flatten(), {s: n * own.shape[1] for s, n in counts.items()})
+    rows = {engine.stage_id: iter(own)} | {s: iter(t.view(-1, own.shape[1])) for s, t in theirs.items()}
+    total = None
+    for owner in owners:
+        row = next(rows[owner])
+        total = row.clone() if total is None else total.add_(row)
+    assert total is not None
+    for gradient in gradients.values():
+        gradient.copy_(total.view_as(gradient))
+
+
+def _swap(engine: Any, tensor: Tensor, sizes: dict[int, int]) -> dict[int, Tensor]:
+    """Send a tensor to each of some stages and get one of the given size from each."""
+    rank_of = engine.grid.stage_to_global
+    received = {s: tensor.new_empty(size) for s, size in sizes.items()}
+    exchange(
+        {rank_of(stage_id=s): [tensor.contiguous()] for s in sizes},
+        {rank_of(stage_id=s): [t] for s, t in received.items()},
+    )
+    return received
+
+
+def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def run(engine: Any, **kwargs: Any) -> None:
+        recorder, module = engine.module.recorder, engine.module
+        if recorder is not None:
+            layers = module.local_indices()
+            edge = -1 if not layers else layers[-1] if kind == profiling.BACKWARD else layers[0]
+            idle = kind == profiling.BACKWARD and not _wants_backward(engine, kwargs["buffer_id"])
+            recorder.instruction(profiling.TRANSFER if idle else kind, edge)
+        function(engine, **kwargs)
+
+    return run
+
+
+_OURS: dict[type, tuple[int, Callable[..., None]]] = {
+    schedule.LoadMicroBatch: (profiling.LOAD, load_micro_batch),
+    schedule.ForwardPass: (profiling.FORWARD, forward_pass),
+    schedule.BackwardPass: (profiling.BACKWARD, backward_pass),
+    schedule.SendActivation: (profiling.TRANSFER, send_activations),
+    schedule.RecvActivation: (profiling.TRANSFER, receive_activations),
+    schedule.SendGrad: (profiling.TRANSFER, send_gradients),
+    schedule.RecvGrad: (profiling.TRANSFER, receive_gradients),
+    schedule.ReduceTiedGrads: (profiling.REDUCE, reduce_tied_gradients),
+    schedule.ReduceGrads: (profiling.REDUCE, PipelineEngine._exec_reduce_grads),
+    schedule.OptimizerStep: (profiling.STEP, PipelineEngine._exec_optimizer_step),
+}
+
+# Where nothing but the measuring is ours, a client's own function can stand in for DeepSpeed's.
+_REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
+
+_GUARDS = {
+    schedule.ForwardPass: unless_left_out,
+    schedule.ReduceGrads: unless_replica_refuses,
+    schedule.OptimizerStep: unless_refused,
+}
+
+
+def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
+    """What a dynamic engine does for each pipeline instruction.
+
+    Args:
+        engine_class: class of the engine; instructions of its own, and functions that it or its script put into
+            ``_INSTRUCTION_MAP`` in place of DeepSpeed's, are taken over.
+
+    Raises:
+        ValueError: if one of them stands in for something that must be ours.
+    """
+    functions = {instruction: function for instruction, (_, function) in _OURS.items()}
+    for instruction, function in engine_class._INSTRUCTION_MAP.items():  # type: ignore[attr-defined]
+        if getattr(function, "__module__", None) == PipelineEngine.__module__:
+            continue
+        if instruction in _REPLACEABLE:
+            functions[instruction] = function
+        elif instruction in _OURS:
+            raise ValueError(
+                f"{engine_class.__name__}._INSTRUCTION_MAP has {function.__qualname__} for {instruction.__name__}, "
+                "which dynamic_pipeline replaces by its own so that losses do not depend on the cut; leave DeepSpeed's "
+                f"there (of the built-in ones only {', '.join(i.__name__ for i in _REPLACEABLE)} may be replaced)"
+            )
+        else:
+            functions[instruction] = function
+    for instruction, guard in _GUARDS.items():
+        functions[instruction] = guard(functions[instruction])
+    return {i: _timed(_OURS[i][0], function) if i in _OURS else function for i, function in functions.items()}

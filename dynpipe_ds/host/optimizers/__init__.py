@@ -1,0 +1,1 @@
+"""Optimizers as DeepSpeed wraps them, and their state."""

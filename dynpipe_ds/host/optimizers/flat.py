@@ -1,0 +1,351 @@
+"""The state of flat optimizers, and how a stage's optimizer is told which kind it is.
+
+ZeRO-1 and bf16 keep each parameter group as one flat fp32 buffer, sharded over the data-parallel replicas. A stage
+whose parameters change gets new buffers. Without replicas these keep what stays where it is (``flat_buffers.py``);
+with replicas the shares shift, and every parameter's master weights and moments are copied over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
+from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
+from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer, Room, StageOptimizer
+from dynpipe_ds.host.optimizers.supported import check_flat
+from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
+from dynpipe_ds.ranks.agreement import together
+
+BUCKET_ELEMENTS = 2**22
+"""Elements of parameters whose state replicas put together in one message; bounds what that needs at a time."""
+
+Source = tuple[Any, Any, State]  # a parameter's fragment, its replicas, and the state of the flat buffer that has it
+
+
+class FlatOptimizer(StageOptimizer):
+    """One flat fp32 buffer a parameter group, sharded over replicas: ZeRO-1 and bf16.
+
+    Args:
+        engine: the pipeline engine that owns the optimizer.
+        groups: the parameter groups all stages agreed on.
+    """
+
+    def __init__(self, engine: Any, groups: ParameterGroups) -> None:
+        super().__init__(engine, groups)
+        self._forget_change()
+
+    def _forget_change(self) -> None:
+        self._sources: dict[nn.Parameter, Source] = {}
+        self._room: Room = {}
+        self._given: Room = {}  # of the room, what DeepSpeed took
+        self._before = None
+
+    @override
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        states = dict(_full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
+        return [states.get(p, {}) for p in parameters]
+
+    def _source(self, parameter: nn.Parameter) -> Source:
+        flat = self._flats()[self.groups.index[parameter]]
+        return parameter._hp_mapping, parameter._dp_group, self._flat_state(flat)  # type: ignore[attr-defined]
+
+    @override
+    def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
+        wrapper = self.engine.optimizer
+        if any(count > 1 for count in wrapper.partition_count) or getattr(wrapper, "cpu_offload", False):
+            return {}  # the replicas' shares shift
+        frozen = [p for p in self.groups.index if not p.requires_grad]
+        gone = {*departed, *frozen, *self.groups.placeholders}
+        room: Room = {}
+        for i, buffers in enumerate(self._buffers()):
+            ends = [
+                [e for e in end if e.group == i and e.parameter.requires_grad and e.parameter.numel()]
+                for end in (front, back)
+            ]
+            after = buffers.after(gone, *ends)
+            if after is not None:
+                room[i] = after
+        return room
+
+    def _buffers(self) -> list[GroupBuffers]:
+        wrapper, flats = self.engine.optimizer, self._flats()
+        is_bf16 = self.engine.using_bf16_optimizer
+        groups = wrapper.bf16_groups if is_bf16 else wrapper.bit16_groups
+        weights = wrapper.bf16_groups_flat if is_bf16 else wrapper.bit16_groups_flat
+        gradients = wrapper.fp32_groups_gradients_flat if is_bf16 else [None] * len(flats)
+        moments = [
+            {k: v for k, v in self._flat_state(flat).items() if isinstance(v, Tensor) and v.shape == flat.shape}
+            for flat in flats
+        ]
+        parts = zip(groups, weights, flats, moments, gradients, strict=True)
+        return [GroupBuffers(*part, wrapper.nccl_start_alignment_factor) for part in parts]
+
+    @override
+    def prepare(
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+    ) -> None:
+        wrapper, basic = self.engine.optimizer, self.groups.optimizer
+        self._room = room or {}
+        involved = [*self.groups.index, *arrived, *self.groups.placeholders]
+        self._before = (
+            dict(self.groups.index),
+            [group["params"] for group in basic.param_groups],
+            basic.state,
+            vars(wrapper),
+            [_ParameterSnapshot(p) for p in involved],
+        )
+        old_states = [dict(state) for state in basic.state.values()]
+        for handle in wrapper._grad_acc_hooks:
+            handle.remove()
+        gone = set(departed)
+        self._sources = {
+            p: self._source(p) for p in self.groups.index if p.requires_grad and p not in gone and self._is_flat(p)
+        }
+        for parameter in involved:
+            _forget_wrapper(parameter)
+        self.groups.replace(gone, arrived)
+        self.groups.sort(self.engine.module.parameters())
+        self.groups.install(trainable_only=True)
+        basic.state = defaultdict(dict)
+        with building(self._room.values()):
+            fresh = self._wrap(basic)
+        # Sharing one dictionary keeps the identity that schedulers and users hold, while the hooks that
+        # `fresh` registered on the parameters, bound to it, go on seeing the same state.
+        for name in ("loss_scaler", "dynamic_loss_scale", "custom_loss_scaler", "external_loss_scale"):
+            if name in vars(wrapper):
+                setattr(fresh, name, vars(wrapper)[name])
+        wrapper.__dict__ = fresh.__dict__
+        wrapper.register_grad_acc_post_hook(self.engine._backward_post_hook)
+        self._make_states(next((s for s in old_states if s), {}))
+
+    def _make_states(self, template: State) -> None:
+        """An entry of optimizer state for every flat buffer, to be filled unless the buffer was given."""
+        wrapper, basic, flats = self.engine.optimizer, self.groups.optimizer, self._flats()
+        self._given = {i: r for i, r in self._room.items() if r.master.data_ptr() == flats[i].data_ptr()}
+        if not template:
+            return
+        for i, flat in enumerate(flats):
+            moments = self._given[i].moments if i in self._given else {}
+            basic.state[flat] = {
+                key: moments[key] if key in moments else _like(value, flat) for key, value in template.items()
+            }
+        wrapper._hp_optimizer_states_linked = False
+        wrapper._lazy_init_hp_params_optimizer_state()
+
+    @override
+    def fill(self, states: Mapping[nn.Parameter, State]) -> None:
+        to_fill = [p for p, i in self.groups.index.items() if i not in self._given and self._is_flat(p)]
+        arrived = ((p, states.get(p, {})) for p in to_fill if p not in self._sources)
+        kept = _full_states({p: self._sources[p] for p in to_fill if p in self._sources})
+        error: Exception | None = None
+        for parameter, state in chain(arrived, kept):
+            try:
+                _write_state(parameter, state)
+            except Exception as caught:  # the other replicas wait for what follows
+                error = error or caught
+        if error is not None:
+            raise error
+
+    @override
+    def commit(self) -> None:
+        for buffers in self._given.values():
+            buffers.clear_padding()  # until now it may have been a parameter's that leaves
+        self._forget_change()
+
+    @override
+    def rollback(self) -> None:
+        if self._before is None:
+            return
+        basic, wrapper = self.groups.optimizer, self.engine.optimizer
+        self.groups.index, members, basic.state, attributes, snapshots = self._before
+        wrapper.__dict__ = attributes
+        for group, parameters in zip(basic.param_groups, members, strict=True):
+            group["params"] = parameters
+        for snapshot in snapshots:
+            snapshot.restore()
+        self._forget_change()
+
+    @override
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if self.engine.using_bf16_optimizer:
+            return getattr(parameter, "_hp_grad", None)
+        accumulated = getattr(parameter, "grad_accum", None)
+        return parameter.grad if accumulated is None else accumulated
+
+    @override
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None or not parameter.requires_grad:
+            return 0
+        flat_state = self._source(parameter)[-1]
+        moments = [v for v in flat_state.values() if _is_moment(v)]
+        elements = int(mapping.hp_fragment_address.numel)
+        return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
+
+    def _wrap(self, basic: torch.optim.Optimizer) -> Any:
+        if self.engine.using_bf16_optimizer:
+            return self.engine._configure_bf16_optimizer(basic)
+        return self.engine._configure_zero_optimizer(basic)
+
+    def _flats(self) -> list[Tensor]:
+        return [group["params"][0] for group in self.groups.optimizer.param_groups]
+
+    def _is_flat(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.groups.index and hasattr(parameter, "_hp_mapping") and parameter.numel() > 0
+
+    def _flat_state(self, flat: Tensor) -> State:
+        state: State = self.groups.optimizer.state.get(flat, {})
+        return state
+
+
+class _ParameterSnapshot:
+    """References to all that building a wrapper changes on a parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.data = parameter.data
+        self.grad = parameter.grad
+        self.attributes = dict(vars(parameter))
+        hooks = parameter._post_accumulate_grad_hooks
+        self.hooks = None if hooks is None else dict(hooks)
+
+    def restore(self) -> None:
+        self.parameter.data = self.data
+        self.parameter.grad = self.grad
+        vars(self.parameter).clear()
+        vars(self.parameter).update(self.attributes)
+        hooks = self.parameter._post_accumulate_grad_hooks
+        if hooks is not None:
+            hooks.clear()
+            hooks.update(self.hooks or {})
+
+
+def _forget_wrapper(parameter: nn.Parameter) -> None:
+    for name in WRAPPER_ATTRIBUTES & vars(parameter).keys():
+        delattr(parameter, name)
+    parameter.grad = None
+    if not parameter.requires_grad:
+        parameter.data = parameter.data.clone()  # a view would keep the old flat buffer alive
+
+
+def _like(value: Any, flat: Tensor) -> Any:
+    """An entry of a flat parameter's state before it is filled."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros_like(flat, dtype=value.dtype) if _is_moment(value) else value.clone()
+
+
+def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Parameter, State]]:
+    """Complete state of parameters; without replicas it shares memory with the flat buffers."""
+    bucket: list[nn.Parameter] = []
+    for parameter, (_, group, _) in sources.items():
+        is_full = sum(p.numel() for p in bucket) >= BUCKET_ELEMENTS
+        if bucket and (is_full or sources[bucket[0]][1] is not group):
+            yield from _whole(bucket, sources).items()
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield from _whole(bucket, sources).items()
+
+
+def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]) -> dict[nn.Parameter, State]:
+    """Complete state of parameters with the same replicas, put together from their fragments in one message."""
+    group, device = sources[parameters[0]][1], parameters[0].device
+    if dist.get_world_size(group) == 1:
+        states, shares = _shares(parameters, sources)
+        for parameter, key, share in shares:
+            states[parameter][key] = share
+        return states
+    states, bits = together(lambda: _own_bits(parameters, sources, device), device, RuntimeError, group)
+    dist.all_reduce(bits, group=group)
+    return states
+
+
+def _shares(
+    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]
+) -> tuple[dict[nn.Parameter, State], list[tuple[nn.Parameter, str, Tensor | None]]]:
+    """What of the parameters' state has no elements; this rank's fragments of all else."""
+    states: dict[nn.Parameter, State] = {}
+    shares: list[tuple[nn.Parameter, str, Tensor | None]] = []
+    for parameter in parameters:
+        mapping, _, flat_state = sources[parameter]
+        states[parameter] = {key: value for key, value in flat_state.items() if not _is_moment(value)}
+        # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
+        # other groups have no state yet, and never again.
+        shares.append((parameter, "master", mapping and mapping.hp_fragment.detach()))
+        moments = ((key, value) for key, value in flat_state.items() if _is_moment(value))
+        shares += [(parameter, key, mapping and _fragment(value, mapping)) for key, value in moments]
+    return states, shares
+
+
+def _own_bits(
+    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source], device: torch.device
+) -> tuple[dict[nn.Parameter, State], Tensor]:
+    """States whose tensors lie in one row of bits, and that row with this rank's fragments in it.
+
+    One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
+    """
+    states, shares = _shares(parameters, sources)
+    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
+    start = 0
+    for parameter, key, share in shares:
+        place = bits[start : start + parameter.numel()]
+        if share is not None:
+            address = sources[parameter][0].lp_fragment_address
+            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
+        states[parameter][key] = place.view(torch.float32)
+        start += parameter.numel()
+    return states, bits
+
+
+def _is_moment(value: Any) -> bool:
+    """Whether a flat buffer's state has a value an element, not a count of steps or the like."""
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _fragment(flat: Tensor, mapping: Any) -> Tensor:
+    address = mapping.hp_fragment_address
+    return flat.detach().narrow(0, address.start, address.numel)
+
+
+def _write_state(parameter: nn.Parameter, state: State) -> None:
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return
+    address = mapping.lp_fragment_address
+    targets = {"master": mapping.hp_fragment, **(mapping.optim_fragment or {})}
+    for key in targets.keys() & state.keys():
+        fragment = state[key].view(-1).narrow(0, address.start, address.numel)
+        targets[key].detach().copy_(fragment)
+
+
+def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:
+    """Pick the kind of :class:`StageOptimizer` for the optimizer that DeepSpeed built; collective over all ranks.
+
+    Args:
+        engine: the engine; its ``optimizer`` decides.
+        groups: the agreed parameter groups.
+
+    Raises:
+        ValueError: if the optimizer is of a kind whose state can't be moved, with the remedy.
+    """
+    if isinstance(engine.optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
+        check_flat(engine, groups)
+        return FlatOptimizer(engine, groups)
+    if engine.optimizer is engine.basic_optimizer:
+        return PlainOptimizer(engine, groups)
+    raise ValueError(
+        f"dynamic_pipeline can't move the state of {type(engine.optimizer).__name__}; for fp16 add "
+        '"zero_optimization": {"stage": 1}, for bf16 with bf16 accumulation set '
+        '"data_types": {"grad_accum_dtype": "fp32"} or leave it out'
+    )

@@ -1,0 +1,171 @@
+"""Optimizer state that leaves and enters with its parameters.
+
+Two kinds of optimizer exist. A *plain* one (torch, fused or CPU Adam) keeps one state entry a parameter: the
+entry moves. A *flat* one (ZeRO-1, bf16; ``flat_optimizer.py``) keeps each parameter group as one flat buffer. The
+optimizer objects keep their identity, so that LR schedulers and users go on holding the right ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers
+from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
+from dynpipe_ds.host.optimizers.native_adam import count_fused_step, prime_native_adam
+
+Room = dict[int, GroupBuffers]
+
+
+class StageOptimizer(ABC):
+    """What the engine needs to know of the optimizer on one stage.
+
+    Args:
+        engine: the pipeline engine that owns the optimizer.
+        groups: the parameter groups all stages agreed on.
+    """
+
+    def __init__(self, engine: Any, groups: ParameterGroups) -> None:
+        self.engine = engine
+        self.groups = groups
+        self._before: Any = None  # what rollback() needs; None outside prepare() ... commit()
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether ``prepare`` has begun a change that is neither final nor undone."""
+        return self._before is not None
+
+    @abstractmethod
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
+
+        Args:
+            parameters: of this stage, the same on all replicas.
+
+        Returns:
+            Named tensors with as many elements as the parameter, and scalars; empty where there is none.
+        """
+
+    def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
+        """Let what comes be received where it will stay; may run out of memory, communicates nothing.
+
+        Changes the memory of the tensors that come, and nothing of what is here.
+
+        Args:
+            departed: parameters that leave.
+            front: what comes before the parameters that stay, its tensors not yet filled.
+            back: what comes after them.
+
+        Returns:
+            What ``prepare`` wants to know of it.
+        """
+        return {}
+
+    @abstractmethod
+    def prepare(
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+    ) -> None:
+        """Take in the stage's new set of parameters; may run out of memory, communicates nothing.
+
+        Args:
+            departed: parameters that leave.
+            arrived: group index of each parameter that comes.
+            room: what ``make_room`` returned for these.
+        """
+
+    @abstractmethod
+    def fill(self, states: Mapping[nn.Parameter, State]) -> None:
+        """Write the state of all parameters into what ``prepare`` made; collective over replicas, which fail together.
+
+        Args:
+            states: what ``export`` gave for the parameters that came.
+        """
+
+    def commit(self) -> None:
+        """Make ``prepare`` and ``fill`` final; takes no memory and communicates nothing."""
+        self._before = None
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """Undo ``prepare`` and ``fill``, complete or broken off, bit for bit; nothing to do if they had not begun."""
+
+    @abstractmethod
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that the next step will use, before it is reduced over replicas.
+
+        Args:
+            parameter: a parameter of this stage.
+        """
+
+    @abstractmethod
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
+
+        Args:
+            parameter: a parameter of this stage.
+        """
+
+    def before_step(self) -> None:
+        """Get ready for an optimizer step, which follows at once."""
+        prime_native_adam(self.groups.optimizer)
+
+    def after_step(self) -> None:
+        """Take note of an optimizer step that was not skipped."""
+        count_fused_step(self.groups.optimizer)
+
+
+class PlainOptimizer(StageOptimizer):
+    """One state entry a parameter: torch optimizers, DeepSpeed's fused and CPU Adam."""
+
+    @override
+    def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        return [dict(self.groups.optimizer.state.get(p, {})) for p in parameters]
+
+    @override
+    def prepare(
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+    ) -> None:
+        optimizer, departed = self.groups.optimizer, list(departed)
+        self._before = (
+            dict(self.groups.index),
+            [group["params"] for group in optimizer.param_groups],
+            dict(optimizer.state),
+        )
+        self.groups.replace(departed, arrived)
+        self.groups.sort(self.engine.module.parameters())
+        self.groups.install(trainable_only=False)
+        frozen = [p for p in self.groups.index if not p.requires_grad]
+        for parameter in (*departed, *frozen):
+            optimizer.state.pop(parameter, None)
+            parameter.grad = None
+
+    @override
+    def fill(self, states: Mapping[nn.Parameter, State]) -> None:
+        for parameter, state in states.items():
+            if state:
+                self.groups.optimizer.state[parameter] = state
+
+    @override
+    def rollback(self) -> None:
+        if self._before is None:
+            return
+        optimizer = self.groups.optimizer
+        self.groups.index, members, state = self._before
+        for group, parameters in zip(optimizer.param_groups, members, strict=True):
+            group["params"] = parameters
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        self._before = None
+
+    @override
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter.grad
+
+    @override
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        state = self.groups.optimizer.state.get(parameter, {})
+        return sum(v.nbytes for v in state.values() if isinstance(v, Tensor))

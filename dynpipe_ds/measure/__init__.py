@@ -1,0 +1,1 @@
+"""What layers take in time and memory."""

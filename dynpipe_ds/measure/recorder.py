@@ -1,0 +1,436 @@
+"""Measuring layers while they train: stamps in a batch, one profile that all ranks agree on after it.
+
+A stage is one stream of work, so a batch is a list of marks: from this mark on, the stage is in this
+layer's forward, in that layer's backward, or waiting. A layer's backward begins when the gradient of its
+output is ready, which a tensor hook sees; recomputation under activation checkpointing falls into the
+backward. Marks are CUDA events (read after the batch, no synchronisation inside) or a monotonic clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.messages.values import obstacle, tensors_in
+
+FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
+
+
+class HostClock:
+    """Stamps of a monotonic clock, for devices that compute synchronously."""
+
+    def stamp(self) -> Any:
+        """Take a stamp now."""
+        return time.perf_counter()
+
+    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
+        """Seconds between successive stamps.
+
+        Args:
+            stamps: what :meth:`stamp` gave, in order.
+        """
+        return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+
+
+class DeviceClock:
+    """Stamps that are events on the accelerator's current stream."""
+
+    def stamp(self) -> Any:
+        """Record an event on the current stream; does not synchronise."""
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
+        """Seconds between successive stamps; waits for the last one.
+
+        Args:
+            stamps: what :meth:`stamp` gave, in order.
+        """
+        if stamps:
+            stamps[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(stamps, stamps[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """What one rank measured in one batch.
+
+    Attributes:
+        forward_s: forward seconds by layer, all micro-batches together.
+        backward_s: the same for the backward, recomputation included.
+        num_micro_batches: M.
+        fill_s: idle before the first forward.
+        waiting_s: time in transfers between the first and the last computation.
+        compute_end_s: end of the last computation, counted from the start of the batch.
+        step_s: seconds in the optimizer step.
+        batch_s: the whole batch.
+    """
+
+    forward_s: dict[int, float]
+    backward_s: dict[int, float]
+    num_micro_batches: int
+    fill_s: float
+    waiting_s: float
+    compute_end_s: float
+    step_s: float
+    batch_s: float
+
+
+class BatchRecorder:
+    """Collects the marks of one batch on one rank.
+
+    Attributes:
+        marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
+        obstacles: what layers returned that can't be sent to another stage, by layer.
+        mark_s: seconds that a mark takes, hooks included, as measured when this was made.
+    """
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[int, int, float]] = []
+        self.obstacles: dict[int, str] = {}
+        self._types: dict[int, type] = {}
+        self._clock: HostClock | DeviceClock = (
+            HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
+        )
+        self._labels: list[tuple[int, int]] = []
+        self._stamps: list[Any] = []
+        self._phase = FORWARD
+        self._num_forwards = 0
+        self._meter: ActivationMeter | None = None
+        self.mark_s = _mark_s(self)
+
+    @property
+    def recording_s(self) -> float:
+        """Seconds that the marks of the batch have taken, and what counted its activations."""
+        return len(self._stamps) * self.mark_s + (self._meter.seconds if self._meter is not None else 0.0)
+
+    def start(self, meter: ActivationMeter | None = None) -> None:
+        """Begin a batch.
+
+        Args:
+            meter: counts activation bytes in the first micro-batch when given.
+        """
+        self._labels, self._stamps, self._num_forwards = [], [], 0
+        self._meter = meter
+        self._mark(TRANSFER)
+
+    def instruction(self, kind: int, layer: int = -1) -> None:
+        """Note that the stage turns to another pipeline instruction.
+
+        Args:
+            kind: ``FORWARD``, ``BACKWARD``, ``LOAD``, ``TRANSFER``, ``REDUCE`` or ``STEP``.
+            layer: for computation, the layer it begins with.
+        """
+        if kind == FORWARD:
+            self._num_forwards += 1
+        if kind in (FORWARD, BACKWARD):
+            self._phase = kind
+        self._mark(kind, layer)
+
+    def run(self, layer: int, function: Callable[[Any], Any], x: Any) -> Any:
+        """Run one layer, marking when it begins and, by a hook, when its backward begins.
+
+        Args:
+            layer: global layer index.
+            function: the layer.
+            x: its input.
+
+        Returns:
+            Its output, untouched.
+        """
+        self._mark(self._phase, layer)
+        inputs = {id(t): t for t in tensors_in(x)}  # before the layer changes a list or dict of them
+        with self._metering(layer):
+            y = function(x)
+        self._see(layer, y)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(y):
+                if tensor.grad_fn is not None and id(tensor) not in inputs:
+                    tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
+        return y
+
+    @contextmanager
+    def checkpoint(self, layer: int, inputs: Sequence[Any]) -> Iterator[None]:
+        """Run a block of layers that keeps only its inputs; none of them is metered inside.
+
+        Args:
+            layer: first layer of the block.
+            inputs: what the block keeps.
+        """
+        meter, self._meter = self._meter, None
+        if meter is not None and self._num_forwards == 1:
+            meter.count(layer, inputs)
+        try:
+            # Metering inside would take non-reentrant checkpointing's own hooks out of effect.
+            yield
+        finally:
+            self._meter = meter
+
+    def stop(self) -> BatchTimes:
+        """End the batch and add up its marks."""
+        self._mark(TRANSFER)
+        durations_s = self._clock.durations_s(self._stamps)
+        self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
+        return _summarise(self.marks, self._num_forwards)
+
+    def _see(self, layer: int, value: Any) -> None:
+        """Note a value that can't be sent, looked at in the first micro-batch and when it is of another type."""
+        if self._phase == FORWARD and (self._num_forwards == 1 or type(value) is not self._types.get(layer)):
+            self._types[layer] = type(value)
+            if (what := obstacle(value)) is not None:
+                self.obstacles[layer] = what
+
+    def _mark(self, kind: int, layer: int = -1) -> None:
+        self._labels.append((kind, layer))
+        self._stamps.append(self._clock.stamp())
+
+    def _gradient_ready(self, layer: int, _gradient: Tensor) -> None:
+        self._mark(BACKWARD, layer)
+
+    def _metering(self, layer: int) -> AbstractContextManager[Any]:
+        if self._meter is None or self._num_forwards != 1 or self._phase != FORWARD:
+            return nullcontext()
+        return self._meter.hooks(layer)
+
+
+def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> float:
+    """Seconds by which recording lengthens a layer that does next to nothing, a half for each of its two marks."""
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def seconds(run: Callable[[int, Callable[[Any], Any], Any], Any]) -> float:
+        first = x = torch.ones(1, requires_grad=True)
+        started = time.perf_counter()
+        for layer in range(num_layers):
+            x = run(layer, torch.neg, x)
+        torch.autograd.grad(x, first)
+        return time.perf_counter() - started
+
+    seconds(recorder.run)
+    with_s = min(seconds(recorder.run) for _ in range(repeats))
+    without_s = min(seconds(lambda _, function, x: function(x)) for _ in range(repeats))
+    recorder._labels, recorder._stamps = [], []
+    return max(0.0, with_s - without_s) / (2 * num_layers)
+
+
+def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchTimes:
+    totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}}
+    computing = [i for i, (kind, _, _) in enumerate(marks) if kind in totals]
+    first, last = (computing[0], computing[-1]) if computing else (0, -1)
+    fill_s = waiting_s = step_s = now_s = compute_end_s = 0.0
+    for i, (kind, layer, seconds) in enumerate(marks):
+        now_s += seconds
+        if kind in totals:
+            totals[kind][layer] = totals[kind].get(layer, 0.0) + seconds
+            compute_end_s = now_s
+        elif kind == TRANSFER and i < first:
+            fill_s += seconds
+        elif kind == TRANSFER and i < last:
+            waiting_s += seconds
+        elif kind == STEP:
+            step_s += seconds
+    return BatchTimes(
+        forward_s=totals[FORWARD],
+        backward_s=totals[BACKWARD],
+        num_micro_batches=num_forwards,
+        fill_s=fill_s,
+        waiting_s=waiting_s,
+        compute_end_s=compute_end_s,
+        step_s=step_s,
+        batch_s=now_s,
+    )
+
+
+class ActivationMeter:
+    """Counts the bytes that autograd keeps for the backward of each layer, weights left out.
+
+    Args:
+        module: the stage, whose parameters do not count.
+
+    Attributes:
+        num_bytes: by layer.
+        seconds: what counting has taken.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.num_bytes: dict[int, int] = {}
+        self.seconds = 0.0
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def count(self, layer: int, tensors: Sequence[Any]) -> None:
+        """Count tensors that are kept, each storage once.
+
+        Args:
+            layer: whose forward keeps them.
+            tensors: tensors, or anything that holds some.
+        """
+        started = time.perf_counter()
+        for tensor in tensors_in(tuple(tensors)):
+            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            if storage is None or storage.data_ptr() not in self._seen:
+                size = tensor.nbytes if storage is None else storage.nbytes()
+                self.num_bytes[layer] = self.num_bytes.get(layer, 0) + size
+                if storage is not None:
+                    self._seen.add(storage.data_ptr())
+        self.seconds += time.perf_counter() - started
+
+    def hooks(self, layer: int) -> AbstractContextManager[Any]:
+        """Count what autograd keeps inside.
+
+        Args:
+            layer: whose forward runs inside.
+        """
+        def pack(tensor: Tensor) -> Tensor:
+            self.count(layer, [tensor])
+            # Handing back the output itself would tie it to its own graph in a reference cycle.
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """What a layer occupies on this rank.
+
+    Attributes:
+        num_parameters: elements of all parameters.
+        parameter_bytes: their bytes, buffers included.
+        gradient_bytes: bytes of the gradients of trainable parameters.
+        optimizer_state_bytes: bytes of optimizer state, master weights included.
+    """
+
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+
+
+def layer_sizes(
+    layer: nn.Module, state_bytes: Callable[[nn.Parameter], int], gradient_dtype: torch.dtype
+) -> LayerSizes:
+    """Add up what a layer occupies.
+
+    Args:
+        layer: a live layer of this stage.
+        state_bytes: optimizer-state bytes of one parameter.
+        gradient_dtype: what gradients are summed in between micro-batches.
+    """
+    parameters = list(layer.parameters())
+    return LayerSizes(
+        num_parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(t.nbytes for t in (*parameters, *layer.buffers())),
+        gradient_bytes=sum(p.numel() for p in parameters if p.requires_grad) * gradient_dtype.itemsize,
+        optimizer_state_bytes=sum(state_bytes(p) for p in parameters),
+    )
+
+
+_LAYER_FIELDS = 8
+_STAGE_FIELDS = 11
+
+
+class Spent(NamedTuple):
+    """Seconds that went into balancing since the profile before.
+
+    Attributes:
+        gather_s: gathering that profile; of all ranks, the one's that came last to it (the others waited).
+        move_s: planning and carrying out the last move, 0 if there was none; of all ranks, the slowest one's.
+        own_s: recording the present batch and adding it up, and deciding by the profile before; of all ranks, the
+            slowest one's.
+    """
+
+    gather_s: float = 0.0
+    move_s: float = 0.0
+    own_s: float = 0.0
+
+
+def gather_profile(
+    times: BatchTimes,
+    sizes: dict[int, LayerSizes],
+    activation_bytes: dict[int, int],
+    *,
+    batch: int,
+    boundaries: tuple[int, ...],
+    names: Sequence[str],
+    stage: int,
+    device: torch.device,
+    spent: Spent,
+    obstacles: Collection[int] = (),
+) -> tuple[PipelineProfile, Spent, set[int]]:
+    """Put all ranks' measurements together; collective over all ranks.
+
+    Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
+    of a stage are averaged.
+
+    Args:
+        times: this rank's times.
+        sizes: sizes of this stage's modules by layer.
+        activation_bytes: activation bytes of one micro-batch by layer of this stage.
+        batch: number of the batch.
+        boundaries: the partition it ran on.
+        names: name of every layer of the model.
+        stage: this rank's stage.
+        device: where the communication back-end works.
+        spent: this rank's; it travels along, since a message of its own would cost more than all else here.
+        obstacles: layers of which this rank knows that their outputs can't be sent; they travel along, too.
+
+    Returns:
+        The profile, what all ranks together spent, and the layers whose outputs can't be sent.
+    """
+    num_layers, num_stages = len(names), len(boundaries) - 1
+    numbers = [0.0] * (num_layers * _LAYER_FIELDS)
+    for layer in range(boundaries[stage], boundaries[stage + 1]):
+        size = sizes.get(layer, LayerSizes(0, 0, 0, 0))
+        numbers[layer * _LAYER_FIELDS : (layer + 1) * _LAYER_FIELDS] = [
+            times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
+            activation_bytes.get(layer, 0), layer in obstacles,
+        ]
+    busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
+    numbers += [
+        stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
+        float(get_accelerator().max_memory_allocated() or 0), *spent,
+    ]
+    message = torch.tensor(numbers, dtype=torch.float64).to(device)
+    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, message)
+    everyone = torch.stack(gathered).cpu()
+
+    replicas = dist.get_world_size() / num_stages
+    table = (everyone[:, :-_STAGE_FIELDS].sum(0) / replicas).view(num_layers, _LAYER_FIELDS).tolist()
+    rows = everyone[:, -_STAGE_FIELDS:].numpy()
+    end_s = float(rows[:, 4].max())
+    stages = []
+    for s in range(num_stages):
+        mean = rows[rows[:, 0] == s].mean(0)
+        stages.append(StageProfile(
+            busy_s=float(mean[1]),
+            fill_drain_s=float(mean[2] + end_s - mean[4]),
+            waiting_s=float(mean[3]),
+            step_s=float(mean[5]),
+            batch_s=float(mean[6]),
+            peak_memory_bytes=int(rows[rows[:, 0] == s][:, 7].max()),
+        ))
+    profile = PipelineProfile(
+        batch=batch,
+        boundaries=boundaries,
+        num_micro_batches=times.num_micro_batches,
+        layers=tuple(
+            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:-1]))
+            for name, row in zip(names, table, strict=True)
+        ),
+        stages=tuple(stages),
+    )
+    obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
+    spent = Spent(float(rows[:, 8].min()), float(rows[:, 9].max()), float(rows[:, 10].max()))
+    return profile, spent, obstructing

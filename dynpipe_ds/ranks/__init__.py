@@ -1,0 +1,1 @@
+"""What all ranks do together: agree, fail together, notice who is lost."""

@@ -1,0 +1,34 @@
+"""Noise of a series, and the batches that confirm a gain."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dynpipe_ds.decide.evidence import EVIDENCE, confirming_batches, evidence_for, noise_of
+
+
+def test_noise_of_a_series() -> None:
+    rng = random.Random(0)
+    series = [rng.gauss(5.0, 0.3) for _ in range(2000)]
+    assert noise_of(series) == pytest.approx(0.3, rel=0.1)
+    stepped = [x + (10.0 if i > 1000 else 0.0) for i, x in enumerate(series)]
+    assert noise_of(stepped) == pytest.approx(0.3, rel=0.1)
+    assert noise_of([]) == noise_of([1.0]) == noise_of([2.0] * 9) == 0.0
+
+
+def test_a_wait_costs_no_more_than_a_mistake() -> None:
+    assert evidence_for(saved_a_batch_s=0.1, cost_s=0.0) == 2
+    assert evidence_for(saved_a_batch_s=0.1, cost_s=0.1) == 2
+    assert evidence_for(saved_a_batch_s=0.1, cost_s=0.13) == 3
+    assert evidence_for(saved_a_batch_s=0.1, cost_s=5.0) == 4
+
+
+def test_confirming_batches() -> None:
+    assert confirming_batches([0.0] * 9 + [0.3] * 2, 0.0, 0.05, 2) == 2
+    assert confirming_batches([0.3] * 3, 0.0, 0.05, EVIDENCE) == 0
+    assert confirming_batches([0.0] * 9 + [0.3] * 4, 0.0, 0.05, EVIDENCE) == 4
+    assert confirming_batches([0.3] * 9 + [0.0], 0.0, 0.05, EVIDENCE) == 0
+    assert confirming_batches([0.3] * 30, 0.34, 0.05, EVIDENCE) == 12  # 2 * 0.34 / 12 ** (1 / 3) < 0.3
+    assert confirming_batches([0.05] * 30, 0.0, 0.05, EVIDENCE) == 0
