@@ -59,6 +59,8 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         ValueError: if the method is unknown or gives bad boundaries.
     """
 
+    surroundings: Surroundings  # as soon as it is dynamic
+
     def __init__(
         self,
         *args: Any,
@@ -71,7 +73,6 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         self.pinned_cuts = tuple(sorted(set(pin)))
         self.partition_method: PartitionMethod | None = None
         self.recorder: BatchRecorder | None = None
-        self.surroundings: Surroundings | None = None
         self._is_dynamic = False
         self._layers: dict[int, nn.Module] = {}
         self.parts: list[int] = []

@@ -1,7 +1,7 @@
 """In a process of the script, right after DeepSpeed was imported: what the run's way asks for.
 
 No name is replaced. ``PipelineModule(...)`` makes an object of our class, and a class that is derived from DeepSpeed's
-module or engine is derived from ours; so it does not matter by which name a script imports them.
+module is derived from ours; so it does not matter by which name a script imports it. Engines become ours by themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, telling
 from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import SEED_LAYERS, Settings
 from dynpipe_ds.cli.trying.watch import Watch
+from dynpipe_ds.engine import EnabledEngine
 
 
 def install(folder: str) -> None:
@@ -39,7 +40,7 @@ def install(folder: str) -> None:
         _make_dynamic()
     else:
         _leave_out_moves()
-    for engine_class in (deepspeed.PipelineEngine, DynamicPipelineEngine):
+    for engine_class in (deepspeed.PipelineEngine, EnabledEngine):
         _watch(engine_class, settings, record)
     _record_failures(deepspeed.PipelineModule, record)
 
@@ -89,14 +90,13 @@ def _leave_out_moves() -> None:
 
 def _make_dynamic() -> None:
     """Let DeepSpeed's classes be ours for what the script makes of them from now on."""
-    module_class, engine_class = deepspeed.PipelineModule, deepspeed.PipelineEngine
+    module_class = deepspeed.PipelineModule
 
     def construct(cls: type, *_: Any, **__: Any) -> Any:
         return object.__new__(DynamicPipelineModule if cls is module_class else cls)
 
     module_class.__new__ = construct
     _derive_from(module_class, DynamicPipelineModule)
-    _derive_from(engine_class, DynamicPipelineEngine)
 
 
 def _derive_from(theirs: Any, ours: Any) -> None:
@@ -106,7 +106,6 @@ def _derive_from(theirs: Any, ours: Any) -> None:
         super(theirs, cls).__init_subclass__(**kwargs)
         if theirs in cls.__bases__:
             cls.__bases__ = tuple(ours if base is theirs else base for base in cls.__bases__)
-            ours.__init_subclass__.__func__(cls)
 
     theirs.__init_subclass__ = classmethod(derived)
 
@@ -115,9 +114,9 @@ def _watch(engine_class: type, settings: Settings, record: Record) -> None:
     """Watch every engine of a class once it is built."""
 
     def built(engine: Any) -> None:
-        ours = isinstance(engine, DynamicPipelineEngine)
+        ours = isinstance(engine, EnabledEngine)
         # Our constructor calls DeepSpeed's: the engine is built when the outermost of the two returns.
-        if ours == (engine_class is DynamicPipelineEngine):
+        if ours == (engine_class is EnabledEngine):
             Watch(engine, settings, record)
 
     _record_failures(engine_class, record, built)
