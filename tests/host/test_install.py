@@ -18,6 +18,7 @@ from torch import nn
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, _deepspeed
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED
 from dynpipe_ds.cli.checks import check_versions
+from dynpipe_ds.host import names
 
 INSTALL = rf"Install a supported release: pip install '{re.escape(DEEPSPEED_RANGE)}'"
 REMEDY = rf"which dynpipe_ds needs\. {INSTALL}"
@@ -39,7 +40,7 @@ def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("owner", ["deepspeed.runtime.nowhere:Optimizer", "deepspeed:NoSuchEngine"])
 def test_a_module_or_class_that_is_gone(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
-    monkeypatch.setitem(_deepspeed._NEEDED, owner, ("step",))
+    monkeypatch.setitem(names.NEEDED, owner, names.Needed(("step",)))
     with pytest.raises(_deepspeed.DeepSpeedVersionError, match=rf"has no {owner}, {REMEDY}"):
         _deepspeed.check_version()
 
