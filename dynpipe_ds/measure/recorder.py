@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.messages.values import obstacle, tensors_in
 
@@ -47,7 +47,7 @@ class DeviceClock:
 
     def stamp(self) -> Any:
         """Record an event on the current stream; does not synchronise."""
-        event = get_accelerator().Event(enable_timing=True)
+        event = accelerator.event()
         event.record()
         return event
 
@@ -101,7 +101,7 @@ class BatchRecorder:
         self.obstacles: dict[int, str] = {}
         self._types: dict[int, type] = {}
         self._clock: HostClock | DeviceClock = (
-            HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
+            HostClock() if accelerator.is_synchronous() else DeviceClock()
         )
         self._labels: list[tuple[int, int]] = []
         self._stamps: list[Any] = []
@@ -399,7 +399,7 @@ def gather_profile(
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
     numbers += [
         stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
-        float(get_accelerator().max_memory_allocated() or 0), *spent,
+        float(accelerator.peak_memory_bytes()), *spent,
     ]
     message = torch.tensor(numbers, dtype=torch.float64).to(device)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
