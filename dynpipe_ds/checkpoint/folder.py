@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.utils import logger
 from torch import Tensor
 
 from dynpipe_ds.checkpoint.full_disk import full_disk_text, naming_full_disk, stored_bytes
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileEntry
 from dynpipe_ds.checkpoint.plain import plain
+from dynpipe_ds.telling import log
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _READ_BYTES = 1 << 20
@@ -239,7 +239,7 @@ class DiskSync:
         except FileNotFoundError:  # the user has removed the checkpoint
             return ""
         except OSError as error:
-            logger.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
+            log.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
             return full_disk_text(error, path) or f"{path}: {error}"
         return ""
 

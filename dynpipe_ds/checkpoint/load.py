@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
 from dynpipe_ds.checkpoint import folder
@@ -35,6 +34,7 @@ from dynpipe_ds.migration.moves import stage_of
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.ranks.agreement import first_error
+from dynpipe_ds.telling import log
 
 T = TypeVar("T")
 
@@ -328,7 +328,7 @@ def latest_tag(load_dir: str) -> str | None:
             box[1] = str(error)
         if box == [None, ""]:
             there = folder.named_checkpoints(Path(load_dir))
-            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
+            log.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
     dist.broadcast_object_list(box, src=0)
     tag, problem = box
     if problem:
