@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import nn
 
 from dynpipe_ds.checkpoint import folder
@@ -34,6 +32,17 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.checkpoint.names import agree_on_place, place_problem, tag_problem
 from dynpipe_ds.checkpoint.plain import plain
+from dynpipe_ds.host.files import (
+    RecordingWriter,
+    layer_file,
+    model_file,
+    not_covered,
+    optimizer_file,
+    recording,
+    saved_parameters,
+    write_files,
+)
+from dynpipe_ds.host.names import version
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.ranks.agreement import together
 
@@ -61,14 +70,7 @@ def refuse_unsupported(engine: Any) -> None:
     Raises:
         ValueError: naming the setting.
     """
-    remedies = {
-        "tensor parallelism": engine.grid.get_slice_parallel_world_size() > 1,
-        '"checkpoint": {"use_node_local_storage": true}': engine.use_node_local_storage(),
-        "a checkpoint writer that finishes later": engine.checkpoint_engine.is_decoupled(),
-        "DeepSpeed's own MoE layers": engine.has_moe_layers,
-        "optimizer state on NVMe": engine.zero_nvme_offload_optimizer(),
-    }
-    found = [name for name, present in remedies.items() if present]
+    found = not_covered(engine)
     if found:
         raise ValueError(
             f"checkpoints of a dynamic pipeline don't cover {' and '.join(found)}; train without that, or without "
@@ -164,28 +166,15 @@ class Saving:
             (self._folder / EXTRAS_FOLDER).mkdir()
 
     def _write_files(self) -> dict[str, FileEntry]:
-        engine, own = self._engine, self._engine.checkpoint_engine
-        engine.checkpoint_engine = writer = folder.RecordingWriter(own, self._folder)
-        try:
-            self._write_deepspeed_files(own)
+        with recording(self._engine, self._folder) as writer:
+            write_files(
+                self._engine, self._save_dir, str(self._folder.relative_to(self._save_dir)), tag=self._tag,
+                client_state=self._client_state, exclude_frozen=self._exclude_frozen,
+            )
             self._write_our_files(writer)
             return writer.entries
-        finally:
-            engine.checkpoint_engine = own
 
-    def _write_deepspeed_files(self, own: Any) -> None:
-        """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches."""
-        engine, name = self._engine, str(self._folder.relative_to(self._save_dir))
-        save_dir = str(self._save_dir)
-        own.create(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
-        engine._save_checkpoint(
-            save_dir, name, client_state=self._client_state, exclude_frozen_parameters=self._exclude_frozen
-        )
-        if engine.save_zero_checkpoint:
-            engine._save_zero_checkpoint(save_dir, name)
-        own.commit(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
-
-    def _write_our_files(self, writer: folder.RecordingWriter) -> None:
+    def _write_our_files(self, writer: RecordingWriter) -> None:
         engine = self._engine
         if self._first:
             writer.save(common_state(engine), str(self._folder / COMMON_FILE))
@@ -233,15 +222,15 @@ class Saving:
     def _describe(self) -> tuple[Any, ...]:
         """This rank's share of the manifest."""
         engine = self._engine
-        path = self._relative(engine._get_ckpt_name(str(self._save_dir), self._tag))
+        path = self._relative(model_file(engine, self._save_dir, self._tag))
         flat = None
         if isinstance(engine.stage_optimizer, FlatOptimizer):
-            flat = self._relative(engine._get_zero_ckpt_name(str(self._save_dir), self._tag))
+            flat = self._relative(optimizer_file(engine, self._save_dir, self._tag))
         described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
         return engine.stage_id, self._replica, path, flat, *described
 
-    def _relative(self, path: str) -> str:
-        return str(Path(path).relative_to(self._target))
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self._target))
 
     def _layer_entries(self) -> dict[int, LayerEntry]:
         engine = self._engine
@@ -250,8 +239,7 @@ class Saving:
         for i, module in engine.local_layers().items():
             file = self._our_layer_file(i)
             if i not in left_out:
-                local = i - engine.module._local_start
-                file = self._relative(engine.module.ckpt_layer_path(str(self._target), local))
+                file = self._relative(layer_file(engine, self._target, i))
             trainable = {name: p.requires_grad for name, p in module.named_parameters()}
             forms = tensor_forms(module.state_dict())
             if self._exclude_frozen and i not in left_out:
@@ -266,7 +254,7 @@ class Saving:
         keys = {parameter: key for key, parameter in named_parameters(engine.local_layers()).items()}
         return tuple(
             Slot(keys.get(parameter), group, engine.param_names[parameter])
-            for group, members in enumerate(_members(engine))
+            for group, members in enumerate(saved_parameters(engine))
             for parameter in members
         )
 
@@ -286,18 +274,8 @@ class Saving:
             model_files=tuple(stage[0][3] for stage in stages),
             optimizer_files=tuple(tuple(part[4] for part in stage) for stage in stages) if flat else (),
             files=dict(sorted((path, entry) for part in parts for path, entry in part[0].items())),
-            versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+            versions={"torch": torch.__version__, "deepspeed": version()},
         )
-
-
-def _members(engine: Any) -> list[list[nn.Parameter]]:
-    """The parameters of every group, in the order in which the optimizer's state is saved."""
-    wrapper = engine.optimizer
-    if isinstance(engine.stage_optimizer, FlatOptimizer):
-        groups: Any = wrapper.bf16_groups if engine.using_bf16_optimizer else wrapper.bit16_groups
-    else:
-        groups = [group["params"] for group in engine.stage_optimizer.groups.optimizer.param_groups]
-    return [list(members) for members in groups]
 
 
 def optimizer_entry(engine: Any) -> OptimizerEntry:

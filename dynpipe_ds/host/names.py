@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import deepspeed
+
 
 @dataclass(frozen=True)
 class Needed:
@@ -172,6 +174,11 @@ PARAMETER_MARKS = frozenset({
     "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
 })
 """What DeepSpeed's optimizers leave on the parameters they hold, of which another optimizer must not find any."""
+
+
+def version() -> str:
+    """The installed release of DeepSpeed."""
+    return str(deepspeed.__version__)
 
 
 # -- the checks -------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ POINTS = [
     Point("after the vote", "dynpipe_ds.repacking.live:Shrink.prepare", after=True),
     Point("before old groups go", "dynpipe_ds.host.world:_destroy"),
     Point("after old groups went", "dynpipe_ds.host.world:_destroy", after=True),
-    Point("before ranks are renumbered", "dynpipe_ds.repacking.live:Shrink._renumber"),
+    Point("before ranks are renumbered", "dynpipe_ds.host.topology:_renumber_module"),
 ]
 
 
