@@ -9,7 +9,8 @@ out. Letters: L layers, S stages, M micro-batches.
 
 from __future__ import annotations
 
-from dynpipe_ds._command_line import import_deepspeed_quietly, is_command_line
+from dynpipe_ds._command_line import is_command_line
+from dynpipe_ds.host.quiet import import_deepspeed_quietly
 
 if is_command_line():  # before the first import of DeepSpeed, which writes to stdout
     import_deepspeed_quietly()

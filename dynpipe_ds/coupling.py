@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
+
+from dynpipe_ds.host.specs import forward_function, is_buildable
 
 _CONTAINERS = (dict, list, set, deque)
 _MUTATORS = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "setdefault"})
@@ -96,9 +97,7 @@ def find_couplings(
 
 
 def _function_of(layer: Any) -> Any:
-    if isinstance(layer, TiedLayerSpec):
-        return layer.forward_fn
-    return None if isinstance(layer, LayerSpec | nn.Module) else layer
+    return forward_function(layer) if is_buildable(layer) or isinstance(layer, nn.Module) else layer
 
 
 def _access(function: Any) -> _Access:

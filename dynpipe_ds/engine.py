@@ -238,15 +238,15 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())
         stage = Stage(pipeline, module, checkpoints.newest, buffer_bytes=config.transfer_buffer_bytes)
-        self.parts: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
+        self.dynamic: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
         super().__init__(*args, **kwargs)
         self.monitor: Any = GuardedMonitor(self.monitor)
-        self.parts.start(self.monitor)
+        self.dynamic.start(self.monitor)
         warn_of_differences(self)
 
     @property
     def _training(self) -> Training:
-        return self.parts
+        return self.dynamic
 
     @in_ordinary_mode
     def save_checkpoint(
@@ -272,8 +272,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             ValueError: on every rank, if the tag can't name a checkpoint there.
             CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
         """
-        self.parts.checkpoints.save(
-            self.parts, save_dir, tag, client_state or {}, save_latest=save_latest,
+        self.dynamic.checkpoints.save(
+            self.dynamic, save_dir, tag, client_state or {}, save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         return True
@@ -310,8 +310,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
-        return self.parts.checkpoints.load(
-            self.parts, load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
+        return self.dynamic.checkpoints.load(
+            self.dynamic, load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
             scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
         )
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 Event = TypeVar("Event")
+
+log = logging.getLogger("DeepSpeed")
+"""DeepSpeed's own, whose handler writes on every rank: for what is no warning, and for other threads."""
 
 listeners: list[Callable[[str], object]] = []
 """Told every warning, also those that the script's filters hide."""

@@ -133,9 +133,9 @@ def sections(_rank: int) -> None:
     refused(asked, lambda: start({**on, "partitioner": "optimal"}, "diffusion:time"))
     refused("section asks for optimal:parameters", lambda: start({**on, "cost": "parameters"}, "optimal:time"))
     refused("is last_seven but", lambda: start({**on, "partitioner": "optimal"}, last_seven))
-    assert str(start({**on, "partitioner": "diffusion"}, "diffusion:time").parts.balancer.method) == "diffusion:time"
-    assert str(start({**on, "partitioner": "diffusion"}, [0, 2, 8]).parts.balancer.method) == "diffusion:time"
-    assert str(start({**on, "cost": "parameters"}, "type:block").parts.balancer.method) == "optimal:parameters"
+    assert str(start({**on, "partitioner": "diffusion"}, "diffusion:time").dynamic.balancer.method) == "diffusion:time"
+    assert str(start({**on, "partitioner": "diffusion"}, [0, 2, 8]).dynamic.balancer.method) == "diffusion:time"
+    assert str(start({**on, "cost": "parameters"}, "type:block").dynamic.balancer.method) == "optimal:parameters"
     # Problems of the section are all told at once, on every rank.
     wrong = {"enabled": True, "rebalance_evry": 2, "min_gain": 3, "pinned_cuts": [4]}
     refused(r"2 problems in section .*(?s:.*)min_gain = 3.*(?s:.*)rebalance_evry.*did you mean", lambda: start(wrong))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
-from deepspeed.runtime.pipe.schedule import TrainSchedule
+from deepspeed.runtime.pipe import schedule as theirs
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.simulation import (
@@ -169,7 +169,7 @@ def test_memory_in_flight(num_stages: int, num_micro_batches: int) -> None:
         assert held == [min(num_micro_batches, num_stages - s) for s in range(num_stages)]
         held = [s.peak_micro_batches for s in run(workload, "gpipe").stages]
         assert held == [num_micro_batches] * num_stages
-    buffers = [TrainSchedule(num_micro_batches, num_stages, s).num_pipe_buffers() for s in range(num_stages)]
+    buffers = [theirs.TrainSchedule(num_micro_batches, num_stages, s).num_pipe_buffers() for s in range(num_stages)]
     assert all(s.peak_micro_batches <= b for s, b in zip(simulate(workload).stages, buffers, strict=True))
 
 
@@ -306,13 +306,28 @@ def test_recorded_profile_round_trip(tmp_path: Path) -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_streams_are_deepspeeds() -> None:
-    stream = streams_of("1f1b", 2, 2)[1]
-    assert stream == [
-        Instruction(Op.RECV_ACTIVATION, 0), Instruction(Op.FORWARD, 0), Instruction(Op.BACKWARD, 0),
-        Instruction(Op.SEND_GRADIENT, 0), Instruction(Op.RECV_ACTIVATION, 1), Instruction(Op.FORWARD, 1),
-        Instruction(Op.BACKWARD, 1), Instruction(Op.SEND_GRADIENT, 1),
-    ]
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
+def test_streams_are_deepspeeds(num_stages: int, num_micro_batches: int) -> None:
+    """Its instructions name a buffer, not a micro-batch; each kind handles the micro-batches in order."""
+    for stage, stream in enumerate(streams_of("1f1b", num_micro_batches, num_stages)):
+        counts = dict.fromkeys(Op, 0)
+        expected = []
+        for command in chain.from_iterable(theirs.TrainSchedule(num_micro_batches, num_stages, stage)):
+            op = THEIR_OPS.get(type(command))
+            if op is not None:
+                expected.append(Instruction(op, counts[op]))
+                counts[op] += 1
+        assert stream == expected
+
+
+THEIR_OPS = {
+    theirs.ForwardPass: Op.FORWARD,
+    theirs.BackwardPass: Op.BACKWARD,
+    theirs.SendActivation: Op.SEND_ACTIVATION,
+    theirs.RecvActivation: Op.RECV_ACTIVATION,
+    theirs.SendGrad: Op.SEND_GRADIENT,
+    theirs.RecvGrad: Op.RECV_GRADIENT,
+}
 
 
 def test_streams_that_do_not_fit_are_refused() -> None:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from dynpipe_ds.checkpoint.profiles import pack, unpack
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.profile import PipelineProfile
 
 if TYPE_CHECKING:
@@ -120,12 +119,10 @@ def _random_streams() -> Plain:
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(keys), gauss),
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": torch.from_numpy(numpy_keys)}},
-        "tracker": dict(checkpointing.get_cuda_rng_tracker().get_states()),
+        "tracker": accelerator.tracked_states(),
     }
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        streams["accelerator"] = accelerator.get_rng_state()
-    return streams
+    on_device = accelerator.random_state()
+    return streams if on_device is None else {**streams, "accelerator": on_device}
 
 
 def _set_random_streams(streams: Plain) -> None:
@@ -135,10 +132,9 @@ def _set_random_streams(streams: Plain) -> None:
     numpy_keys = streams["numpy"]["state"]["key"].numpy().astype(numpy.uint32)
     numpy.random.set_state({**streams["numpy"], "state": {**streams["numpy"]["state"], "key": numpy_keys}})
     if streams["tracker"]:
-        checkpointing.get_cuda_rng_tracker().set_states({k: s.clone() for k, s in streams["tracker"].items()})
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu" and "accelerator" in streams:
-        accelerator.set_rng_state(streams["accelerator"].clone())
+        accelerator.set_tracked_states({k: s.clone() for k, s in streams["tracker"].items()})
+    if "accelerator" in streams:
+        accelerator.set_random_state(streams["accelerator"].clone())
 
 
 def keep_in_checkpoints(module: nn.Module, *names: str) -> None:

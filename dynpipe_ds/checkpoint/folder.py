@@ -16,15 +16,10 @@ import zipfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import torch
-from deepspeed.utils import logger
-from torch import Tensor
-
-from dynpipe_ds.checkpoint.full_disk import full_disk_text, naming_full_disk, stored_bytes
+from dynpipe_ds.checkpoint.full_disk import full_disk_text, naming_full_disk
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, FileEntry
-from dynpipe_ds.checkpoint.plain import plain
+from dynpipe_ds.telling import log
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _READ_BYTES = 1 << 20
@@ -239,7 +234,7 @@ class DiskSync:
         except FileNotFoundError:  # the user has removed the checkpoint
             return ""
         except OSError as error:
-            logger.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
+            log.error(f"checkpoint {self._name} is not safe on the disk: {path}: {error}")
             return full_disk_text(error, path) or f"{path}: {error}"
         return ""
 
@@ -267,62 +262,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# -- DeepSpeed's writer -----------------------------------------------------------------------
-
-
-class RecordingWriter:
-    """Stands in for DeepSpeed's checkpoint engine during a save: notes what is written, with its checksum.
-
-    Args:
-        inner: DeepSpeed's checkpoint engine, which does the writing.
-        root: the checkpoint's folder; paths are noted relative to it.
-    """
-
-    def __init__(self, inner: Any, root: Path) -> None:
-        self._inner = inner
-        self._root = root
-        self.entries: dict[str, FileEntry] = {}
-        """Size and checksum of each file, by path relative to the checkpoint."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Write one file.
-
-        Args:
-            state_dict: what ``torch.save`` takes.
-            path: where to.
-
-        Raises:
-            CheckpointError: if it holds what could not be loaded again, or if there is no room for it.
-        """
-        file = Path(path)
-        if file.name.startswith("layer_"):
-            state_dict = {key: _compact(value) for key, value in state_dict.items()}
-        stored = plain(state_dict, f"{file.name}: ")
-        with naming_full_disk(file, lambda: stored_bytes(stored)):
-            self._inner.save(stored, path)
-            self.entries[str(file.relative_to(self._root))] = fingerprint(file)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder.
-
-        Args:
-            path: the folder.
-            exist_ok: whether it may be there already.
-        """
-        os.makedirs(path, exist_ok=exist_ok)
-
-    def preserves_storage_sharing(self) -> bool:
-        """DeepSpeed need not copy every tensor: :meth:`save` copies those that share a buffer."""
-        return False
-
-
-def _compact(value: Any) -> Any:
-    """A tensor in memory of its own, on the host; ``torch.save`` would write a view's whole buffer."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type != "cpu" or value.layout is not torch.strided:
-        return value.detach().to("cpu", copy=True)
-    alone = value.untyped_storage().nbytes() == value.nbytes
-    return value.detach() if alone else value.detach().clone()

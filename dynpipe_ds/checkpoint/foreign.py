@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from deepspeed.pipe import TiedLayerSpec
 
 from dynpipe_ds.checkpoint.manifest import (
     CheckpointError,
@@ -25,6 +24,7 @@ from dynpipe_ds.checkpoint.manifest import (
     tensor_forms,
 )
 from dynpipe_ds.host.optimizer_files import Reader
+from dynpipe_ds.host.specs import tied_key
 
 if TYPE_CHECKING:
     from dynpipe_ds.stage import Stage
@@ -63,7 +63,7 @@ def describe_model(stage: Stage) -> list[LayerFacts]:
     everything = {i: parameters for part in gathered for i, parameters in part.items()}
     specs = stage.module._layer_specs
     return [
-        LayerFacts(name, everything.get(i, ()), specs[i].key if isinstance(specs[i], TiedLayerSpec) else None)
+        LayerFacts(name, everything.get(i, ()), tied_key(specs[i]))
         for i, name in enumerate(stage.module.layer_names())
     ]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
 from dynpipe_ds.checkpoint import folder
@@ -20,6 +19,7 @@ from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, res
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
+from dynpipe_ds.host.files import client_values, take_counters, take_settings, take_weights, take_worlds
 from dynpipe_ds.host.optimizer_files import (
     Reader,
     group_settings,
@@ -34,14 +34,12 @@ from dynpipe_ds.migration.moves import stage_of
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.ranks.agreement import first_error
+from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
     from dynpipe_ds.training import Training
 
 T = TypeVar("T")
-
-# Entries of DeepSpeed's file that it takes in itself and does not hand to the user.
-_TAKEN = ("module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
 
 class Loading:
@@ -265,43 +263,30 @@ class Loading:
         flat = isinstance(optimizer, FlatOptimizer)
         if not self._with_optimizer:
             if flat:
-                engine.optimizer._restore_from_bit16_weights()
+                take_weights(engine)
             return
         parameters = named_parameters(self._stage.local_layers())
         states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
         restore_state(optimizer, states, self._settings, self._template)
         if flat:
-            stored = stage_state_dict(self._manifest, self._reader, self._home)
-            engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)
-            for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
-                if name in stored and hasattr(engine.optimizer, name):
-                    setattr(engine.optimizer, name, stored[name])
+            take_settings(engine, stage_state_dict(self._manifest, self._reader, self._home))
 
     def _load_counters(self) -> None:
         engine, checkpoint = self._engine, self._checkpoint
-        engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
+        take_worlds(engine, checkpoint, module_only=self._module_only)
         if self._module_only:
             return
-        engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
-        if self._with_scheduler and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
-        if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in checkpoint:
-            engine.random_ltd_scheduler.load_state_dict(checkpoint["random_ltd"])
-        if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-            engine.training_dataloader.data_sampler.load_state_dict(checkpoint["data_sampler"])
-        engine.global_steps = checkpoint["global_steps"]
-        engine.global_samples = checkpoint.get("global_samples", engine.global_steps * engine.train_batch_size())
-        engine.skipped_steps = checkpoint["skipped_steps"]
+        take_counters(engine, checkpoint, with_scheduler=self._with_scheduler)
         if self._manifest.is_ours:
             restore_common(self._training, self._common, same_stages=self._same_stages)
             restore_rank(self._training, self._rank_state, same_stages=self._same_stages)
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""
-        taken = {"module"} if self._module_only else set(_TAKEN)
-        taken |= {"lr_scheduler"} if self._with_scheduler else set()
-        taken |= {"optimizer"} if self._list_optimizer else set()
-        found = {key: value for key, value in self._checkpoint.items() if key not in taken}
+        found = client_values(
+            self._checkpoint, module_only=self._module_only, scheduler=self._with_scheduler,
+            optimizer=self._list_optimizer,
+        )
         if self._with_optimizer and self._manifest.optimizer.kind == "plain":
             found["optimizer"] = self._checkpoint["optimizer"]
         return found
@@ -329,7 +314,7 @@ def latest_tag(load_dir: str) -> str | None:
             box[1] = str(error)
         if box == [None, ""]:
             there = folder.named_checkpoints(Path(load_dir))
-            logger.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
+            log.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
     dist.broadcast_object_list(box, src=0)
     tag, problem = box
     if problem:

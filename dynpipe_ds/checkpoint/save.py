@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import nn
 
 from dynpipe_ds.checkpoint import folder
@@ -34,6 +32,17 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.checkpoint.names import agree_on_place, place_problem, tag_problem
 from dynpipe_ds.checkpoint.plain import plain
+from dynpipe_ds.host.files import (
+    RecordingWriter,
+    layer_file,
+    model_file,
+    not_covered,
+    optimizer_file,
+    recording,
+    saved_parameters,
+    write_files,
+)
+from dynpipe_ds.host.names import version
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.ranks.agreement import together
@@ -66,15 +75,7 @@ def refuse_unsupported(pipeline: Pipeline) -> None:
     Raises:
         ValueError: naming the setting.
     """
-    engine = pipeline.engine
-    remedies = {
-        "tensor parallelism": engine.grid.get_slice_parallel_world_size() > 1,
-        '"checkpoint": {"use_node_local_storage": true}': engine.use_node_local_storage(),
-        "a checkpoint writer that finishes later": engine.checkpoint_engine.is_decoupled(),
-        "DeepSpeed's own MoE layers": engine.has_moe_layers,
-        "optimizer state on NVMe": engine.zero_nvme_offload_optimizer(),
-    }
-    found = [name for name, present in remedies.items() if present]
+    found = not_covered(pipeline.engine)
     if found:
         raise ValueError(
             f"checkpoints of a dynamic pipeline don't cover {' and '.join(found)}; train without that, or without "
@@ -172,28 +173,15 @@ class Saving:
             (self._folder / EXTRAS_FOLDER).mkdir()
 
     def _write_files(self) -> dict[str, FileEntry]:
-        engine, own = self._engine, self._engine.checkpoint_engine
-        engine.checkpoint_engine = writer = folder.RecordingWriter(own, self._folder)
-        try:
-            self._write_deepspeed_files(own)
+        with recording(self._engine, self._folder) as writer:
+            write_files(
+                self._engine, self._save_dir, str(self._folder.relative_to(self._save_dir)), tag=self._tag,
+                client_state=self._client_state, exclude_frozen=self._exclude_frozen,
+            )
             self._write_our_files(writer)
             return writer.entries
-        finally:
-            engine.checkpoint_engine = own
 
-    def _write_deepspeed_files(self, own: Any) -> None:
-        """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches."""
-        engine, name = self._engine, str(self._folder.relative_to(self._save_dir))
-        save_dir = str(self._save_dir)
-        own.create(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
-        engine._save_checkpoint(
-            save_dir, name, client_state=self._client_state, exclude_frozen_parameters=self._exclude_frozen
-        )
-        if engine.save_zero_checkpoint:
-            engine._save_zero_checkpoint(save_dir, name)
-        own.commit(CheckpointCommitInfo(tag=self._tag, save_dir=save_dir, save_latest=False))
-
-    def _write_our_files(self, writer: folder.RecordingWriter) -> None:
+    def _write_our_files(self, writer: RecordingWriter) -> None:
         if self._first:
             writer.save(common_state(self._training), str(self._folder / COMMON_FILE))
         writer.save(rank_state(self._training), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
@@ -240,15 +228,15 @@ class Saving:
     def _describe(self) -> tuple[Any, ...]:
         """This rank's share of the manifest."""
         engine = self._engine
-        path = self._relative(engine._get_ckpt_name(str(self._save_dir), self._tag))
+        path = self._relative(model_file(engine, self._save_dir, self._tag))
         flat = None
         if isinstance(self._stage.optimizer, FlatOptimizer):
-            flat = self._relative(engine._get_zero_ckpt_name(str(self._save_dir), self._tag))
+            flat = self._relative(optimizer_file(engine, self._save_dir, self._tag))
         described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
         return self._stage.stage_id, self._replica, path, flat, *described
 
-    def _relative(self, path: str) -> str:
-        return str(Path(path).relative_to(self._target))
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self._target))
 
     def _layer_entries(self) -> dict[int, LayerEntry]:
         stage = self._stage
@@ -257,8 +245,7 @@ class Saving:
         for i, module in stage.local_layers().items():
             file = self._our_layer_file(i)
             if i not in left_out:
-                local = i - stage.module.local_indices().start
-                file = self._relative(stage.module.ckpt_layer_path(str(self._target), local))
+                file = self._relative(layer_file(self._engine, self._target, i))
             trainable = {name: p.requires_grad for name, p in module.named_parameters()}
             forms = tensor_forms(module.state_dict())
             if self._exclude_frozen and i not in left_out:
@@ -273,7 +260,7 @@ class Saving:
         keys = {parameter: key for key, parameter in named_parameters(stage.local_layers()).items()}
         return tuple(
             Slot(keys.get(parameter), group, stage.pipeline.engine.param_names[parameter])
-            for group, members in enumerate(_members(stage))
+            for group, members in enumerate(saved_parameters(stage.pipeline.engine))
             for parameter in members
         )
 
@@ -293,20 +280,8 @@ class Saving:
             model_files=tuple(parts[0][3] for parts in stages),
             optimizer_files=tuple(tuple(part[4] for part in parts) for parts in stages) if flat else (),
             files=dict(sorted((path, entry) for part in parts for path, entry in part[0].items())),
-            versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+            versions={"torch": torch.__version__, "deepspeed": version()},
         )
-
-
-def _members(stage: Stage) -> list[list[nn.Parameter]]:
-    """The parameters of every group, in the order in which the optimizer's state is saved."""
-    engine = stage.pipeline.engine
-    wrapper = engine.optimizer
-    if isinstance(stage.optimizer, FlatOptimizer):
-        groups: Any = wrapper.bf16_groups if engine.using_bf16_optimizer else wrapper.bit16_groups
-    else:
-        assert stage.optimizer is not None
-        groups = [group["params"] for group in stage.optimizer.groups.optimizer.param_groups]
-    return [list(members) for members in groups]
 
 
 def optimizer_entry(stage: Stage) -> OptimizerEntry:

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_PYTHON, LEAST_TORCH, TESTED_SERIES, is_older
 from dynpipe_ds.cli.command import listed_problems
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.host.install import why_unsupported
 
 Status = Literal["ok", "warning", "problem"]
@@ -129,8 +129,7 @@ def _first_line(command: list[str]) -> str | None:
 
 def check_accelerator() -> Iterator[Check]:
     """The device that DeepSpeed chose, its communication back-end, and threads on a CPU."""
-    accelerator = get_accelerator()
-    name, count = accelerator.device_name(), accelerator.device_count()
+    name, count = accelerator.kind(), accelerator.num_devices()
     if name == "cpu":
         yield Check("accelerator", "ok", f"cpu, {os.cpu_count()} cores")
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -142,9 +141,9 @@ def check_accelerator() -> Iterator[Check]:
     elif not count:
         yield Check("accelerator", "problem", f"{name}, but no device", "make a device visible to this process")
     else:
-        gib = accelerator.total_memory(0) / 2**30
-        yield Check("accelerator", "ok", f"{count} x {name} ({accelerator.current_device_name()}), {gib:.0f} GiB each")
-    backend = accelerator.communication_backend_name()
+        gib = accelerator.memory_bytes() / 2**30
+        yield Check("accelerator", "ok", f"{count} x {name} ({accelerator.device()}), {gib:.0f} GiB each")
+    backend = accelerator.backend()
     torch_name = "gloo" if backend == "ccl" else backend  # DeepSpeed falls back to gloo on a CPU without oneCCL
     available = dist.is_available() and dist.is_backend_available(torch_name)
     remedy = "" if available else "install a build of torch with it"

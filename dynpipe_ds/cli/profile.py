@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from dynpipe_ds.cli.command import (
     OK,
@@ -25,6 +24,7 @@ from dynpipe_ds.cli.command import (
     milliseconds,
     whole,
 )
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.reporting.table import format_table
@@ -186,7 +186,7 @@ def _values(profile: PipelineProfile, path: str, memory: TrainingMemory) -> dict
     ]  # fmt: skip
     keys = ("forward_s", "backward_s", "num_parameters", "state_bytes", "activation_bytes")
     return {
-        "profile": path, "device": get_accelerator().device_name(), "threads": torch.get_num_threads(),
+        "profile": path, "device": accelerator.kind(), "threads": torch.get_num_threads(),
         "dtype": str(memory.dtype).removeprefix("torch."), "num_micro_batches": profile.num_micro_batches,
         "layers": layers, "total": {key: sum(layer[key] for layer in layers) for key in keys},
     }  # fmt: skip

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds.hf.carry import Activation, Carry, Layout
 from dynpipe_ds.hf.families import Family, family_of, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
 from dynpipe_ds.hf.routing import watched
+from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
 
 IGNORED_LABEL = -100
 

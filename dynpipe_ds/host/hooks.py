@@ -49,7 +49,7 @@ class Parts(Protocol):
 class Hooks(PipelineEngine):  # type: ignore[misc]
     """A pipeline engine that asks its parts, which the dynamic one makes before DeepSpeed's constructor."""
 
-    parts: Parts
+    dynamic: Parts
 
     # -- batches ------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             The mean loss of the batch.
         """
-        loss: Tensor = self.parts.train_batch(partial(super().train_batch, data_iter))
+        loss: Tensor = self.dynamic.train_batch(partial(super().train_batch, data_iter))
         return loss
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,15 +76,15 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
-        self.parts.pipeline.begin_batch()
+        self.dynamic.pipeline.begin_batch()
         training_iterator = self.data_iterator
         try:
-            with self.parts.naming_lost_ranks("a batch was evaluated"):
+            with self.dynamic.naming_lost_ranks("a batch was evaluated"):
                 result = super().eval_batch(data_iter, *args, **kwargs)
         except BatchRefused:
             self.set_dataiterator(training_iterator)
             raise
-        self.parts.pipeline.note_read(data_iter, kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None))
+        self.dynamic.pipeline.note_read(data_iter, kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None))
         return result
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
@@ -99,7 +99,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             loader: gives micro-batches.
         """
         super().set_dataloader(loader)
-        self.parts.pipeline.keep_loader(loader)
+        self.dynamic.pipeline.keep_loader(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the iterator.
@@ -108,18 +108,18 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             iterator: gives micro-batches.
         """
         super().set_dataiterator(iterator)
-        self.parts.pipeline.keep_iterator(iterator)
+        self.dynamic.pipeline.keep_iterator(iterator)
 
     def destroy(self) -> None:
         """As DeepSpeed's; the process groups are then this engine's no more."""
-        self.parts.end()
+        self.dynamic.end()
         super().destroy()
 
     # -- the optimizer ------------------------------------------------------------------------
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        self.parts.pipeline.configure_optimizer(client_optimizer, model_parameters, super()._configure_optimizer)
-        self.parts.optimizer_was_made()
+        self.dynamic.pipeline.configure_optimizer(client_optimizer, model_parameters, super()._configure_optimizer)
+        self.dynamic.optimizer_was_made()
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         with whole_lanes(optimizer, on_host=self._steps_on_host()):
@@ -137,10 +137,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def clip_fp32_gradients(self) -> None:
         """Clip by one norm over all stages."""
-        self.parts.pipeline.clip_gradients()
+        self.dynamic.pipeline.clip_gradients()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        optimizer, num_skipped = self.parts.stage_optimizer, self.skipped_steps
+        optimizer, num_skipped = self.dynamic.stage_optimizer, self.skipped_steps
         if optimizer is not None:
             optimizer.before_step()
         super()._take_model_step(lr_kwargs)
@@ -170,7 +170,7 @@ def as_whole_batch(own: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(own)
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> T:
-        result: T = self.parts.train_batch(partial(own, self, *args, **kwargs))
+        result: T = self.dynamic.train_batch(partial(own, self, *args, **kwargs))
         return result
 
     return train_batch

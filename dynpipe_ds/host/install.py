@@ -18,45 +18,7 @@ import deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_SERIES, is_older
-
-# What we call or override, by owner: a missing name is reported at import, not in the middle of training.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "deepspeed:PipelineEngine": (
-        "_INSTRUCTION_MAP",
-        "_exec_schedule",
-        "_exec_load_micro_batch",
-        "_exec_backward_pass",
-        "_exec_reduce_tied_grads",
-        "reset_activation_shape",
-        "train_batch",
-        "eval_batch",
-        "_configure_optimizer",
-        "_configure_basic_optimizer",
-        "_configure_zero_optimizer",
-        "_configure_bf16_optimizer",
-        "_reduce_non_expert_gradients",
-        "clip_fp32_gradients",
-        "_take_model_step",
-    ),
-    "deepspeed:PipelineModule": (
-        "_partition_layers",
-        "_set_bounds",
-        "_count_layer_params",
-        "_precompute_checkpointable_values",
-        "_synchronize_tied_weights",
-        "forward",
-    ),
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": (
-        "get_grads_for_norm",
-        "_lazy_init_hp_params_optimizer_state",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
-        "scaled_global_norm",
-        "allreduce_bucket",
-        "gradient_reduction_w_predivide",
-        "_lazy_init_hp_params_optimizer_state",
-    ),
-}
+from dynpipe_ds.host.names import hooks_never_called, missing_names
 
 
 class DeepSpeedVersionError(RuntimeError):
@@ -70,21 +32,11 @@ def why_unsupported() -> str:
             f"is older than {LEAST_DEEPSPEED}, the first release whose pipeline gradients are right (before, every "
             "stage but the last divides them by the accumulation steps once more)"
         )
-    missing = _missing_names()
-    return f"has no {', '.join(missing)}, which dynpipe_ds needs" if missing else ""
-
-
-def _missing_names() -> list[str]:
-    missing = []
-    for owner, names in _NEEDED.items():
-        module_name, class_name = owner.split(":")
-        try:
-            cls = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError):
-            missing.append(owner)
-            continue
-        missing += [f"{owner}.{name}" for name in names if not hasattr(cls, name)]
-    return missing
+    missing = missing_names()
+    if missing:
+        return f"has no {', '.join(missing)}, which dynpipe_ds needs"
+    unused = hooks_never_called()
+    return f"never calls {', '.join(unused)}, in place of which dynpipe_ds puts its own" if unused else ""
 
 
 def check_version() -> None:

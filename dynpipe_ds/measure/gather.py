@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.measure.recorder import BatchTimes
 
@@ -116,7 +116,7 @@ def gather_profile(
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
     numbers += [
         stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
-        float(get_accelerator().max_memory_allocated() or 0), *spent,
+        float(accelerator.peak_memory_bytes()), *spent,
     ]
     message = torch.tensor(numbers, dtype=torch.float64).to(device)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]

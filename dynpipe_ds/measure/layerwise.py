@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dynpipe_ds.host import accelerator
+from dynpipe_ds.host.specs import LayerSpec, forward_function, layer_name
 from dynpipe_ds.measure.gather import layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, BatchTimes
@@ -167,7 +167,7 @@ def measure_layers(
     Raises:
         LayerError: when a layer raises, with its index and name.
     """
-    device = torch.device(get_accelerator().current_device_name())
+    device = accelerator.device()
     x, labels = _to(inputs, device, memory.dtype), _to(labels, device, None)
     recorder, measured, counted = BatchRecorder(), [], False
 
@@ -177,14 +177,14 @@ def measure_layers(
         layer = _build(index, spec, partial(_call_loss, loss_fn, labels) if with_loss else None, device, memory.dtype)
         passes = [layer.run(recorder, x, None, checkpointed=checkpointed)[0] for _ in range(warmup + repeats)]
         activation_bytes, counted, x = _metered(layer, recorder, x, counted, checkpointed=checkpointed)
-        return _layer_profile(_name(spec), layer, passes[warmup:], activation_bytes, memory)
+        return _layer_profile(layer_name(spec), layer, passes[warmup:], activation_bytes, memory)
 
     for index, spec in enumerate(layers):
         try:
             measured.append(measure(index, spec))
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
-            raise LayerError(f"layer {index} ({_name(spec)}) can't be built and run: {cause}") from error
+            raise LayerError(f"layer {index} ({layer_name(spec)}) can't be built and run: {cause}") from error
     return PipelineProfile(0, (), num_micro_batches, tuple(measured), ())
 
 
@@ -235,7 +235,7 @@ def _build(
     if isinstance(spec, LayerSpec | nn.Module):
         module = spec.build() if isinstance(spec, LayerSpec) else copy.deepcopy(spec)
         module = module.to(device=device, dtype=None if dtype == torch.float32 else dtype)
-        forward = getattr(spec, "forward_fn", None) if isinstance(spec, TiedLayerSpec) else None
+        forward = forward_function(spec)
         return _Layer(index, module if forward is None else partial(forward, module), module, loss)
     if not callable(spec):
         raise TypeError(f"it is {spec!r}; a layer is a LayerSpec, a module or a function")
@@ -245,12 +245,6 @@ def _build(
 def _call_loss(loss_fn: Any, labels: Any, y: Any) -> Tensor:
     loss: Tensor = loss_fn(y, labels)
     return loss
-
-
-def _name(spec: Any) -> str:
-    if isinstance(spec, LayerSpec):
-        spec = spec.typename
-    return getattr(spec, "__name__", type(spec).__name__)
 
 
 def _tensors(value: Any) -> list[Tensor]:

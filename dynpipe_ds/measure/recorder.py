@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.messages.values import obstacle, tensors_in
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
@@ -45,7 +45,7 @@ class DeviceClock:
 
     def stamp(self) -> Any:
         """Record an event on the current stream; does not synchronise."""
-        event = get_accelerator().Event(enable_timing=True)
+        event = accelerator.event()
         event.record()
         return event
 
@@ -99,7 +99,7 @@ class BatchRecorder:
         self.obstacles: dict[int, str] = {}
         self._types: dict[int, type] = {}
         self._clock: HostClock | DeviceClock = (
-            HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()
+            HostClock() if accelerator.is_synchronous() else DeviceClock()
         )
         self._labels: list[tuple[int, int]] = []
         self._stamps: list[Any] = []

@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+
+from dynpipe_ds.host import accelerator
 
 Structure = int | str | None | tuple["Structure", ...]
 """``None`` for None, the number of a tensor, or a tuple of a kind and what is in it, texts or structures."""
@@ -254,7 +255,7 @@ def _check_tensor(tensor: Tensor) -> None:
 
 @cache
 def _device_type() -> str:
-    return torch.device(get_accelerator().current_device_name()).type
+    return accelerator.device().type
 
 
 def _type_name(kind: type) -> str:

@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+
+from dynpipe_ds.host.specs import LayerSpec
 
 Path = tuple[Any, ...]
 """Name of a root, then steps: ("attr", name), ("item", key), ("cell", i), ("default", i)."""

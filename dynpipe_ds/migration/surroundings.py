@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from dynpipe_ds.host.specs import arguments, is_buildable, tied_key
 from dynpipe_ds.migration.bound import values_of
 from dynpipe_ds.migration.encoding import named
 from dynpipe_ds.migration.hooks import DepartedHooks
@@ -123,8 +123,8 @@ class Surroundings:
         owners: dict[int, dict[str, int]] = {}
         parts: dict[int, tuple[Path, Any]] = {}
         for layer, module in layers.items():
-            spec = self._specs[layer]
-            owner = f"tied {spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+            tied = tied_key(self._specs[layer])
+            owner = str(layer) if tied is None else f"tied {tied}"
             for where, part in _parts(module):
                 owners.setdefault(id(part), {}).setdefault(owner, layer)
                 parts.setdefault(id(part), ((f"layer {layer}", ("attr", where)), part))
@@ -149,7 +149,7 @@ class Surroundings:
         """
         names = self.names(layers.values(), pipeline)
         for spec in self._specs:
-            for argument in _arguments(spec):
+            for argument in arguments(spec):
                 path = names.of(argument)
                 if path is not None and not isinstance(argument, Tensor):
                     self._start.setdefault(path, values_of(argument, path in self._shared))
@@ -232,7 +232,7 @@ class Surroundings:
         Args:
             layer: its index.
         """
-        return isinstance(self._specs[layer], LayerSpec)
+        return is_buildable(self._specs[layer])
 
     def build(self, layer: int) -> nn.Module:
         """A layer as its spec makes it; random numbers drawn here leave no trace.
@@ -267,7 +267,3 @@ def _parts(module: nn.Module) -> Iterable[tuple[str, Any]]:
     yield from module.named_modules()
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _arguments(spec: Any) -> list[Any]:
-    return [*spec.module_args, *spec.module_kwargs.values()] if isinstance(spec, LayerSpec) else []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 
+from dynpipe_ds.host.partitioning import partition_balanced
 from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.plan import Plan
 from dynpipe_ds.partition.prepare import prepare
@@ -58,9 +58,7 @@ def balanced(
     )
     load = problem.load
     weights = [end - first for first, end in zip(load, load[1:], strict=False)]
-    # Not at the top: the other partitioners must work, and import, without DeepSpeed.
-    deepspeed_utils = import_module("deepspeed.runtime.utils")
-    cuts = [int(cut) for cut in deepspeed_utils.partition_balanced(weights, num_stages)]
+    cuts = partition_balanced(weights, num_stages)
     if not allow_empty:
         cuts = fill_empty_stages(cuts, problem.num_groups)
     problem.require_fit(cuts, "balanced")

@@ -7,18 +7,14 @@ stages are numbered anew in their old order.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import ProcessTopology
-from deepspeed.utils import groups
 
-from dynpipe_ds.host.world import Groups, World, holders_of_groups
+from dynpipe_ds.host.topology import renumber
+from dynpipe_ds.host.world import World
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.ranks.agreement import together
 
@@ -66,7 +62,7 @@ class Shrink:
         self._staying = tuple(staying)
         self._boundaries = tuple(boundaries)
         going = set(range(stage.num_stages)) - set(staying)
-        self.world = World(r for s in going for r in stage.pipeline.ranks_of(s))
+        self.world = World(rank for s in going for rank in stage.pipeline.ranks_of(s))
 
     @property
     def stays(self) -> bool:
@@ -126,49 +122,11 @@ class Shrink:
 
     def go_on(self) -> None:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""
-        module = self._stage.module
         dist.barrier()
         self._miss_no_more()
-        old = Groups(module)
-        self.world.regroup()
-        topology = _shorter(module._topo, len(self._staying))
-        module.world_group = dist.new_group(ranks=range(dist.get_world_size()))
-        with redirect_stdout(StringIO()):  # it prints its topology
-            # In place: engine, optimizer, DeepSpeed's groups and the user hold the same object.
-            module._grid.__init__(topology=topology, process_group=module.world_group)
-        groups.mpu = module._grid
-        if old.world_clone is not None:
-            groups._clone_world_group()
-        self._renumber(topology)
-        old.hand_over(Groups(module), holders_of_groups(self._stage.pipeline))
+        renumber(self._stage.pipeline, self.world, self._boundaries)
         self._stage.guard.start()
 
     def _miss_no_more(self) -> None:
         """Who leaves now is not lost."""
         self._stage.guard.forget(self.world.leaving - {self.world.rank})
-
-    def _renumber(self, topology: ProcessTopology) -> None:
-        engine, module = self._stage.pipeline.engine, self._stage.module
-        layers, grid = module.local_layers(), module._grid
-        module._topo = topology
-        module.global_rank, module.world_size = grid.global_rank, grid.world_size
-        module.num_stages, module.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
-        module.tied_comms = {}  # DeepSpeed's own, with old groups; ours go by stage
-        module.install(self._boundaries, layers)
-        engine.global_rank, engine.world_size = grid.global_rank, grid.world_size
-        engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
-        engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
-        engine.is_pipe_parallel = grid.pipe_parallel_size > 1
-        engine.mp_world_size = grid.get_model_parallel_world_size()
-        engine.checkpoint_mp_rank = grid.get_model_parallel_rank()
-        if hasattr(engine.optimizer, "model_parallel_world_size"):
-            engine.optimizer.model_parallel_world_size = engine.mp_world_size
-        self._stage.pipeline.name_parameters()
-
-
-def _shorter(topology: ProcessTopology, num_stages: int) -> ProcessTopology:
-    """The same axes with fewer stages; survivors that keep the order of their ranks keep their other coordinates."""
-    dims = [num_stages if axis == "pipe" else topology.get_dim(axis) for axis in topology.get_axis_names()]
-    shorter = copy.copy(topology)
-    ProcessTopology.__init__(shorter, axes=topology.get_axis_names(), dims=dims)
-    return shorter

@@ -109,8 +109,8 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
         fault()
     return {
         "losses": losses, "partitions": partitions, "decisions": decisions, "state": digest(engine),
-        "profiled": [profile.batch for profile in engine.parts.balancer.state_dict()["profiles"]],
-        "knows": engine.parts.balancer.state_dict() | {"profiles": None},
+        "profiled": [profile.batch for profile in engine.dynamic.balancer.state_dict()["profiles"]],
+        "knows": engine.dynamic.balancer.state_dict() | {"profiles": None},
     }
 
 
@@ -157,7 +157,7 @@ def test_on_fewer_stages_layer_times_carry_over(tmp_path: Path) -> None:
 def on_two_stages(rank: int, folder: str) -> None:
     engine = make_engine(Run(2, config={"dynamic_pipeline": SECTION}))
     engine.load_checkpoint(f"{folder}/cheap moves", tag="18")
-    known = engine.parts.balancer.state_dict()
+    known = engine.dynamic.balancer.state_dict()
     assert len(known["profiles"]) >= 14 and known["num_newest"] == 0
     assert known["costs_s"] == [] and known["paused_until"] == 0
     batches, now = data(0, 4), {"batch": 18}
@@ -165,4 +165,4 @@ def on_two_stages(rank: int, folder: str) -> None:
         for _ in range(3):
             engine.train_batch(batches)
     assert engine.profile is not None
-    assert len(engine.parts.balancer.state_dict()["profiles"]) == len(known["profiles"]) + 3
+    assert len(engine.dynamic.balancer.state_dict()["profiles"]) == len(known["profiles"]) + 3

@@ -19,7 +19,7 @@ from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED
 from dynpipe_ds.cli.checks import check_versions
 from dynpipe_ds.engine import EnabledEngine
-from dynpipe_ds.host import install
+from dynpipe_ds.host import install, names
 from dynpipe_ds.host.hooks import Hooks
 
 INSTALL = rf"Install a supported release: pip install '{re.escape(DEEPSPEED_RANGE)}'"
@@ -42,7 +42,7 @@ def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("owner", ["deepspeed.runtime.nowhere:Optimizer", "deepspeed:NoSuchEngine"])
 def test_a_module_or_class_that_is_gone(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
-    monkeypatch.setitem(install._NEEDED, owner, ("step",))
+    monkeypatch.setitem(names.NEEDED, owner, names.Needed(("step",)))
     with pytest.raises(install.DeepSpeedVersionError, match=rf"has no {owner}, {REMEDY}"):
         install.check_version()
 

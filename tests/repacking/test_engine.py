@@ -33,7 +33,7 @@ def train_automatically(_rank: int, run: Run) -> Any:
         events: list[Any] = []
         engine.on_repack(events.append)
         losses = train(engine, run)
-        engine.parts.repacker.giving_back.wait()
+        engine.dynamic.repacker.giving_back.wait()
     texts = [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)]
     texts = [text for text in texts if "losses of this run may differ" not in text]  # clipping is on by default
     return losses, events, texts, digest(engine)
@@ -150,7 +150,7 @@ POINTS = [
     Point("after the vote", "dynpipe_ds.repacking.live:Shrink.prepare", after=True),
     Point("before old groups go", "dynpipe_ds.host.world:_destroy"),
     Point("after old groups went", "dynpipe_ds.host.world:_destroy", after=True),
-    Point("before ranks are renumbered", "dynpipe_ds.repacking.live:Shrink._renumber"),
+    Point("before ranks are renumbered", "dynpipe_ds.host.topology:_renumber_module"),
 ]
 
 

@@ -1,0 +1,261 @@
+"""The files that DeepSpeed writes for a checkpoint: where they are, how they are written, what is read from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from torch import Tensor, nn
+
+from dynpipe_ds.checkpoint.folder import fingerprint
+from dynpipe_ds.checkpoint.full_disk import naming_full_disk, stored_bytes
+from dynpipe_ds.checkpoint.manifest import FileEntry
+from dynpipe_ds.checkpoint.plain import plain
+from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+
+# Entries of DeepSpeed's file that it takes in itself and does not hand to the user.
+_TAKEN = ("module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+_OF_FLAT_OPTIMIZERS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+
+def not_covered(engine: Any) -> list[str]:
+    """What an engine trains with that checkpoints of a dynamic pipeline don't cover.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    found = {
+        "tensor parallelism": engine.grid.get_slice_parallel_world_size() > 1,
+        '"checkpoint": {"use_node_local_storage": true}': engine.use_node_local_storage(),
+        "a checkpoint writer that finishes later": engine.checkpoint_engine.is_decoupled(),
+        "DeepSpeed's own MoE layers": engine.has_moe_layers,
+        "optimizer state on NVMe": engine.zero_nvme_offload_optimizer(),
+    }
+    return [name for name, present in found.items() if present]
+
+
+# -- writing ----------------------------------------------------------------------------------
+
+
+class RecordingWriter:
+    """Stands in for DeepSpeed's checkpoint engine during a save: notes what is written, with its checksum.
+
+    Args:
+        inner: DeepSpeed's checkpoint engine, which does the writing.
+        root: the checkpoint's folder; paths are noted relative to it.
+    """
+
+    def __init__(self, inner: Any, root: Path) -> None:
+        self.inner = inner
+        self._root = root
+        self.entries: dict[str, FileEntry] = {}
+        """Size and checksum of each file, by path relative to the checkpoint."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file.
+
+        Args:
+            state_dict: what ``torch.save`` takes.
+            path: where to.
+
+        Raises:
+            CheckpointError: if it holds what could not be loaded again, or if there is no room for it.
+        """
+        file = Path(path)
+        if file.name.startswith("layer_"):
+            state_dict = {key: _compact(value) for key, value in state_dict.items()}
+        stored = plain(state_dict, f"{file.name}: ")
+        with naming_full_disk(file, lambda: stored_bytes(stored)):
+            self.inner.save(stored, path)
+            self.entries[str(file.relative_to(self._root))] = fingerprint(file)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder.
+
+        Args:
+            path: the folder.
+            exist_ok: whether it may be there already.
+        """
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def preserves_storage_sharing(self) -> bool:
+        """DeepSpeed need not copy every tensor: :meth:`save` copies those that share a buffer."""
+        return False
+
+
+@contextmanager
+def recording(engine: Any, root: Path) -> Iterator[RecordingWriter]:
+    """Let what an engine writes within be noted.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        root: the checkpoint's folder.
+    """
+    own = engine.checkpoint_engine
+    engine.checkpoint_engine = writer = RecordingWriter(own, root)
+    try:
+        yield writer
+    finally:
+        engine.checkpoint_engine = own
+
+
+def write_files(
+    engine: Any, save_dir: Path, name: str, *, tag: str, client_state: dict[str, Any], exclude_frozen: bool
+) -> None:
+    """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches.
+
+    Args:
+        engine: the dynamic pipeline engine, while it is :func:`recording`.
+        save_dir: folder of all checkpoints.
+        name: of the folder in it to write into.
+        tag: what the checkpoint will be called.
+        client_state: the user's own values.
+        exclude_frozen: whether to leave out parameters that need no gradient.
+    """
+    own = engine.checkpoint_engine.inner
+    own.create(CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=False))
+    engine._save_checkpoint(
+        str(save_dir), name, client_state=client_state, exclude_frozen_parameters=exclude_frozen
+    )
+    if engine.save_zero_checkpoint:
+        engine._save_zero_checkpoint(str(save_dir), name)
+    own.commit(CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=False))
+
+
+def _compact(value: Any) -> Any:
+    """A tensor in memory of its own, on the host; ``torch.save`` would write a view's whole buffer."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type != "cpu" or value.layout is not torch.strided:
+        return value.detach().to("cpu", copy=True)
+    alone = value.untyped_storage().nbytes() == value.nbytes
+    return value.detach() if alone else value.detach().clone()
+
+
+# -- where what is ----------------------------------------------------------------------------
+
+
+def model_file(engine: Any, save_dir: Path, tag: str) -> Path:
+    """The file of this stage with all but its layers, and without ZeRO its optimizer's state.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        save_dir: folder of all checkpoints.
+        tag: name of the checkpoint.
+    """
+    return Path(engine._get_ckpt_name(str(save_dir), tag))
+
+
+def optimizer_file(engine: Any, save_dir: Path, tag: str) -> Path:
+    """The file of this rank's share of a flat optimizer's state.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        save_dir: folder of all checkpoints.
+        tag: name of the checkpoint.
+    """
+    return Path(engine._get_zero_ckpt_name(str(save_dir), tag))
+
+
+def layer_file(engine: Any, target: Path, layer: int) -> Path:
+    """The file of one layer of this stage.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        target: the checkpoint's folder.
+        layer: its index.
+    """
+    return Path(engine.module.ckpt_layer_path(str(target), layer - engine.module._local_start))
+
+
+def saved_parameters(engine: Any) -> list[list[nn.Parameter]]:
+    """The parameters of every group, in the order in which the optimizer's state is saved.
+
+    Args:
+        engine: the dynamic pipeline engine, with an optimizer.
+    """
+    wrapper = engine.optimizer
+    if isinstance(engine.stage_optimizer, FlatOptimizer):
+        groups: Any = wrapper.bf16_groups if engine.using_bf16_optimizer else wrapper.bit16_groups
+    else:
+        groups = [group["params"] for group in engine.stage_optimizer.groups.optimizer.param_groups]
+    return [list(members) for members in groups]
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+def take_worlds(engine: Any, checkpoint: Mapping[str, Any], *, module_only: bool) -> None:
+    """Tell an engine how many ranks the checkpoint that it loaded was saved by.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        checkpoint: content of :func:`model_file`.
+        module_only: whether nothing but weights is loaded.
+    """
+    engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
+    if not module_only:
+        engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
+
+
+def take_counters(engine: Any, checkpoint: Mapping[str, Any], *, with_scheduler: bool) -> None:
+    """Put back an engine's counters, and the state of what follows them.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        checkpoint: content of :func:`model_file`.
+        with_scheduler: whether the learning-rate scheduler follows.
+    """
+    if with_scheduler and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in checkpoint:
+        engine.random_ltd_scheduler.load_state_dict(checkpoint["random_ltd"])
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+        engine.training_dataloader.data_sampler.load_state_dict(checkpoint["data_sampler"])
+    engine.global_steps = checkpoint["global_steps"]
+    engine.global_samples = checkpoint.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = checkpoint["skipped_steps"]
+
+
+def take_weights(engine: Any) -> None:
+    """Renew the master weights of a flat optimizer from the model's.
+
+    Args:
+        engine: the dynamic pipeline engine.
+    """
+    engine.optimizer._restore_from_bit16_weights()
+
+
+def take_settings(engine: Any, stored: Mapping[str, Any]) -> None:
+    """Put back what a flat optimizer keeps besides its parameters' state.
+
+    Args:
+        engine: the dynamic pipeline engine.
+        stored: the optimizer's state, from :func:`optimizer_file`.
+    """
+    engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)
+    for name in _OF_FLAT_OPTIMIZERS:
+        if name in stored and hasattr(engine.optimizer, name):
+            setattr(engine.optimizer, name, stored[name])
+
+
+def client_values(
+    checkpoint: Mapping[str, Any], *, module_only: bool, scheduler: bool, optimizer: bool
+) -> dict[str, Any]:
+    """The user's own values, and what DeepSpeed's ``load_checkpoint`` hands back with them.
+
+    Args:
+        checkpoint: content of :func:`model_file`.
+        module_only: whether nothing but weights is loaded.
+        scheduler: whether the learning-rate scheduler's state is taken in.
+        optimizer: whether the optimizer's state is asked for.
+    """
+    taken = {"module"} if module_only else set(_TAKEN)
+    taken |= {"lr_scheduler"} if scheduler else set()
+    taken |= {"optimizer"} if optimizer else set()
+    return {key: value for key, value in checkpoint.items() if key not in taken}

@@ -1,0 +1,301 @@
+"""The one list of DeepSpeed's names that the library relies on, and the checks of it at start.
+
+By owner, a class or a module of DeepSpeed:
+
+* ``names`` it has: what is imported, called, or overridden for the user to call;
+* ``attributes`` that its code sets, on its own objects or on parameters: they are there only after a constructor ran,
+  so what is looked for is a statement that sets them;
+* ``hooks``: methods and functions of ours that stand in for DeepSpeed's and that its own code must call. What it no
+  longer calls would be left out in silence.
+
+Everything is read from the byte code of the classes as they are loaded, which needs neither an engine nor source.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import deepspeed
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What we rely on of one class or module.
+
+    Attributes:
+        names: that it has.
+        attributes: that its code sets.
+        hooks: names of it that its own code must call.
+        begins: methods from which that is followed; of a module, any of its functions.
+        optional: what some supported releases lack, and are right without.
+    """
+
+    names: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+def _needed(names: str = "", *, attributes: str = "", hooks: str = "", begins: str = "", optional: str = "") -> Needed:
+    return Needed(*(tuple(text.split()) for text in (names, attributes, hooks, begins, optional)))
+
+
+ENGINE = "deepspeed:PipelineEngine"
+MODULE = "deepspeed:PipelineModule"
+ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+
+NEEDED: dict[str, Needed] = {
+    "deepspeed": _needed("init_distributed initialize load_ds_config"),
+    ENGINE: _needed(
+        # overridden, for the user to call
+        "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy "
+        # called
+        "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass _exec_reduce_grads _exec_optimizer_step "
+        "_exec_reduce_tied_grads _configure_basic_optimizer _backward_post_hook reset_activation_shape "
+        "_get_ckpt_name _get_zero_ckpt_name _save_checkpoint _save_zero_checkpoint "
+        # asked
+        "bfloat16_enabled communication_data_type curriculum_learning_enabled get_data_types get_global_grad_norm "
+        "gradient_clipping gradient_predivide_factor is_first_stage is_last_stage load_universal_checkpoint "
+        "random_ltd_enabled train_batch_size use_node_local_storage zero_nvme_offload_optimizer zero_optimization "
+        "zero_use_cpu_optimizer",
+        attributes=(
+            "_config _global_grad_norm _running_engine_backward basic_optimizer checkpoint_engine "
+            "client_lr_scheduler data_iterator device dynamic_shape global_rank global_samples global_steps grad_layer "
+            "grid has_moe_layers is_data_parallel is_grad_partitioned is_pipe_parallel is_pipe_partitioned "
+            "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size loss lr_scheduler meta_buffer "
+            "micro_batches micro_steps monitor mp_world_size mpu next_stage num_stages optimizer param_names "
+            "pipe_buffers prev_stage random_ltd_scheduler save_zero_checkpoint skipped_steps stage_id timers "
+            "training_dataloader using_bf16_optimizer world_size"
+        ),
+        hooks=(
+            "_INSTRUCTION_MAP _exec_schedule _configure_optimizer _configure_zero_optimizer _configure_bf16_optimizer "
+            "_reduce_non_expert_gradients clip_fp32_gradients _take_model_step"
+        ),
+        begins="__init__ train_batch",
+        optional="checkpoint_mp_rank",
+    ),
+    MODULE: _needed(
+        "forward get_additional_losses ckpt_layer_path stage_owner _count_layer_params _is_checkpointable "
+        "_precompute_checkpointable_values _recursive_getattr _set_bounds",
+        attributes=(
+            "_grid _layer_specs _local_start _local_stop _num_layers _topo activation_checkpoint_func "
+            "activation_checkpoint_interval base_seed curr_layer ds_pipe_replicated forward_funcs fwd_map global_rank "
+            "is_checkpointable_results is_checkpointable_results_interval loss_fn micro_offset num_stages parts "
+            "seed_fn seed_layers stage_id tied_comms tied_modules tied_weight_attrs world_group world_size"
+        ),
+        hooks="_partition_layers _synchronize_tied_weights",
+        begins="__init__",
+    ),
+    "deepspeed.runtime.pipe.module:LayerSpec": _needed("build", attributes="typename module_args module_kwargs"),
+    "deepspeed.runtime.pipe.module:TiedLayerSpec": _needed(attributes="key forward_fn tied_weight_attr"),
+    ZERO: _needed(
+        "step get_param_id register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
+        "_restore_from_bit16_weights",
+        attributes=(
+            "_grad_acc_hooks _hp_optimizer_states_linked _zero_optimizer averaged_gradients bit16_groups "
+            "bit16_groups_flat clip_grad cpu_data cpu_offload custom_loss_scaler dp_process_group dynamic_loss_scale "
+            "external_loss_scale grad_accum grad_start_offset loss_scaler model_parallel_world_size "
+            "nccl_start_alignment_factor norm_for_param_grads offload_gradient_dict optimizer overflow "
+            "param_idx_in_group param_to_partition_ids params_in_partition partition_count real_dp_process_group"
+        ),
+        hooks="scaled_global_norm allreduce_bucket gradient_reduction_w_predivide",
+        begins="__init__ step",
+        optional="_zero_padding",
+    ),
+    BF16: _needed(
+        "step clear_lp_grads update_hp_grads register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
+        "_restore_from_bit16_weights",
+        attributes=(
+            "_grad_acc_hooks _hp_grad _hp_optimizer_states_linked bf16_groups bf16_groups_flat clip_grad "
+            "fp32_groups_gradients fp32_groups_gradients_flat fp32_groups_has_gradients nccl_start_alignment_factor "
+            "optimizer partition_count"
+        ),
+        hooks="get_grads_for_norm",
+        begins="step",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": _needed(hooks="see_memory_usage empty_cache"),
+    "deepspeed.runtime.bf16_optimizer": _needed(hooks="see_memory_usage"),
+    "deepspeed.utils.torch": _needed("required_torch_version"),
+    "deepspeed.utils.mixed_precision_linkage": _needed(
+        attributes=(
+            "_dp_group _hp_mapping _index_in_param_group get_full_hp_grad get_full_hp_param set_full_hp_grad "
+            "set_full_hp_param"
+        ),
+    ),
+    "deepspeed.utils.tensor_fragment:tensor_fragment": _needed(
+        attributes="hp_fragment hp_fragment_address lp_fragment_address optim_fragment"
+    ),
+    "deepspeed.utils.tensor_fragment:fragment_address": _needed(attributes="numel start"),
+    "deepspeed.ops.adam:FusedAdam": _needed(attributes="_dummy_overflow_buf adam_w_mode multi_tensor_adam"),
+    "deepspeed.ops.adam:DeepSpeedCPUAdam": _needed(attributes="ds_opt_adam opt_id"),
+    "deepspeed.runtime.pipe.topology:PipelineParallelGrid": _needed(
+        "get_data_parallel_group get_data_parallel_id get_data_parallel_rank get_data_parallel_world_size "
+        "get_model_parallel_rank get_model_parallel_world_size get_slice_parallel_rank get_slice_parallel_world_size "
+        "get_stage_id stage_to_global",
+        attributes="dp_proc_group ds_model_proc_group global_rank pipe_parallel_size pp_proc_group slice_proc_group "
+        "world_size",
+    ),
+    "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
+    "deepspeed.runtime.pipe.schedule": _needed(
+        "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceTiedGrads "
+        "ReduceGrads OptimizerStep"
+    ),
+    "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
+    "deepspeed.runtime.config:DeepSpeedConfig": _needed(attributes="_param_dict bfloat16_config"),
+    "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced set_random_seed"),
+    "deepspeed.runtime.fp16.loss_scaler": _needed("DynamicLossScaler LossScaler"),
+    "deepspeed.runtime.zero.config": _needed("ZeroStageEnum"),
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": _needed("CheckpointCommitInfo"),
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine": _needed(
+        "commit create is_decoupled makedirs preserves_storage_sharing save"
+    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _needed(
+        "checkpoint get_cuda_rng_tracker non_reentrant_checkpoint"
+    ),
+    "deepspeed.comm": _needed("all_reduce destroy_process_group reduce"),
+    "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group mpu"),
+    "deepspeed.accelerator": _needed("get_accelerator"),
+    "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
+        "Event communication_backend_name current_device_name device_count device_name get_rng_state "
+        "is_synchronized_device max_memory_allocated set_rng_state total_memory"
+    ),
+}
+
+PARAMETER_MARKS = frozenset({
+    "_hp_mapping", "_hp_grad", "_dp_group", "_index_in_param_group", "_zero_optimizer", "cpu_data",
+    "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param", "set_full_hp_grad",
+    "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
+})
+"""What DeepSpeed's optimizers leave on the parameters they hold, of which another optimizer must not find any."""
+
+
+def version() -> str:
+    """The installed release of DeepSpeed."""
+    return str(deepspeed.__version__)
+
+
+# -- the checks -------------------------------------------------------------------------------
+
+
+def missing_names() -> list[str]:
+    """What the installed DeepSpeed lacks of :data:`NEEDED`, such as ``deepspeed:PipelineEngine._exec_schedule``."""
+    missing = []
+    for owner, needed in NEEDED.items():
+        found = _find(owner)
+        if found is None:
+            missing.append(owner)
+            continue
+        lacking = [name for name in (*needed.names, *needed.hooks) if not hasattr(found, name)]
+        wanted = {name for name in needed.attributes if not hasattr(found, name)}
+        lacking += sorted(wanted - _assigned_in(found, wanted)) if wanted else []
+        missing += [f"{owner}.{name}" for name in lacking]
+    return missing
+
+
+def hooks_never_called() -> list[str]:
+    """Hooks that the installed DeepSpeed has, but to which no way leads from where its own code begins."""
+    silent = []
+    for owner, needed in NEEDED.items():
+        found = _find(owner) if needed.hooks else None
+        if found is not None:
+            called = _called(found, needed.begins)
+            silent += [f"{owner}.{name}" for name in needed.hooks if hasattr(found, name) and name not in called]
+    return silent
+
+
+def _find(owner: str) -> Any:
+    module_name, _, class_name = owner.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return None
+    return getattr(module, class_name, None) if class_name else module
+
+
+def _called(owner: Any, begins: Iterable[str]) -> set[str]:
+    """Names that code of an owner mentions, if it runs once the methods it begins with run; all, for a module."""
+    codes: dict[str, set[str]] = {}
+    for name, value in _members(owner):
+        if name not in codes or "super" in codes[name]:  # else it replaces what a base has of this name
+            codes.setdefault(name, set()).update(*(code.co_names for code in _codes(value)))
+    called: set[str] = set()
+    new = set(begins) or codes.keys()
+    while new:
+        called |= new
+        new = {name for known in new & codes.keys() for name in codes[known]} - called
+    return called - set(begins)
+
+
+def _assigned_in(owner: Any, wanted: set[str]) -> set[str]:
+    """Of some names, those that code of an owner assigns as an attribute of anything."""
+    codes = (code for _, value in _members(owner) for code in _codes(value))
+    return {name for code in codes if not wanted.isdisjoint(code.co_names) for name in _assigned(code)} & wanted
+
+
+def _members(owner: Any) -> list[tuple[str, Any]]:
+    """What DeepSpeed defines in a module, or in a class and in each of its bases."""
+    if isinstance(owner, ModuleType):
+        return [(name, value) for name, value in vars(owner).items() if _module_of(value) == owner.__name__]
+    classes = [cls for cls in owner.__mro__ if _module_of(cls).partition(".")[0] not in _NOT_DEEPSPEEDS]
+    return [member for cls in classes for member in vars(cls).items()]
+
+
+_NOT_DEEPSPEEDS = ("torch", "builtins", "abc")
+
+
+def _module_of(value: Any) -> str:
+    return str(getattr(value, "__module__", ""))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    """The code of a function, of what a decorator made of one, of a property, of a class, of a dict's functions."""
+    if isinstance(value, FunctionType):
+        yield from _nested(value.__code__)
+        parts: Iterable[Any] = [cell.cell_contents for cell in value.__closure__ or () if _is_function(cell)]
+    elif isinstance(value, staticmethod | classmethod):
+        parts = [value.__func__]
+    elif isinstance(value, property):
+        parts = [value.fget, value.fset]
+    elif isinstance(value, type):
+        parts = [part for part in vars(value).values() if not isinstance(part, type | dict)]
+    else:  # such as _INSTRUCTION_MAP
+        parts = [part for part in value.values() if isinstance(part, FunctionType)] if isinstance(value, dict) else ()
+    for part in parts:
+        yield from _codes(part)
+
+
+def _is_function(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:  # it has no value yet
+        return False
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    """Names of the attributes that a function assigns; ``dis`` says it, too, but takes a hundred times as long."""
+    operations, arguments = code.co_code[::2], code.co_code[1::2]
+    at = operations.find(_STORE)
+    while at >= 0:
+        number, before, shift = arguments[at], at - 1, 8
+        while before >= 0 and operations[before] == _EXTENDED:
+            number |= arguments[before] << shift
+            before, shift = before - 1, shift + 8
+        yield code.co_names[number]
+        at = operations.find(_STORE, at + 1)
+
+
+_STORE, _EXTENDED = dis.opmap["STORE_ATTR"], dis.opmap["EXTENDED_ARG"]
