@@ -19,8 +19,7 @@ from benchmarks.traces.trace import as_profile
 from dynpipe_ds.config import parse_config
 from dynpipe_ds.decide.controller import Controller
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition import optimal, run_partitioner, simulated
-from dynpipe_ds.partition.registry import get_partitioner, wants_profile
+from dynpipe_ds.partition import get_partitioner, optimal, run_partitioner, simulated
 from dynpipe_ds.simulation import simulate
 
 
@@ -127,11 +126,9 @@ def _decide(
     speeds = case.speeds if method.knows_speeds and len(set(case.speeds)) > 1 else None
     smoothed = controller.smoothed()
     assert smoothed is not None
-    partitioner = get_partitioner(method.partitioner)
-    extra = {"profile": smoothed} if wants_profile(partitioner) else {}
     plan = run_partitioner(
-        partitioner, smoothed.costs(method.cost), case.num_stages, current=boundaries,  # type: ignore[arg-type]
-        layer_bytes=smoothed.moved_bytes(), speeds=speeds, **extra,
+        get_partitioner(method.partitioner), smoothed.costs(method.cost),  # type: ignore[arg-type]
+        case.num_stages, current=boundaries, layer_bytes=smoothed.moved_bytes(), speeds=speeds, profile=smoothed,
     )
     decision = controller.worth_it(plan, smoothed)
     plan_s = time.perf_counter() - began

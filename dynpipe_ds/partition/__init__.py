@@ -1,15 +1,16 @@
 """Partitioners: pure functions from layer costs to stage boundaries.
 
-Every partitioner has the signature ``f(costs, num_stages, *, current, layer_bytes, memory,
-pinned, speeds, allow_empty)`` and returns a :class:`Plan`. They know nothing of ranks, devices or
-configuration.
+An algorithm is ``f(problem) -> cuts``; one wrapper, ``partitioner``, makes the function that users
+call of it: ``f(costs, num_stages, *, current, layer_bytes, memory, pinned, speeds, allow_empty)``, which
+returns a :class:`Plan`. None knows of ranks, devices or configuration.
 
 Letters: ``L`` layers, ``S`` stages, ``M`` micro-batches, ``K`` groups of layers that pinned cuts
 hold together. The objective is the smallest *bottleneck*, the largest stage cost.
 
-To read it: ``plan`` (the value), ``prepare`` and ``problem`` (arguments, exact sums, groups), then
-one file an algorithm: ``uniform``, ``balanced``, ``optimal`` (with ``reach`` and ``nearest``),
-``diffusion``, ``simulated`` (by :mod:`dynpipe_ds.simulation`); ``registry`` finds them by name.
+To read it: ``plan`` (the value), ``prepare`` and ``problem`` (arguments, exact sums, groups),
+``partitioner`` (the wrapper), then one file an algorithm: ``uniform``, ``balanced``, ``optimal`` (with
+``reach`` and ``nearest``), ``diffusion``, ``simulated`` (by :mod:`dynpipe_ds.simulation`); ``registry``
+finds them by name.
 """
 
 from dynpipe_ds.partition.balanced import balanced

@@ -62,6 +62,7 @@ def prepare(
     prefix = [0, *np.cumsum(integers).tolist()]
     old = None if current is None else _check_current(current, num_layers)
     return Problem(
+        costs=tuple(costs),
         starts=starts,
         num_stages=num_stages,
         load=[prefix[start] for start in starts],
