@@ -33,6 +33,7 @@ from dynpipe_ds.host.optimizers.groups import (
     check_scheduler,
 )
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.order import planned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.reducing import ReducingEngine
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
@@ -365,7 +366,7 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
             super()._exec_schedule(pipe_schedule)
             return
         begin(self)
-        super()._exec_schedule(pipe_schedule)
+        super()._exec_schedule(planned(pipe_schedule))
         refuse_together(self)  # in evaluation; in training it was done before the step
 
     # -- moving layers ------------------------------------------------------------------------
