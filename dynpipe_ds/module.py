@@ -21,7 +21,7 @@ from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.measure.recorder import BatchRecorder
 from dynpipe_ds.migration.surroundings import Held, Surroundings
 from dynpipe_ds.migration.transport import exchange
-from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.placement import Placement, check_boundaries
 from dynpipe_ds.ranks.agreement import together
 
 Layers = Mapping[int, nn.Module]
@@ -130,9 +130,14 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
     # -- becoming dynamic ---------------------------------------------------------------------
 
     @property
+    def placement(self) -> Placement:
+        """Which stage holds each layer now."""
+        return Placement.from_boundaries(self.parts)
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """The present partition, ``S + 1`` boundaries."""
-        return tuple(int(b) for b in self.parts)
+        return self.placement.boundaries
 
     def make_dynamic(self) -> Copies:
         """Prepare for layers that move; called once by the engine.
@@ -201,20 +206,23 @@ class DynamicPipelineModule(PipelineModule):  # type: ignore[misc]
         """Layer index of every parameter on this stage."""
         return {p: layer for layer, module in self._layers.items() for p in module.parameters()}
 
-    def install(self, boundaries: Sequence[int], layers: Layers) -> None:
+    def install(self, placement: Placement | Sequence[int], layers: Layers) -> None:
         """Make this stage consist of the given layers.
 
         Args:
-            boundaries: ``S + 1`` boundaries of the whole pipeline.
+            placement: that of the whole pipeline, or its ``S + 1`` boundaries.
             layers: the modules of this stage by layer index.
+
+        Raises:
+            ValueError: if a stage would hold several ranges of layers.
         """
-        old = self._layers
+        old, parts = self._layers, Placement.of(placement).boundaries
         for layer in self.local_indices():
             self._modules.pop(str(layer), None)
         self.tied_modules.clear()
         self.forward_funcs: list[Any] = []
         self.fwd_map: dict[str, int] = {}
-        self.parts = list(boundaries)
+        self.parts = list(parts)
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
         self._layers = dict(layers)
         for layer in self.local_indices():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
-from dynpipe_ds.partition.plan import plain_ints
+from dynpipe_ds.placement import plain_ints
 from dynpipe_ds.schedule.makers import in_flight
 
 

@@ -9,10 +9,11 @@ from dynpipe_ds.partition.balanced import balanced
 from dynpipe_ds.partition.diffusion import diffusion
 from dynpipe_ds.partition.optimal import optimal
 from dynpipe_ds.partition.partitioner import SHARED, BuiltIn, Capabilities, capabilities_of, solve
-from dynpipe_ds.partition.plan import Plan, check_boundaries
+from dynpipe_ds.partition.plan import Plan
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.simulated import simulated
 from dynpipe_ds.partition.uniform import uniform
+from dynpipe_ds.placement import check_boundaries
 
 Partitioner = Callable[..., "Plan | Sequence[int]"]
 """``f(costs, num_stages, *, current, layer_bytes, memory, pinned, speeds, allow_empty)``."""

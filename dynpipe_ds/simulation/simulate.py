@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.schedule import Instruction, Order, ScheduleName, order_of
 from dynpipe_ds.simulation.outcome import Simulation
 from dynpipe_ds.simulation.streams import run_order
@@ -62,14 +63,14 @@ def streams_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) 
 
 
 def predicted_batches_s(
-    cases: Sequence[tuple[PipelineProfile, Sequence[int]]], *, speeds: Sequence[float] | None = None
+    cases: Sequence[tuple[PipelineProfile, Placement | Sequence[int]]], *, speeds: Sequence[float] | None = None
 ) -> list[float]:
     """Seconds that forwards and backwards of a batch would take, for many profiles or partitions at once.
 
     1F1B with links that take no time; the step is left out.
 
     Args:
-        cases: a profile (seconds of every layer, and M) and boundaries each; all have as many stages.
+        cases: a profile (seconds of every layer, and M) and boundaries, or a partition, each; all have as many stages.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
 
     Returns:
@@ -78,7 +79,10 @@ def predicted_batches_s(
     Raises:
         ValueError: when boundaries don't cover the layers.
     """
-    stages = [stage_seconds(profile, boundaries, speeds) for profile, boundaries in cases]
+    stages = [
+        stage_seconds(profile, Placement.of(boundaries, num_layers=len(profile.layers)), speeds)
+        for profile, boundaries in cases
+    ]
     forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
     frozen = np.array([frozen_boundaries(row) for row in backward_s.tolist()])
     num_micro_batches = np.array([profile.num_micro_batches for profile, _ in cases])
