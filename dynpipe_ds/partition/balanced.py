@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from dynpipe_ds.partition.partitioner import partitioner
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.partition.repair import fill_empty_stages
@@ -22,6 +20,7 @@ def balanced(problem: Problem) -> list[int]:
     load = problem.load
     weights = [end - first for first, end in zip(load, load[1:], strict=False)]
     # Not at the top: the other partitioners must work, and import, without DeepSpeed.
-    deepspeed_utils = import_module("deepspeed.runtime.utils")
-    cuts = [int(cut) for cut in deepspeed_utils.partition_balanced(weights, problem.num_stages)]
+    from dynpipe_ds.host.partitioning import partition_balanced
+
+    cuts = partition_balanced(weights, problem.num_stages)
     return cuts if problem.allow_empty else fill_empty_stages(cuts, problem.num_groups)

@@ -50,15 +50,11 @@ class Capabilities:
     Attributes:
         memory_caps: It looks for a partition within the caps.
         speeds: It weighs stages by their speed.
-        pins: It leaves pinned cuts alone.
-        empty_stages: It may leave a stage empty where that is allowed.
-        named: Its options, by name.
+        named: Its options, by name: with ``pinned`` it is told of forbidden cuts, with ``profile`` it gets that.
     """
 
     memory_caps: bool = True
     speeds: bool = True
-    pins: bool = True
-    empty_stages: bool = True
     named: frozenset[str] = frozenset()
 
     def takes(self, option: str) -> bool:
@@ -184,9 +180,7 @@ def capabilities_of(fn: Callable[..., Any]) -> Capabilities:
     named = {parameter.name for parameter in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         named |= set(SHARED)
-    return Capabilities(
-        "memory" in named, "speeds" in named, "pinned" in named, "allow_empty" in named, frozenset(named)
-    )
+    return Capabilities("memory" in named, "speeds" in named, frozenset(named))
 
 
 def _documentation(algorithm: Algorithm) -> str:

@@ -155,7 +155,9 @@ def run_partitioner(
             allow_empty=problem.allow_empty,
         )
     except ValueError as error:
-        raise ValueError(f"partitioner {name!r}: {error}") from error
+        untold = [rule for rule in ("pinned", "allow_empty") if not can.takes(rule)]
+        remedy = f" (to know what is allowed it needs a parameter {' and '.join(untold)})" if untold else ""
+        raise ValueError(f"partitioner {name!r}: {error}{remedy}") from error
     cuts = problem.snap(checked)
     problem.require_fit(cuts, name)
     return problem.plan(cuts, rounds)

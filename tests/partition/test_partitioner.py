@@ -126,7 +126,9 @@ def test_a_function_gets_the_options_that_it_names() -> None:
     plan = run_partitioner(get_partitioner("by_pins"), [1.0] * 4, 2, pinned=[2], current=[0, 1, 4])
     assert plan.boundaries == (0, 3, 4) and plan.bottleneck_before == 3.0
     can = capabilities_of(by_pins)
-    assert can.pins and not (can.memory_caps or can.speeds or can.empty_stages)
+    assert can.takes("pinned") and not (can.memory_caps or can.speeds or can.takes("allow_empty"))
+    with pytest.raises(ValueError, match="cut at 3, .* is pinned.* needs a parameter pinned and allow_empty"):
+        run_partitioner(lambda costs, num_stages: [0, 3, 4], [1.0] * 4, 2, pinned=[3])
 
 
 def section(**keys: Any) -> Any:
