@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -205,16 +204,12 @@ class _Case:
 
     def plan(self, partitioner: str) -> Plan:
         """What a partitioner chooses."""
-        function, config = get_partitioner(partitioner), self.config
-        extra: dict[str, Any] = {"profile": self.profile}
-        if self.cost == "time":  # links are in seconds
-            extra |= self.links
-        known = inspect.signature(function).parameters
+        config, links = self.config, self.links if self.cost == "time" else {}  # they are in seconds
         return run_partitioner(
-            function, self.costs, self.num_stages, current=self.current, layer_bytes=self.profile.moved_bytes(),
+            get_partitioner(partitioner), self.costs, self.num_stages, profile=self.profile, **links,
+            current=self.current, layer_bytes=self.profile.moved_bytes(),
             memory=self.memory if config.memory_cap_bytes is not None else None, pinned=config.pinned_cuts,
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
-            **{name: value for name, value in extra.items() if name in known},
         )
 
     def outcome(self, boundaries: Sequence[int]) -> Simulation:
