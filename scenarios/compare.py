@@ -24,9 +24,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.reporting.table import RunSummary, perplexity
 from scenarios.data import BatchShape, TokenBatches, Tokens, ValidationBatches
 from scenarios.recording import Recording, new_recording, record_profile, record_rebalance
+from scenarios.report.comparison import RunSummary, perplexity
 from scenarios.scenario import Report, Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 from scenarios.validation import Validator

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from dynpipe_ds import RepackEvent
-from dynpipe_ds.reporting.plots import save_workers
-from dynpipe_ds.reporting.table import format_table, same_bits
+from dynpipe_ds.reporting import format_table
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_data
 from scenarios.entry import start
+from scenarios.report.comparison import same_bits
+from scenarios.report.pictures import save_workers
 from scenarios.settings import Settings
 from scenarios.train import choose_threads, describe, refresh_s, start_distributed
 

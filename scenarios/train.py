@@ -31,12 +31,12 @@ from dynpipe_ds import FatalError
 from dynpipe_ds.host.install import init_distributed
 from dynpipe_ds.ranks.fatal import naming_lost_ranks
 from dynpipe_ds.ranks.heartbeat import start_heartbeat
-from dynpipe_ds.reporting.plots import save_comparison
-from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
 from scenarios.ranks import hear_warnings, rank
+from scenarios.report.comparison import RunSummary, comparison_table, same_bits
+from scenarios.report.pictures import save_comparison
 from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import SECTION, Settings, merge
 

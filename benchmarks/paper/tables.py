@@ -13,7 +13,7 @@ from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
 from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
 from benchmarks.replay.predict import ideal_s, told_s
-from dynpipe_ds.reporting.timeline import save_gantt
+from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import simulate
 
 STATIC_LABELS = [m.label for m in STATIC]

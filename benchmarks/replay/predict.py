@@ -16,11 +16,10 @@ import numpy as np
 from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_boundaries
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
+from dynpipe_ds import PipelineProfile
 from dynpipe_ds.config import parse_config
 from dynpipe_ds.decide.controller import Controller
-from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition import optimal, run_partitioner, simulated
-from dynpipe_ds.partition.registry import get_partitioner, wants_profile
+from dynpipe_ds.partition import get_partitioner, optimal, run_partitioner, simulated, wants_profile
 from dynpipe_ds.simulation import simulate
 
 

@@ -7,14 +7,15 @@ from itertools import combinations, pairwise
 from math import comb, fsum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.simulation import Workload, simulate
-from dynpipe_ds.simulation.workload import FloatArray
 
 MOST_PARTITIONS = 2000  # as many are tried one by one; beyond, the partitioners' best is taken
 
+FloatArray = NDArray[np.float64]
 Layers = Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | FloatArray
 """Forward and backward seconds of every layer: of any micro-batch, or a list of each micro-batch's."""
 

@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.record import new_figure, save_figure
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.summary import summarise
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.reporting.timeline import around_move, save_chrome_trace, save_gantt
+from dynpipe_ds import LayerProfile, PipelineProfile
+from dynpipe_ds.reporting import around_move, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
 _BARS = ((DENSE, "#999999", ".."), (UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.record import table
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s, window_s
-from dynpipe_ds.reporting.table import same_bits
+from scenarios.report.comparison import same_bits
 
 
 @dataclass(frozen=True)

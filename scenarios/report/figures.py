@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
 
-from dynpipe_ds.reporting.plots import DYNAMIC_COLOUR, MARK_COLOUR, STATIC_COLOUR
-from dynpipe_ds.reporting.run_results import JobResults, LayerTimes
+from scenarios.report.pictures import DYNAMIC_COLOUR, MARK_COLOUR, STATIC_COLOUR
+from scenarios.report.results import JobResults, LayerTimes
 
 START_COLOUR = "#999999"
 _MOST_NAMES = 40  # layers beyond which only some are named

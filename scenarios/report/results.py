@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.reporting.table import RunSummary
+from dynpipe_ds import LayerProfile, PipelineProfile
+from scenarios.report.comparison import RunSummary
 
 WINDOW = 10
 """Most batches before, and after, a re-partition that its realised gain is measured from."""
