@@ -145,6 +145,17 @@ class DynamicPipelineEngine(RepackingEngine, CheckpointingEngine, ReducingEngine
         newest = self._controller.newest if self.dynamic_config.enabled else []
         return newest[-1] if newest else None
 
+    def micro_batch_seconds(self) -> dict[int, tuple[list[float], list[float]]]:
+        """Seconds of this stage's layers in each micro-batch of the newest profiled batch, by global layer index.
+
+        A profile has their means. Where work varies within a batch, a pipeline waits for the longer ones.
+
+        Returns:
+            Forward and backward seconds, M each; empty before the first batch.
+        """
+        self._need_dynamic("micro_batch_seconds")
+        return self._recorder.by_micro_batch()
+
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by global layer index; function layers are left out."""
         if not self.dynamic_config.enabled:

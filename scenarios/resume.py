@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks import together
 from scenarios.compare import Contender
 from scenarios.settings import Settings
 

@@ -27,10 +27,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from dynpipe_ds import FatalError
-from dynpipe_ds.host.install import init_distributed
-from dynpipe_ds.ranks.fatal import naming_lost_ranks
-from dynpipe_ds.ranks.heartbeat import start_heartbeat
+from dynpipe_ds import FatalError, init_distributed
+from dynpipe_ds.ranks import explaining_lost_ranks
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
@@ -221,7 +219,7 @@ def run(settings: Settings) -> None:
             save(settings, contenders, runs)
         checkpoints.discard()
     except RuntimeError:
-        with naming_lost_ranks(start_heartbeat(), "the job was trained", lambda: checkpoints.newest):
+        with explaining_lost_ranks("the job was trained", lambda: checkpoints.newest):
             raise
     dist.destroy_process_group()
 

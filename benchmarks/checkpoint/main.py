@@ -114,7 +114,7 @@ def main() -> None:
         print(environment())
         launch("benchmarks.checkpoint.main", 2, *(f"--{k}={v}" for k, v in vars(options).items()))
         return
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -108,7 +108,7 @@ def main() -> None:
         flags = ["--unprofiled"] if options.unprofiled else []
         launch("benchmarks.plain.main", 2, *[f"--{k}={v}" for k, v in values.items()], *flags)
         return
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

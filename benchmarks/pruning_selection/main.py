@@ -69,7 +69,7 @@ def main() -> None:
         millions = [str(value) for value in options.millions]
         launch("benchmarks.pruning_selection.main", 2, "--millions", *millions, "--repeats", str(options.repeats))
         return
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

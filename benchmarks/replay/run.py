@@ -218,7 +218,7 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
         cases: all with as many stages as there are ranks.
         out: file of JSON lines.
     """
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     _wake_first()

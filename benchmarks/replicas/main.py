@@ -73,7 +73,7 @@ def measure(engine: Any, megabytes: float, num_repeats: int) -> list[list[tuple[
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.scenarios.micro_batches import by_micro_batch, on_all_stages
+from benchmarks.scenarios.micro_batches import of_all_layers, on_all_stages
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_tokens
 from scenarios.settings import Settings, config_folder
@@ -78,11 +78,10 @@ class Measured:
         """Train a window of batches."""
         before_s = self.contender.timed_s
         for _ in self.contender.train_window(window, timed=timed):
-            engine = self.contender.engine
-            profile = engine.last_batch_profile
+            profile = self.contender.engine.last_batch_profile
             self.profiles.append(profile)
             self.micro_batches_s.append(
-                by_micro_batch(engine._recorder.marks, len(profile.layers), profile.num_micro_batches)
+                of_all_layers(self.contender.engine, len(profile.layers), profile.num_micro_batches)
             )
         if timed:
             self.windows_s.append(self.contender.timed_s - before_s)
