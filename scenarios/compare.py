@@ -272,7 +272,7 @@ def build_contender(
         replica=engine.mpu.get_data_parallel_rank(),
     )
     data = TokenBatches(
-        tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size, shuffle=settings.data_shuffle
+        tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size, shuffle=settings.data.shuffle
     )
     scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"

@@ -43,6 +43,9 @@ _OF_BATCH = tuple(
 )
 
 
+_SHOWN = {"scenario": "scenario.name", "scenario_settings": "scenario"}
+
+
 class InterruptedRunError(Exception):
     """The run was asked to end (SIGTERM), and its state is saved."""
 
@@ -222,7 +225,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Name nested values by their path; the scenario's settings as the command line has them."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        path = prefix + {"scenario": "scenario.name", "scenario_settings": "scenario"}.get(key, key)
+        path = prefix + _SHOWN.get(key, key)
+        if not prefix and key.startswith("data_"):  # as a job's file had it before these were one value
+            path = f"data.{key.removeprefix('data_')}"
         flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.scenarios.micro_batches import of_all_layers, on_all_stages
 from scenarios.compare import Contender, build_contender
-from scenarios.data import Tokens, load_tokens
+from scenarios.data import load_corpus
 from scenarios.settings import Settings, config_folder
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
@@ -92,10 +92,7 @@ def build_runs(settings: Settings) -> dict[str, Measured]:
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
     """
-    tokens: Tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
-        max_tokens=settings.data_max_tokens,
-    )
+    tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     runs: dict[str, Measured] = {}
     for name in RUNS:
         own, dynamic = settings_of(name, settings.profiling_every_batch())

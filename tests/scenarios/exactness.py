@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.models import digest
@@ -80,10 +81,9 @@ def build(job: Job) -> Any:
     from scenarios.data import load_tokens
 
     settings = Settings(
-        model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
-        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
+        model=job.model, scenario=job.scenario, scenario_settings=job.settings, data=DataSettings(shuffle=job.shuffle),
+        deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
-        data_shuffle=job.shuffle,
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
     return build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)

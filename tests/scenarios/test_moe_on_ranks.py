@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig, loss_fn
 from scenarios.moe import ExpertConfig, MixtureOfExperts, MoEMLP, set_expert_group
 from scenarios.moe.scenario import moe_mlps
@@ -83,8 +84,8 @@ def settings(stages: int, partition: str | list[int], **scenario: Any) -> Settin
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dynamic_pipeline": {"enabled": True},
     }  # fmt: skip
     return Settings(
-        model=MODEL, scenario="moe", scenario_settings={"every": 1, "num_experts": 4, **scenario}, data_path=None,
-        data_dtype=None, deepspeed=config, partition_method=partition, run=RunSettings(num_stages=stages), seed=5,
+        model=MODEL, scenario="moe", scenario_settings={"every": 1, "num_experts": 4, **scenario}, data=DataSettings(),
+        deepspeed=config, partition_method=partition, run=RunSettings(num_stages=stages), seed=5,
         output_dir=Path(),
     )  # fmt: skip
 
