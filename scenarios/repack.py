@@ -78,7 +78,7 @@ def train(settings: Settings, tokens: Tokens, *, repack: bool) -> Run:
     for batch in tqdm(batches, desc=label, unit="batch", disable=rank != 0, mininterval=refresh_s()):
         run.workers.append(dist.get_world_size())
         _train_batch(contender, batch)
-    run.losses, run.batches_s = contender.losses, contender.batches_s
+    run.losses, run.batches_s = contender.measured.losses, contender.measured.batches_s
     contender.engine.destroy()  # re-packing replaces the process groups that it uses
     return run
 

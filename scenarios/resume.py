@@ -96,7 +96,7 @@ class JobCheckpoints:
                 contender.load(self._folder, stored["tag"])
         except CheckpointError as error:
             raise ValueError(f"{error}; start anew with run.resume=false, or with another output_dir") from error
-        trained = [len(contender.losses) for contender in self._contenders]
+        trained = [len(contender.measured.losses) for contender in self._contenders]
         self._saved_after = min(trained)
         self.newest = str(self._folder)
         return trained
@@ -172,7 +172,7 @@ class JobCheckpoints:
         Raises:
             InterruptedRunError: on every rank, if any was asked to end.
         """
-        trained = [len(contender.losses) for contender in self._contenders]
+        trained = [len(contender.measured.losses) for contender in self._contenders]
         if min(trained) == self._settings.run.batches:
             return
         ending = torch.tensor([int(self._asked_to_end)], device=self._device)
@@ -217,7 +217,7 @@ class JobCheckpoints:
             "settings": json.loads(json.dumps(dataclasses.asdict(self._settings), default=str)),
             "num_stages": len(self._contenders[0].engine.partition) - 1,
             "samples": shape.samples,
-            "trained": {contender.label: len(contender.losses) for contender in self._contenders},
+            "trained": {contender.label: len(contender.measured.losses) for contender in self._contenders},
         }
 
 

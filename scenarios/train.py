@@ -101,7 +101,7 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
     # Once a window, since what a router does changes from batch to batch.
     told_after = {window[-1] for window in settings.run.windows()}
     bar = tqdm(
-        total=2 * settings.run.batches, initial=sum(len(contender.losses) for contender in contenders),
+        total=2 * settings.run.batches, initial=sum(len(contender.measured.losses) for contender in contenders),
         unit="batch", disable=not first, mininterval=refresh_s(),
     )  # fmt: skip
     with bar:
@@ -110,13 +110,13 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
                 notes = contender.notes()
                 told = ", ".join(f"{name}: {value}" for name, value in notes.items())
                 tqdm.write(f"after batch {batch + 1}: {told}", file=sys.stdout)
-            rate = contender.data.shape.tokens / contender.batches_s[-1]
+            rate = contender.data.shape.tokens / contender.measured.batches_s[-1]
             bar.set_description(f"{contender.label:>7}", refresh=False)
             bar.set_postfix_str(
-                f"loss {contender.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
+                f"loss {contender.measured.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
             )
             bar.update()
-            found = contender.validations[-1] if contender.validations else {}
+            found = contender.measured.validations[-1] if contender.measured.validations else {}
             if first and found.get("after") == batch + 1:
                 values = f"loss {found['loss']:.6f}, perplexity {found['perplexity']:.2f}"
                 tqdm.write(f"after batch {batch + 1}: {contender.label} validation {values}", file=sys.stdout)
@@ -147,16 +147,10 @@ def describe(settings: Settings) -> dict[str, Any]:
 def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
     """Return what was measured in a run as values that JSON can hold."""
     return {
+        **dataclasses.asdict(contender.measured),
         **dataclasses.asdict(summary),
         "tokens_per_s": summary.tokens_per_s,
         "final_loss": summary.final_loss,
-        "batches_s": contender.batches_s,
-        "stages_s": contender.stages_s,
-        "rebalanced_at": contender.rebalanced_at,
-        "resumed_at": contender.resumed_at,
-        "validations": contender.validations,
-        "reports": contender.reports,
-        "recording": contender.recording,
     }
 
 
@@ -174,14 +168,14 @@ def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[Run
     table = comparison_table(runs[0], runs[1])
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}\n")
-    if static.stages_s and dynamic.stages_s:
+    if static.measured.stages_s and dynamic.measured.stages_s:
         picture = save_comparison(
             folder / "stage_times.png",
             static_stages_s=static.last_stages_s(),
             dynamic_stages_s=dynamic.last_stages_s(),
-            static_batches_s=static.batches_s,
-            dynamic_batches_s=dynamic.batches_s,
-            rebalanced_at=dynamic.rebalanced_at,
+            static_batches_s=static.measured.batches_s,
+            dynamic_batches_s=dynamic.measured.batches_s,
+            rebalanced_at=dynamic.measured.rebalanced_at,
             title=f"scenario={settings.scenario}",
         )
         print(f"picture of the stage times: {picture}")

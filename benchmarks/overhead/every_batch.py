@@ -53,11 +53,11 @@ def measure(scenario: str, options: argparse.Namespace, *, always: bool) -> dict
         if batch == WARM_UP:
             spent = [getattr(engine.overhead, f"{part}_s") for part in PARTS]
             moves.clear()
-        before_s = run.timed_s
+        before_s = run.measured.timed_s
         for _ in run.train_window(range(batch, batch + 1), timed=True):
             if always:
                 engine.repartition(start if batch % 2 else other)
-        seconds.append(run.timed_s - before_s)
+        seconds.append(run.measured.timed_s - before_s)
     now = [getattr(engine.overhead, f"{part}_s") for part in PARTS]
     own_s = [b - a for a, b in zip(spent, now, strict=True)]
     overhead_s = torch.tensor(own_s, dtype=torch.float64, device=engine.device)

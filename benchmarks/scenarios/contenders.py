@@ -76,7 +76,7 @@ class Measured:
 
     def train(self, window: range, *, timed: bool) -> None:
         """Train a window of batches."""
-        before_s = self.contender.timed_s
+        before_s = self.contender.measured.timed_s
         for _ in self.contender.train_window(window, timed=timed):
             profile = self.contender.engine.last_batch_profile
             self.profiles.append(profile)
@@ -84,7 +84,7 @@ class Measured:
                 of_all_layers(self.contender.engine, len(profile.layers), profile.num_micro_batches)
             )
         if timed:
-            self.windows_s.append(self.contender.timed_s - before_s)
+            self.windows_s.append(self.contender.measured.timed_s - before_s)
 
 
 def build_runs(settings: Settings) -> dict[str, Measured]:
@@ -140,13 +140,13 @@ def as_values(run: Measured) -> dict[str, Any]:
     dist.all_reduce(hooks_s, op=dist.ReduceOp.MIN)  # the others contain waiting
     return {
         "windows_s": run.windows_s,
-        "losses": contender.losses,
+        "losses": contender.measured.losses,
         "hooks_s": hooks_s.tolist(),
         "tokens_per_batch": contender.data.shape.tokens,
         "profiling_s": summary.profiling_s,
         "planning_s": summary.planning_s,
         "migrating_s": summary.migrating_s,
-        "rebalanced_at": contender.rebalanced_at,
+        "rebalanced_at": contender.measured.rebalanced_at,
         "boundaries": [list(profile.boundaries) for profile in run.profiles],
         "layers_s": [[[x.forward_s, x.backward_s] for x in profile.layers] for profile in run.profiles],
         "micro_batches_s": on_all_stages(run.micro_batches_s) if run.contender.label == OURS else [],

@@ -114,11 +114,11 @@ def _losses_caption(results: JobResults) -> str:
 
 
 def _heat_map(results: JobResults) -> str:
-    runs = {f"{name} partition": run.layers for name, run in (("static", results.static), ("dynamic", results.dynamic))}
-    recorded = {name: layers for name, layers in runs.items() if layers is not None}
+    runs = (("static partition", results.static), ("dynamic partition", results.dynamic))
+    recorded = {name: run.recording for name, run in runs if run.recording is not None}
     if not recorded:
         return ""
-    rows = max(layers.batches_a_row for layers in recorded.values())
+    rows = max(recording.batches_a_row for recording in recorded.values())
     grain = f" Each column is the mean of {rows} batches." if rows > 1 else ""
     return "<h2>What every layer costs over training</h2>" + _picture(
         heat_map_figure(recorded), "Heat map of seconds by layer and batch, with stage boundaries",
@@ -155,11 +155,11 @@ def simulated_timelines(results: JobResults) -> dict[str, Simulation]:
     Returns:
         Simulations by name, "before" and "after"; one if the partition never changed.
     """
-    layers = results.dynamic.layers
-    if layers is None or not any(map(sum, layers.forward_s)):
+    recording = results.dynamic.recording
+    if recording is None or not any(map(sum, recording.forward_s)):
         return {}
-    profile = layers.profile_at_the_end()
-    partitions = {"before": layers.partitions[0][1], "after": layers.partitions[-1][1]}
+    profile = recording.profile_at_the_end(WINDOW)
+    partitions = {"before": recording.partitions[0][1], "after": recording.partitions[-1][1]}
     if partitions["before"] == partitions["after"]:
         partitions = {"the whole run": partitions["after"]}
     return {

@@ -106,7 +106,8 @@ def cut_anywhere(_rank: int, num_batches: int) -> Any:
         run = contender(settings(2, [0, cut, 6], aux_weight=0.7))
         list(run.train_window(range(num_batches), timed=True))
         layers = run.engine.local_layers().items()
-        found.append((run.losses, {i: m.router.weight.detach() for i, layer in layers for m in moe_mlps(layer)}))
+        routers = {i: m.router.weight.detach() for i, layer in layers for m in moe_mlps(layer)}
+        found.append((run.measured.losses, routers))
     return found
 
 
@@ -161,8 +162,8 @@ def train_sharing_or_not(_rank: int) -> tuple[list[float], list[float], list[Any
     both = [contender(settings(2, "uniform", expert_parallel=shared)) for shared in (True, False)]
     for run in both:
         list(run.train_window(range(4), timed=True))
-        run.losses.append(float(run.engine.eval_batch(run.data.micro_batches(4))))
-    return both[0].losses, both[1].losses, [run.reports[-1] for run in both]
+        run.measured.losses.append(float(run.engine.eval_batch(run.data.micro_batches(4))))
+    return both[0].measured.losses, both[1].measured.losses, [run.measured.reports[-1] for run in both]
 
 
 def test_training_with_shared_experts_is_data_parallel_training() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
-from scenarios.recording import new_recording, record_profile, record_rebalance
+from scenarios.recording import Recording
 from scenarios.report.comparison import RunSummary
 
 NUM_BATCHES, FROZEN_AT, MOVED_AT = 24, 8, 12
@@ -25,12 +25,12 @@ def write_job(folder: str, *, recorded: bool = True) -> dict[str, Any]:
     """Write results as the training entry does; the machine takes twice as long from the move on."""
     runs = []
     for label in ("static", "dynamic"):
-        recording = new_recording()
+        recording = Recording()
         stages_s, batches_s = [], []
         for batch in range(NUM_BATCHES):
             moved = label == "dynamic" and batch >= MOVED_AT
             profile = job_profile(batch, (0, 5, 8) if moved else (0, 4, 8))
-            record_profile(recording, batch, profile)
+            recording.add_profile(batch, profile)
             slowness = 2.0 if batch >= MOVED_AT else 1.0
             busy_s = [4 * slowness * s for s in profile.stage_seconds()]
             stages_s.append(busy_s)
@@ -38,7 +38,7 @@ def write_job(folder: str, *, recorded: bool = True) -> dict[str, Any]:
         moves = [MOVED_AT - 1] if label == "dynamic" else []
         if moves:
             event = RebalanceEvent(MOVED_AT, (0, 4, 8), (0, 5, 8), 0.25, 2**20, 0.001, 0.002)
-            record_rebalance(recording, event)
+            recording.add_rebalance(event)
         summary = RunSummary(
             label=label, tokens=NUM_BATCHES * 64, seconds=sum(batches_s), losses=tuple(3.0 - i / 10 for i in range(24)),
             boundaries=(0, 5, 8) if moves else (0, 4, 8), bubble_ratio=0.3, num_rebalances=len(moves),
@@ -46,7 +46,7 @@ def write_job(folder: str, *, recorded: bool = True) -> dict[str, Any]:
         values = dataclasses.asdict(summary) | {
             "tokens_per_s": summary.tokens_per_s, "batches_s": batches_s, "stages_s": stages_s, "rebalanced_at": moves,
         }
-        runs.append(values | ({"recording": recording} if recorded else {}))
+        runs.append(values | ({"recording": dataclasses.asdict(recording)} if recorded else {}))
     settings = {
         "scenario": "freezing", "model": {"seq_len": 32},
         "deepspeed": {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},

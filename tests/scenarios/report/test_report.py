@@ -103,10 +103,10 @@ def test_realised_gain(told: Told) -> None:
 def test_layers_over_time_and_simulated_batches() -> None:
     """Rows are batches; the simulated batches have the layer times of the end on both partitions."""
     results = load_results("outputs/freezing")
-    layers = results.dynamic.layers
-    assert layers is not None and results.tokens_a_batch == 64
-    assert [layers.seconds(FROZEN_AT - 1)[0], layers.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
-    assert layers.partitions == ((0, (0, 4, 8)), (MOVED_AT, (0, 5, 8)))
+    recording = results.dynamic.recording
+    assert recording is not None and results.tokens_a_batch == 64
+    assert [recording.seconds(FROZEN_AT - 1)[0], recording.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
+    assert recording.partitions == [[0, [0, 4, 8]], [MOVED_AT, [0, 5, 8]]]
     before, after = simulated_timelines(results).items()
     assert before[0] == "before, [0, 4, 8]" and after[0] == "after, [0, 5, 8]"
     assert before[1].stages[1].busy_s == pytest.approx(4 * 0.012)
