@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import torch
 from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 from scenarios.early_exit.blocks import ExitBlock, ExitEmbedding
 from scenarios.early_exit.confidence import MEASURES, Decay, Measure, thresholds
 from scenarios.early_exit.exits import ExitHead, exit_loss, read_audit
-from scenarios.early_exit.rows import kernel_name
+from scenarios.early_exit.rows import task_of
 from scenarios.early_exit.state import ExitPlan
 from scenarios.gpt import Block, Embedding, GPTConfig, Head
+from scenarios.kernels import in_use
 from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 LossWeights = Literal["depth", "equal"]
@@ -220,7 +220,7 @@ class EarlyExit(Scenario):
         report: Report = {
             "threshold": round(self.threshold, 4),
             "tokens computed": f"{100 * sum(active) / (len(active) * tokens):.0f}%",
-            "kernel": _kernel(engine, visible=self.plan.visible),
+            "kernel": in_use(task_of(visible=self.plan.visible), engine),
             "tokens left after block": [left.get(block + 1, 0) for block in range(len(active))],
             "tokens computed in block": active,
         }
@@ -241,10 +241,3 @@ def _local_head(engine: Engine) -> ExitHead | None:
     """Return the head, on the stage that has it."""
     heads = [layer for layer in engine.local_layers().values() if isinstance(layer, ExitHead)]
     return heads[0] if heads else None
-
-
-def _kernel(engine: Engine, *, visible: bool) -> str:
-    """Say which attention kernel this job's blocks use."""
-    layers: list[nn.Module] = list(engine.local_layers().values())
-    dtypes = [parameter.dtype for layer in layers for parameter in layer.parameters()]
-    return kernel_name(engine.device, dtypes[0] if dtypes else torch.float32, visible=visible)
