@@ -99,17 +99,17 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
         dynamic.engine.on_rebalance(lambda event: tqdm.write(str(event), file=sys.stdout))
     notes: dict[str, Any] = {}
     # Once a window, since what a router does changes from batch to batch.
-    told_after = {window[-1] for window in settings.run.windows()}
+    says_after = {window[-1] for window in settings.run.windows()}
     bar = tqdm(
         total=2 * settings.run.batches, initial=sum(len(contender.measured.losses) for contender in contenders),
         unit="batch", disable=not first, mininterval=refresh_s(),
     )  # fmt: skip
     with bar:
         for contender, batch in train_in_turns(contenders, settings, checkpoints.after_turn):
-            if first and contender is dynamic and batch in told_after and contender.notes() != notes:
+            if first and contender is dynamic and batch in says_after and contender.notes() != notes:
                 notes = contender.notes()
-                told = ", ".join(f"{name}: {value}" for name, value in notes.items())
-                tqdm.write(f"after batch {batch + 1}: {told}", file=sys.stdout)
+                values = ", ".join(f"{name}: {value}" for name, value in notes.items())
+                tqdm.write(f"after batch {batch + 1}: {values}", file=sys.stdout)
             rate = contender.data.shape.tokens / contender.measured.batches_s[-1]
             bar.set_description(f"{contender.label:>7}", refresh=False)
             bar.set_postfix_str(

@@ -126,9 +126,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         print(row("wall time", wall))
         print(row("CPU time of both ranks", cpu))
-        spent = dynamic.overhead
-        print(f"own accounting: profiling {spent.profiling_s / sum(d for d, _ in wall):.2%}, planning "
-              f"{spent.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
+        overhead = dynamic.overhead
+        print(f"own accounting: profiling {overhead.profiling_s / sum(d for d, _ in wall):.2%}, planning "
+              f"{overhead.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
     dist.destroy_process_group()
 
 

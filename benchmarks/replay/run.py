@@ -80,7 +80,7 @@ class Replay:
         message_s = one_way_s(self.engine)
         for batch in range(case.num_batches):
             if batch == WARM_UP:
-                began, spent, first_moves = _now_s(), self._overheads(), len(self.moves)
+                began, before, first_moves = _now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
             start_s = time.perf_counter()
             self._set(self.trace.at(batch, case.num_batches), batch)
@@ -88,7 +88,7 @@ class Replay:
             batches_s.append(time.perf_counter() - start_s)
             profiles.append(self.engine.last_batch_profile)
         wall_s = _now_s() - began
-        profiling_s, planning_s = (b - a for a, b in zip(spent, self._overheads(), strict=True))
+        profiling_s, planning_s = (b - a for a, b in zip(before, self._overheads(), strict=True))
         return Result(
             case=case, kind="replay", wall_s=wall_s, batches_s=batches_s,
             bubbles=[profile.bubble_ratio for profile in profiles],

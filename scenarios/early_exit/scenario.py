@@ -70,7 +70,7 @@ class EarlyExit(Scenario):
     audit_every: int = 16
     plan: ExitPlan = field(init=False)
     _left: list[int] = field(init=False, default_factory=list)
-    _told: list[int] = field(init=False, default_factory=list)
+    _audited: list[int] = field(init=False, default_factory=list)
     _differing: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -179,14 +179,14 @@ class EarlyExit(Scenario):
         if self.calibrate == "never" or not self.plan.num_exits:
             return
         width = 1 + 2 * len(thresholds())
-        told = self._collect(engine, head and head.take_audit(), width)
-        self._told = [sum(both) for both in zip(self._told or [0] * width, told, strict=True)]
+        newest = self._collect(engine, head and head.take_audit(), width)
+        self._audited = [sum(both) for both in zip(self._audited or [0] * width, newest, strict=True)]
         ahead = batch + 1 - self.first_batch
         if ahead >= 0 and ahead % self.calibrate_every == 0:
-            self._choose(self._told)
-            self._told = []
+            self._choose(self._audited)
+            self._audited = []
         elif ahead <= -self.calibrate_every:
-            self._told = []  # of a model too young to say anything about the one that is calibrated
+            self._audited = []  # of a model too young to say anything about the one that is calibrated
 
     def _collect(self, engine: Engine, mine: list[int] | None, width: int) -> list[int]:
         """Give every rank the numbers of the last layer, summed over replicas."""
@@ -194,9 +194,9 @@ class EarlyExit(Scenario):
         values = {} if mine is None else {last: mine}
         return [int(value) for value in gather_by_layer(engine, values, width)[last].tolist()]
 
-    def _choose(self, told: list[int]) -> None:
+    def _choose(self, audited: list[int]) -> None:
         """Choose the threshold, from numbers that are the same on every rank."""
-        audit = read_audit(told)
+        audit = read_audit(audited)
         if self.calibrate == "share":
             chosen = audit.for_share(self.target_share, self.plan.blocks[-1])
         else:
@@ -230,11 +230,11 @@ class EarlyExit(Scenario):
 
     def state_dict(self) -> State:
         """Return the calibrated threshold, and what the auditors have told since."""
-        return {"threshold": self.threshold, "differing": self._differing, "told": list(self._told)}
+        return {"threshold": self.threshold, "differing": self._differing, "told": list(self._audited)}
 
     def load_state_dict(self, state: State) -> None:
         """Take them back; the exits learn of the threshold before the next batch."""
-        self.threshold, self._differing, self._told = state["threshold"], state["differing"], list(state["told"])
+        self.threshold, self._differing, self._audited = state["threshold"], state["differing"], list(state["told"])
 
 
 def _local_head(engine: Engine) -> ExitHead | None:

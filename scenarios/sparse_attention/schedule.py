@@ -57,8 +57,8 @@ class SparseAttention(Scenario):
         """Yield what is wrong with ``batches``, ``buckets`` and ``blocks``."""
         lengths = {name: len(getattr(self, name)) for name in ("batches", "buckets", "blocks")}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {n} entries" for name, n in lengths.items())
-            yield f"{told}: give one number of buckets and one share of blocks for each batch"
+            entries = ", ".join(f"{name} has {n} entries" for name, n in lengths.items())
+            yield f"{entries}: give one number of buckets and one share of blocks for each batch"
         if any(a >= b for a, b in zip([-1, *self.batches], self.batches, strict=False)):
             yield f"batches={list(self.batches)} must be increasing, from 0"
         for buckets in self.buckets:
