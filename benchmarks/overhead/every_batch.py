@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, start_rank, take
+from benchmarks.ranks import argument_list, leave, start_rank, take
 from benchmarks.record import COLOURS, HATCHES, RESULTS, environment, new_figure, save, save_figure, table
 from benchmarks.scenarios.contenders import read_settings
 

@@ -57,7 +57,7 @@ def settings_of(run: str, settings: Settings) -> tuple[Settings, bool]:
 
 
 @dataclass
-class Measured:
+class TimedRun:
     """One of the runs while it is trained.
 
     Attributes:
@@ -87,25 +87,25 @@ class Measured:
             self.windows_s.append(self.contender.measured.timed_s - before_s)
 
 
-def build_runs(settings: Settings) -> dict[str, Measured]:
+def build_runs(settings: Settings) -> dict[str, TimedRun]:
     """Build the runs; they read the same data.
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
     """
     tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
-    runs: dict[str, Measured] = {}
+    runs: dict[str, TimedRun] = {}
     for name in RUNS:
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:
             continue
         contender.label = name
-        runs[name] = Measured(contender)
+        runs[name] = TimedRun(contender)
         _time_hooks(runs[name])
     return runs
 
 
-def _time_hooks(run: Measured) -> None:
+def _time_hooks(run: TimedRun) -> None:
     """Add up what the scenario does between batches: training needs it, wherever the stages end."""
     scenario: Any = run.contender.scenario
 
@@ -123,7 +123,7 @@ def _time_hooks(run: Measured) -> None:
     scenario.after_batch = timed(scenario.after_batch, False)
 
 
-def train_in_turns(runs: Mapping[str, Measured], settings: Settings) -> None:
+def train_in_turns(runs: Mapping[str, TimedRun], settings: Settings) -> None:
     """Train all runs in alternating windows; each window begins with another run, in both directions."""
     names = list(runs)
     for number, window in enumerate(settings.run.windows()):
@@ -133,7 +133,7 @@ def train_in_turns(runs: Mapping[str, Measured], settings: Settings) -> None:
             runs[name].train(window, timed=window.start >= settings.run.warmup_batches)
 
 
-def as_values(run: Measured) -> dict[str, Any]:
+def as_values(run: TimedRun) -> dict[str, Any]:
     """What was measured as values that JSON can hold; collective, since overheads differ between ranks."""
     contender, summary = run.contender, run.contender.summary()
     hooks_s = torch.tensor(run.hooks_s, dtype=torch.float64, device=contender.engine.device)
