@@ -40,8 +40,10 @@ from dynpipe_ds.partition import (
     partitioner_names,
     run_partitioner,
 )
-from dynpipe_ds.reporting.table import UNKNOWN, format_table
+from dynpipe_ds.reporting import format_table
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+
+_UNKNOWN = "n/a"
 
 _MORE = """
 Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
@@ -290,7 +292,7 @@ def _text(case: _Case, values: Mapping[str, Any], others: Sequence[Mapping[str, 
 def _prediction(case: _Case, values: Mapping[str, Any]) -> str:
     above = f"the slowest stage is {percent(values['imbalance'])} above a perfect balance"
     if not case.has_times:
-        return f"a batch     {UNKNOWN}: the profile has no times; {above}"
+        return f"a batch     {_UNKNOWN}: the profile has no times; {above}"
     return f"a batch     {milliseconds(values['batch_s'])} ms, bubble {percent(values['bubble_ratio'])}; {above}"
 
 
@@ -328,12 +330,12 @@ def _other_table(case: _Case, others: Sequence[Mapping[str, Any]]) -> str:
     for other in others:
         if "error" in other:
             mark = f"({len(notes) + 1})"
-            rows.append([other["partitioner"], UNKNOWN, UNKNOWN, UNKNOWN, mark])
+            rows.append([other["partitioner"], _UNKNOWN, _UNKNOWN, _UNKNOWN, mark])
             notes.append(f"{mark} {other['error']}")
             continue
         times = [milliseconds(other["batch_s"]), percent(other["bubble_ratio"])]
         rows.append([
-            other["partitioner"], *(times if case.has_times else [UNKNOWN] * 2), mebibytes(other["peak_bytes"]),
+            other["partitioner"], *(times if case.has_times else [_UNKNOWN] * 2), mebibytes(other["peak_bytes"]),
             brackets(other["boundaries"]),
         ])  # fmt: skip
     return "\n".join([format_table(rows), *notes])
