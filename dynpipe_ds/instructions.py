@@ -34,6 +34,7 @@ from dynpipe_ds.passing import (
     unless_left_out,
     unless_refused,
     unless_replica_refuses,
+    with_flags,
 )
 from dynpipe_ds.values import tensors_in
 
@@ -197,7 +198,7 @@ def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
         if getattr(function, "__module__", None) == PipelineEngine.__module__:
             continue
         if instruction in _REPLACEABLE:
-            functions[instruction] = function
+            functions[instruction] = with_flags(function)
         elif instruction in _OURS:
             raise ValueError(
                 f"{engine_class.__name__}._INSTRUCTION_MAP has {function.__qualname__} for {instruction.__name__}, "
@@ -205,7 +206,7 @@ def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
                 f"there (of the built-in ones only {', '.join(i.__name__ for i in _REPLACEABLE)} may be replaced)"
             )
         else:
-            functions[instruction] = function
+            functions[instruction] = with_flags(function)
     for instruction, guard in _GUARDS.items():
         functions[instruction] = guard(functions[instruction])
     return {i: _timed(_OURS[i][0], function) if i in _OURS else function for i, function in functions.items()}

@@ -7,14 +7,14 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynpipe_ds.agreement import anywhere, first_error
 from dynpipe_ds.crossing import FIRST_BYTES, Crossing, Links, Passage
 from dynpipe_ds.layouts import Layout, same_memory
 from dynpipe_ds.migration.transport import exchange, exchange_bytes
 from dynpipe_ds.obstacles import cant_leave
-from dynpipe_ds.values import CantCross, put_together, take_apart
+from dynpipe_ds.values import CantCross, put_together, take_apart, tensors_in
 
 
 class BatchRefused(ValueError):
@@ -161,6 +161,35 @@ class HandedOver:
         handed: Sequence[Tensor] = _HandOver.apply(*wanting) if wanting else ()  # type: ignore[no-untyped-call]
         given = {id(received): tensor for received, tensor in zip(wanting, handed, strict=True)}
         return put_together(structure, [given.get(id(tensor), tensor) for tensor in tensors])
+
+
+def with_flags(forward: Callable[..., None]) -> Callable[..., None]:
+    """Let a forward pass of the user's own give layers what was received with its flags.
+
+    A copy made under ``no_grad`` has none, and some kernels choose by them in evaluation, too.
+
+    Args:
+        forward: an instruction that is not ours; one without a buffer stays as it is.
+    """
+
+    @wraps(forward)
+    def run(engine: Any, **kwargs: Any) -> None:
+        if engine.is_first_stage() or "buffer_id" not in kwargs:
+            forward(engine, **kwargs)
+            return
+        received = tensors_in(engine.pipe_buffers["inputs"][kwargs["buffer_id"]])
+
+        def flag(_module: nn.Module, given: Any) -> None:
+            copies = tensors_in(given)
+            if torch.is_grad_enabled() or [t.shape for t in copies] != [t.shape for t in received]:
+                return
+            for copy, tensor in zip(copies, received, strict=True):
+                copy.requires_grad_(tensor.requires_grad)
+
+        with engine.module.register_forward_pre_hook(flag):
+            forward(engine, **kwargs)
+
+    return run
 
 
 # -- gradients --------------------------------------------------------------------------------
