@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dynpipe_ds.cli.main import INTERRUPTED
 from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.outcome import Outcome, Process
@@ -345,8 +346,25 @@ def test_what_is_not_repeatable_has_no_other_reason() -> None:
     assert not reason.shown and reason.text.startswith("the script is not repeatable")
 
 
-def test_who_ends_it_ends_what_it_started(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+COMPILES = """
+import os, sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(os.environ["TORCH_EXTENSIONS_DIR"] + "/adam/lock").try_acquire()
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_ends_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Nobody waits for the lock of a compilation that was ended; those of others stay."""
+    for name in ("adam", "lamb"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lamb" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    script = [sys.executable, "-c", COMPILES]
     command = [sys.executable, "-m", "dynpipe_ds", "try", "--folder", str(tmp_path / "out"), "--", *script]
     tried = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "out" / "run-1" / "output.log"
@@ -354,5 +372,6 @@ def test_who_ends_it_ends_what_it_started(tmp_path: Path) -> None:
         assert tried.poll() is None
         time.sleep(0.05)
     (child,) = psutil.Process(tried.pid).children()
-    tried.terminate()
-    assert tried.wait() == 128 + signal.SIGTERM and not child.is_running()
+    tried.send_signal(number)
+    assert tried.wait() == (INTERRUPTED if number == signal.SIGINT else 128 + number) and not child.is_running()
+    assert sorted(tmp_path.glob("*/lock")) == [tmp_path / "lamb" / "lock"]
