@@ -167,6 +167,16 @@ def test_the_layout_at_a_cut_is_shown_to_be_the_reason(dynpipe: Command) -> None
 
 
 @pytest.mark.exhaustive
+def test_flags_under_no_grad_are_shown_to_be_the_reason(dynpipe: Command) -> None:
+    """As in qlora-pipe, whose mask wants a gradient in evaluation, too."""
+    done = dynpipe("--json", "try", "--batches", 5, *start("--flagged", "--evaluate"))
+    (reason,) = done.json["reasons"]
+    assert done.code == 0 and reason["shown"] and reason["text"].startswith("flags in evaluation"), done
+    assert way(done, STILL)["differs"].startswith("the result of evaluation 1 differs")
+    assert way(done, MOVING)["same_as_still"] and not way(done, MOVING)["equal"]
+
+
+@pytest.mark.exhaustive
 def test_a_script_that_is_not_repeatable(dynpipe: Command) -> None:
     done = dynpipe("try", "--batches", 3, *start("--not-repeatable"))
     assert done.code == 1 and "the script is not repeatable: two runs with DeepSpeed's class differ" in done.out, done
@@ -262,7 +272,7 @@ def outcome(
     events = {
         "engine": [known], "batch": [{"loss": [loss.hex()], "seconds": 0.1} for loss in losses], "evaluation": [],
         "end": [{"weights": {"3/weight": weight}, "state": {}}],
-        "crossing": [{"outputs": 1}], "strided": [{}] * known.pop("strided"),
+        "crossing": [{"outputs": 1}], "flagged": [], "strided": [{}] * known.pop("strided"),
     }  # fmt: skip
     return Outcome(Settings(which, 8, 2, 0, changes), [Process("here-1", events)])
 
