@@ -18,7 +18,7 @@ import pytest
 from dynpipe_ds.cli.main import INTERRUPTED
 from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.moves import RandomMoves
-from dynpipe_ds.cli.trying.outcome import Outcome, Process
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, read
 from dynpipe_ds.cli.trying.reasons import explain
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
@@ -344,6 +344,19 @@ def test_a_change_that_the_script_can_not_take_is_told() -> None:
         '(not shown: DeepSpeed\'s class with "gradient_clipping": 0 fails, TypeError: no clipping)'
     )
     assert second.text == "not known: the script is repeatable, and dynpipe_ds differs from DeepSpeed's class"
+
+
+def test_causes_come_before_what_follows_from_them(tmp_path: Path) -> None:
+    """A rank that loses the connection raises before the launcher says why."""
+    said = [
+        {"type": "RuntimeError", "text": "[pair.cc:553] Connection closed by peer [127.0.0.1]:26509.", "at_s": 1.0},
+        {"type": "RankLostError", "text": "rank 0 ended while batch 2 was trained", "at_s": 2.0},
+        {"type": "ProcessRaisedException", "text": "\n-- Process 0:\nclosed by peer, ValueError: bad", "at_s": 3.0},
+    ]
+    events = "".join(json.dumps({"event": "error", **error}) + "\n" for error in said)
+    (tmp_path / "here-1.events").write_text(events, encoding="utf-8")
+    errors = read(tmp_path, Settings(DEEPSPEED, 8, 2, 0)).errors
+    assert [error.partition(":")[0] for error in errors] == ["ProcessRaisedException", "RuntimeError", "RankLostError"]
 
 
 def test_what_is_not_repeatable_has_no_other_reason() -> None:
