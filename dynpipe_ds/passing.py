@@ -169,25 +169,22 @@ def with_flags(forward: Callable[..., None]) -> Callable[..., None]:
     A copy made under ``no_grad`` has none, and some kernels choose by them in evaluation, too.
 
     Args:
-        forward: an instruction that is not ours; one without a buffer stays as it is.
+        forward: an instruction that is not ours, for a micro-batch's buffer.
     """
 
     @wraps(forward)
-    def run(engine: Any, **kwargs: Any) -> None:
-        if engine.is_first_stage() or "buffer_id" not in kwargs:
-            forward(engine, **kwargs)
-            return
-        received = tensors_in(engine.pipe_buffers["inputs"][kwargs["buffer_id"]])
+    def run(engine: Any, buffer_id: int, **kwargs: Any) -> None:
+        received = [] if engine.is_first_stage() else tensors_in(engine.pipe_buffers["inputs"][buffer_id])
 
         def flag(_module: nn.Module, given: Any) -> None:
             copies = tensors_in(given)
             if torch.is_grad_enabled() or [t.shape for t in copies] != [t.shape for t in received]:
-                return
+                return  # autograd's copies have flags; what is no copy is not known
             for copy, tensor in zip(copies, received, strict=True):
                 copy.requires_grad_(tensor.requires_grad)
 
         with engine.module.register_forward_pre_hook(flag):
-            forward(engine, **kwargs)
+            forward(engine, buffer_id=buffer_id, **kwargs)
 
     return run
 
