@@ -1,0 +1,75 @@
+"""DeepSpeed's classes as a script uses them, changed in this process for what the script does from now on.
+
+No name is replaced, so it does not matter by which name a script has imported them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.utils import set_random_seed
+
+PIPELINE_ENGINE: type = deepspeed.PipelineEngine
+PIPELINE_MODULE: type = deepspeed.PipelineModule
+
+
+def change_configurations(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change every configuration, whether the script gives a path, a dictionary or an argument.
+
+    Args:
+        change: from the script's to the one that is used.
+    """
+    original = DeepSpeedConfig.__init__
+
+    @wraps(original)
+    def read(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(config, dict):
+            config = deepspeed.load_ds_config(str(config))
+        original(self, change(config), *args, **kwargs)
+
+    DeepSpeedConfig.__init__ = read
+
+
+def seed_layers() -> None:
+    """Let every pipeline module seed its layers."""
+    original = PIPELINE_MODULE.__init__  # type: ignore[misc]
+
+    @wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        # DeepSpeed's own function fails on the numpy integers that its partitioning leaves.
+        seed_fn = kwargs.get("seed_fn") or (lambda seed: set_random_seed(int(seed)))
+        original(self, *args, **{**kwargs, "seed_layers": True, "seed_fn": seed_fn})
+
+    PIPELINE_MODULE.__init__ = build  # type: ignore[misc]
+
+
+def make_dynamic(module_class: type, engine_class: type) -> None:
+    """Let DeepSpeed's classes be ours: ``PipelineModule(...)`` makes ours, and new subclasses derive from ours.
+
+    Args:
+        module_class: ours.
+        engine_class: ours.
+    """
+
+    def construct(cls: type, *_: Any, **__: Any) -> Any:
+        return object.__new__(module_class if cls is PIPELINE_MODULE else cls)
+
+    PIPELINE_MODULE.__new__ = construct  # type: ignore[assignment]
+    _derive_from(PIPELINE_MODULE, module_class)
+    _derive_from(PIPELINE_ENGINE, engine_class)
+
+
+def _derive_from(theirs: Any, ours: Any) -> None:
+    """Derive new subclasses of DeepSpeed's class from ours, as an adopter would write them."""
+
+    def derived(cls: Any, /, **kwargs: Any) -> None:
+        super(theirs, cls).__init_subclass__(**kwargs)
+        if theirs in cls.__bases__:
+            cls.__bases__ = tuple(ours if base is theirs else base for base in cls.__bases__)
+            ours.__init_subclass__.__func__(cls)
+
+    theirs.__init_subclass__ = classmethod(derived)
