@@ -17,6 +17,7 @@ import dis
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -163,6 +164,9 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": _needed(
         "checkpoint get_cuda_rng_tracker non_reentrant_checkpoint"
     ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing:CudaRNGStatesTracker": _needed("get_states set_states"),
+    "deepspeed.runtime.dataloader:DeepSpeedDataLoader": _needed(attributes="data_sampler"),
+    "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": _needed(attributes="started_"),
     "deepspeed.comm": _needed("all_reduce destroy_process_group reduce"),
     "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group mpu"),
     "deepspeed.accelerator": _needed("get_accelerator"),
@@ -219,9 +223,9 @@ def _find(owner: str) -> Any:
     module_name, _, class_name = owner.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError:
+        return attrgetter(class_name)(module) if class_name else module
+    except (ImportError, AttributeError):
         return None
-    return getattr(module, class_name, None) if class_name else module
 
 
 def _called(owner: Any, begins: Iterable[str]) -> set[str]:

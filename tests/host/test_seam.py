@@ -45,6 +45,7 @@ OF_VARIABLE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("spec", "layer"), SPEC),
     **dict.fromkeys(("mapping", "address", "hp_fragment_address", "lp_fragment_address"), PARTS),
     **dict.fromkeys(("parameter", "placeholder", "weight"), PARAMETER),
+    "training_dataloader": ("deepspeed.runtime.dataloader:DeepSpeedDataLoader",),
     "checkpoint_engine": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "inner": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "own": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",),
@@ -53,11 +54,10 @@ OF_VARIABLE: dict[str, tuple[str, ...]] = {
     "accelerator": ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",),
 }
 OF_CLASS = {"RecordingWriter": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",)}
-OF_CALL = {"get_accelerator": ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",)}
-OF_BASE = {
-    "PipelineEngine": (ENGINE,), "DynamicPipelineEngine": (ENGINE,), "BalancingEngine": (ENGINE,),
-    "ReadingEngine": (ENGINE,), "RepackingEngine": (ENGINE,), "PipelineModule": (MODULE,), "MovableModule": (MODULE,),
-}  # fmt: skip
+OF_CALL = {
+    "get_accelerator": ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",),
+    "get_cuda_rng_tracker": ("deepspeed.runtime.activation_checkpointing.checkpointing:CudaRNGStatesTracker",),
+}
 
 
 class Use(NamedTuple):
@@ -151,7 +151,7 @@ def _tree(file: Path) -> ast.Module:
 @cache
 def uses(file: Path) -> tuple[Use, ...]:
     """What a file takes from objects and modules of DeepSpeed's."""
-    tree = _tree(file)
+    tree, module = _tree(file), ".".join(file.relative_to(ROOT).with_suffix("").parts)
     found: list[Use] = []
     modules: dict[str, str] = {}
     ours: set[str] = set()
@@ -172,8 +172,7 @@ def uses(file: Path) -> tuple[Use, ...]:
 
     def visit(node: ast.AST, cls: tuple[str, ...]) -> None:
         if isinstance(node, ast.ClassDef):
-            bases = [owners for base in node.bases if (owners := OF_BASE.get(_last(base)))]
-            cls = bases[0] if bases else OF_CLASS.get(node.name, ())
+            cls = OF_CLASS.get(node.name) or derived().get((module, node.name), ())
             for member in node.body:
                 if isinstance(member, ast.FunctionDef) and cls and member.name in theirs(cls):
                     found.append(Use(cls, member.name, member.lineno))
@@ -224,6 +223,19 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, AttributeError, ValueError):
         return False
+
+
+@cache
+def derived() -> dict[tuple[str, str], tuple[str, ...]]:
+    """Our classes that are derived from DeepSpeed's, by module and name."""
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for owner in names.NEEDED:
+        classes = [names._find(owner)] if ":" in owner else []
+        while classes:
+            cls = classes.pop()
+            found.setdefault((cls.__module__, cls.__name__), (owner,))
+            classes += type.__subclasses__(cls)
+    return found
 
 
 @cache
