@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import dynpipe_ds
+from dynpipe_ds.engine import EnabledEngine
 
 FOLDER = Path(__file__).resolve().parent
 PAGE, RECORD = FOLDER / "api.md", FOLDER.parent / "tests" / "public_api.json"
@@ -39,9 +40,8 @@ and `DynamicPipelineEngine` have in addition all that DeepSpeed's `PipelineModul
 
 # Without an underscore because other modules of the package call them; no promise to anybody else.
 _OURS = frozenset({
-    "add_part", "clip_fp32_gradients", "couplings", "install", "layer_of_parameter", "local_indices", "make_dynamic",
-    "name_parameters", "note_batch_read", "num_bytes", "pieces", "reads_data", "sources", "start_reading",
-    "tied_layers", "tied_weights",
+    "add_part", "clip_fp32_gradients", "couplings", "dynamic_config", "install", "layer_of_parameter", "local_indices",
+    "make_dynamic", "num_bytes", "pieces", "sources", "stage_optimizer", "tied_layers", "tied_weights",
 })  # fmt: skip
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):$", re.MULTILINE)
@@ -70,9 +70,12 @@ def names() -> Iterator[tuple[str, Any]]:
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties of a class that are not DeepSpeed's or Python's, by name."""
+    """Public methods and properties of a class that are not DeepSpeed's or Python's, by name.
+
+    Of the engine those that it has with the section enabled.
+    """
     found: dict[str, Any] = {}
-    for base in cls.__mro__:
+    for base in (EnabledEngine if cls is dynpipe_ds.DynamicPipelineEngine else cls).__mro__:
         if base.__module__.split(".")[0] == dynpipe_ds.__name__:
             for name, value in vars(base).items():
                 wanted = isinstance(value, types.FunctionType | classmethod | staticmethod | property)
@@ -112,7 +115,7 @@ def signature(function: Any) -> str:
         argument if argument.annotation is empty else argument.replace(annotation=annotation(argument.annotation))
         for argument in found.parameters.values()
     ]
-    returned = found.return_annotation
+    returned = empty if inspect.isclass(function) else found.return_annotation
     return str(found.replace(
         parameters=arguments, return_annotation=returned if returned is empty else annotation(returned)
     ))  # fmt: skip

@@ -15,13 +15,13 @@ from dynpipe_ds.host.quiet import import_deepspeed_quietly
 if is_command_line():  # before the first import of DeepSpeed, which writes to stdout
     import_deepspeed_quietly()
 
-from dynpipe_ds.host import install as _deepspeed  # noqa: E402
+from dynpipe_ds.host import install  # noqa: E402
 
 if not is_command_line():  # `dynpipe doctor` must run where nothing may be trained, to say so
-    _deepspeed.check_version()
+    install.check_version()
 
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
-from dynpipe_ds.engine import DynamicPipelineEngine  # noqa: E402
+from dynpipe_ds.engine import DynamicPipelineEngine, engine_class  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
@@ -31,7 +31,7 @@ from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.ranks.fatal import FatalError, RankLostError  # noqa: E402
 from dynpipe_ds.repacking.live import RepackError  # noqa: E402
 
-_deepspeed.install(DynamicPipelineModule, DynamicPipelineEngine)
+install.install(DynamicPipelineModule, engine_class)
 
 __version__ = "0.1.0"
 

@@ -42,6 +42,8 @@ class DynamicPipelineModule(MovableModule):
         ValueError: if the method is unknown or gives bad boundaries.
     """
 
+    surroundings: Surroundings  # as soon as it is dynamic
+
     def __init__(
         self,
         *args: Any,
@@ -53,7 +55,6 @@ class DynamicPipelineModule(MovableModule):
         self.initial_profile = PipelineProfile.load(profile) if isinstance(profile, str | Path) else profile
         self.pinned_cuts = tuple(sorted(set(pin)))
         self.partition_method: PartitionMethod | None = None
-        self.surroundings: Surroundings | None = None
         super().__init__(*args, **kwargs)
 
     # -- the first partition ------------------------------------------------------------------

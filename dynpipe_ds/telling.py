@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Event = TypeVar("Event")
 
 log = logging.getLogger("DeepSpeed")
 """DeepSpeed's own, whose handler writes on every rank: for what is no warning, and for other threads."""
@@ -27,3 +30,18 @@ def warn(message: str) -> None:
         warnings.warn(text, stacklevel=3)
     except Warning:
         print(text, file=sys.stderr, flush=True)
+
+
+def tell_all(callbacks: Iterable[Callable[[Event], object]], event: Event, kind: str) -> None:
+    """Tell a user's callbacks of what has happened; one that raises is named, and the others are told.
+
+    Args:
+        callbacks: of the user.
+        event: what happened; there is no way back.
+        kind: how they were given, such as ``"on_rebalance"``.
+    """
+    for callback in callbacks:
+        try:
+            callback(event)
+        except Exception as error:  # noqa: BLE001 - the other ranks go on
+            warn(f"the {kind} callback {callback!r} raised {type(error).__name__}: {error}; training goes on")

@@ -121,7 +121,7 @@ def start(section: dict[str, Any] | None, method: Any = "uniform", **arguments: 
 def sections(_rank: int) -> None:
     for section in (None, {"enabled": False, "partitioner": "diffusion"}):
         engine = start(section)
-        assert type(engine) is DynamicPipelineEngine and isinstance(engine, deepspeed.PipelineEngine)
+        assert isinstance(engine, DynamicPipelineEngine) and isinstance(engine, deepspeed.PipelineEngine)
         assert engine.partition == (0, 4, 8) and engine.profile is None and engine.last_batch_profile is None
         assert list(engine.local_layers()) == list(engine.module.local_indices())
         for forbidden in (engine.rebalance, lambda: engine.repartition((0, 3, 8)), lambda: engine.on_rebalance(print)):
@@ -133,9 +133,9 @@ def sections(_rank: int) -> None:
     refused(asked, lambda: start({**on, "partitioner": "optimal"}, "diffusion:time"))
     refused("section asks for optimal:parameters", lambda: start({**on, "cost": "parameters"}, "optimal:time"))
     refused("is last_seven but", lambda: start({**on, "partitioner": "optimal"}, last_seven))
-    assert str(start({**on, "partitioner": "diffusion"}, "diffusion:time")._method) == "diffusion:time"
-    assert str(start({**on, "partitioner": "diffusion"}, [0, 2, 8])._method) == "diffusion:time"
-    assert str(start({**on, "cost": "parameters"}, "type:block")._method) == "optimal:parameters"
+    assert str(start({**on, "partitioner": "diffusion"}, "diffusion:time").dynamic.balancer.method) == "diffusion:time"
+    assert str(start({**on, "partitioner": "diffusion"}, [0, 2, 8]).dynamic.balancer.method) == "diffusion:time"
+    assert str(start({**on, "cost": "parameters"}, "type:block").dynamic.balancer.method) == "optimal:parameters"
     # Problems of the section are all told at once, on every rank.
     wrong = {"enabled": True, "rebalance_evry": 2, "min_gain": 3, "pinned_cuts": [4]}
     refused(r"2 problems in section .*(?s:.*)min_gain = 3.*(?s:.*)rebalance_evry.*did you mean", lambda: start(wrong))

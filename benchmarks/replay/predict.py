@@ -1,4 +1,4 @@
-"""The same training run on paper: the simulator for batches, the pure controller and partitioners for decisions.
+"""The same training run on paper: the simulator for batches, the engine's own balancer for decisions.
 
 No engine, no communication: for more replicas or longer runs than the machine can replay. What a move and a profile
 cost is not known here and left out; link times are the case's own.
@@ -17,10 +17,9 @@ from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_b
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds.config import parse_config
-from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition import optimal, run_partitioner, simulated
-from dynpipe_ds.partition.registry import get_partitioner, wants_profile
+from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.simulation import simulate
 
 
@@ -42,7 +41,7 @@ def predict(
     """
     trace, method = case.load_trace(), METHODS[case.method]
     config = parse_config({"dynamic_pipeline": method.section(case.every, case.speeds)})
-    controller = Controller(config)
+    balancer = Balancer(config)
     boundaries = first_boundaries(method, trace, case.num_stages)
     result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(boundaries), replicas=replicas)
     overheads = {"message_s": message_s, "late_s": late_s, "step_s": step_s}
@@ -55,12 +54,11 @@ def predict(
         result.batches_s.append(max(run.batch_s for run in runs))
         result.bubbles.append(fmean(run.bubble_ratio for run in runs))
         result.stages_s.append([fmean(s) for s in zip(*([t.busy_s for t in r.stages] for r in runs), strict=True)])
-        if not controller.wants_profile(batch):
+        if not balancer.wants_profile(batch):
             continue
         profile = _measured(case, trace, moment, boundaries, batch, replicas)
-        controller.observe(profile)
-        if controller.due(batch):
-            boundaries = _decide(case, controller, profile, boundaries, batch, result)
+        balancer.observe(profile)
+        boundaries = _decide(balancer, boundaries, batch, result)
     result.wall_s = sum(result.batches_s[WARM_UP:])
     return result
 
@@ -119,27 +117,19 @@ def _measured(
     return as_profile(trace, here, boundaries, case.num_micro_batches, batch)
 
 
-def _decide(
-    case: Case, controller: Controller, profile: PipelineProfile, boundaries: Sequence[int], batch: int, result: Result
-) -> list[int]:
-    """Plan as the engine does; note a move."""
-    method, began = METHODS[case.method], time.perf_counter()
-    speeds = case.speeds if method.knows_speeds and len(set(case.speeds)) > 1 else None
-    smoothed = controller.smoothed()
-    assert smoothed is not None
-    partitioner = get_partitioner(method.partitioner)
-    extra = {"profile": smoothed} if wants_profile(partitioner) else {}
-    plan = run_partitioner(
-        partitioner, smoothed.costs(method.cost), case.num_stages, current=boundaries,  # type: ignore[arg-type]
-        layer_bytes=smoothed.moved_bytes(), speeds=speeds, **extra,
-    )
-    decision = controller.worth_it(plan, smoothed)
+def _decide(balancer: Balancer, boundaries: Sequence[int], batch: int, result: Result) -> list[int]:
+    """Decide as the engine does; note a move."""
+    began = time.perf_counter()
+    decided = balancer.decide(batch, boundaries)
     plan_s = time.perf_counter() - began
+    if decided is None:
+        return list(boundaries)
     if batch >= WARM_UP:
         result.planning_s += plan_s
+    plan, decision = decided
     if not decision.rebalance or list(plan.boundaries) == list(boundaries):
         return list(boundaries)
-    controller.record_cost(0.0, plan.bytes_to_move)
-    controller.record_rebalance(batch)
+    balancer.record_cost(0.0)
+    balancer.moved(batch)
     result.moves.append(Move(batch + 1, list(plan.boundaries), plan_s, 0.0, plan.bytes_to_move))
     return list(plan.boundaries)

@@ -82,7 +82,7 @@ class Measured:
             profile = engine.last_batch_profile
             self.profiles.append(profile)
             self.micro_batches_s.append(
-                by_micro_batch(engine._recorder.marks, len(profile.layers), profile.num_micro_batches)
+                by_micro_batch(engine.dynamic.profiler.recorder.marks, len(profile.layers), profile.num_micro_batches)
             )
         if timed:
             self.windows_s.append(self.contender.timed_s - before_s)

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError, LayerEntry, Manifest, tensor_forms
 from dynpipe_ds.checkpoint.save import optimizer_entry
 
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
-def check_layers(manifest: Manifest, engine: Any, root: Path, *, strict: bool) -> None:
+
+def check_layers(manifest: Manifest, stage: Stage, root: Path, *, strict: bool) -> None:
     """Compare names, shapes and dtypes of this rank's present layers with what is stored.
 
     Args:
         manifest: of the checkpoint.
-        engine: the dynamic pipeline engine.
+        stage: that is to take it in.
         root: the checkpoint's folder, for messages.
         strict: whether the names of tensors must agree.
 
     Raises:
         CheckpointError: naming file, tensor and both forms.
     """
-    names = engine.module.layer_names()
+    names = stage.module.layer_names()
     if len(names) != len(manifest.layers):
         raise CheckpointError(
             f"{root} holds a model of {len(manifest.layers)} layers and this one has {len(names)}"
         )
-    for i, layer in engine.local_layers().items():
+    for i, layer in stage.local_layers().items():
         problem = _difference(manifest.layers[i], layer, strict=strict)
         if problem:
             file = root / (manifest.layers[i].file or "")
@@ -65,18 +68,18 @@ def _inside(key: str, prefix: str) -> bool:
     return not prefix or key.startswith(f"{prefix}.")
 
 
-def check_optimizer(manifest: Manifest, engine: Any, root: Path) -> None:
+def check_optimizer(manifest: Manifest, stage: Stage, root: Path) -> None:
     """Compare the kind of optimizer and its parameter groups with what is stored.
 
     Args:
         manifest: of the checkpoint.
-        engine: the dynamic pipeline engine.
+        stage: that is to take it in.
         root: the checkpoint's folder, for messages.
 
     Raises:
         CheckpointError: naming both.
     """
-    theirs, ours = manifest.optimizer, optimizer_entry(engine)
+    theirs, ours = manifest.optimizer, optimizer_entry(stage)
     remedy = "; use the same, or load_optimizer_states=False"
     kinds = {"plain": "without ZeRO", "flat": "under ZeRO-1 or bf16", "none": "not there"}
     if theirs.kind != ours.kind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -17,33 +17,35 @@ from torch import nn
 
 from dynpipe_ds.checkpoint.profiles import pack, unpack
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.controller import Controller
+from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.measure.recorder import LayerSizes, Spent
+from dynpipe_ds.measure.profile import PipelineProfile
+
+if TYPE_CHECKING:
+    from dynpipe_ds.training import Training
 
 Plain = dict[str, Any]
 
 ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its attributes
 
 
-def common_state(engine: Any) -> Plain:
+def common_state(training: Training) -> Plain:
     """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what is saved or takes it in.
     """
-    known = engine._controller.state_dict()
+    known = training.balancer.state_dict()
     packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
     return {
-        "num_batches": engine._num_batches,
+        "num_batches": training.num_batches,
         "controller": {**known, **packed},
-        "repacking": {"wished_stages": engine._wished_stages, "next_batch": engine._next_repack_batch},
+        "repacking": training.repacker.state_dict(),
     }
 
 
-def _controller_state(common: Plain) -> Plain:
-    """What the controller takes in; older checkpoints keep the newest profiles, and only these, as JSON."""
+def _balancer_state(common: Plain) -> Plain:
+    """What the balancer takes in; older checkpoints keep the newest profiles, and only these, as JSON."""
     stored = common["controller"]
     if "profiles" not in stored:
         return {**stored, "newest": [PipelineProfile.loads(text) for text in stored["newest"]]}
@@ -57,72 +59,56 @@ def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[Pipeline
         common: as :func:`common_state` gave it.
         config: the present section.
     """
-    controller = Controller(config)
-    controller.load_state_dict(_controller_state(common))
-    return controller.newest
+    balancer = Balancer(config)
+    balancer.load_state_dict(_balancer_state(common))
+    return balancer.newest
 
 
-def restore_common(engine: Any, state: Plain, *, same_stages: bool) -> None:
+def restore_common(training: Training, state: Plain, *, same_stages: bool) -> None:
     """Put back what :func:`common_state` gave.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what is saved or takes it in.
         state: as stored.
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
-    engine._num_batches = state["num_batches"]
-    engine._controller.load_state_dict(_controller_state(state), same_stages=same_stages)
-    repacking = state.get("repacking", {"wished_stages": None, "next_batch": 0})
-    engine._wished_stages = repacking["wished_stages"] if same_stages else None
-    engine._next_repack_batch = max(repacking["next_batch"], engine.dynamic_config.repack.earliest_batch)
+    training.num_batches = state["num_batches"]
+    training.balancer.load_state_dict(_balancer_state(state), same_stages=same_stages)
+    training.repacker.load_state_dict(state.get("repacking", {}), same_stages=same_stages)
 
 
-def rank_state(engine: Any) -> Plain:
+def rank_state(training: Training) -> Plain:
     """State of this rank: random streams and counters.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what is saved or takes it in.
     """
-    overhead = engine.overhead
+    overhead, engine = training.overhead, training.stage.pipeline.engine
     return {
         "random": _random_streams(),
         "micro_offset": engine.module.micro_offset,
         "micro_steps": engine.micro_steps,
         "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
-        # What the next profile reports of the last move, and whether it measures sizes anew.
-        "spent": tuple(map(float, engine._spent)),
-        "bytes_moved": int(engine._bytes_moved),
-        "measure_sizes": engine._measure_sizes,
-        "attributes": {i: _attributes(layer) for i, layer in engine.local_layers().items()},
+        **training.profiler.state_dict(),
+        "attributes": {i: _attributes(layer) for i, layer in training.stage.local_layers().items()},
     }
 
 
-def restore_rank(engine: Any, state: Plain, *, same_stages: bool) -> None:
+def restore_rank(training: Training, state: Plain, *, same_stages: bool) -> None:
     """Put back what :func:`rank_state` gave, but for the layers' attributes; :func:`restore_common` goes first.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what is saved or takes it in.
         state: as stored by some rank.
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
     _set_random_streams(state["random"])
+    engine = training.stage.pipeline.engine
     engine.module.micro_offset = state["micro_offset"]
     engine.micro_steps = state["micro_steps"]
     for key, seconds in state["overhead"].items():
-        setattr(engine.overhead, key, seconds)
-    newest = engine._controller.newest
-    known = same_stages and bool(newest)
-    engine._spent = Spent(*state["spent"]) if known and "spent" in state else Spent()
-    engine._bytes_moved = state.get("bytes_moved", 0) if known else 0
-    engine._measure_sizes = state.get("measure_sizes", True) if known else True
-    if known:
-        engine._sizes = {i: _layer_sizes(newest[-1].layers[i]) for i in engine.local_layers()}
-
-
-def _layer_sizes(layer: LayerProfile) -> LayerSizes:
-    return LayerSizes(
-        layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes
-    )
+        setattr(training.overhead, key, seconds)
+    training.profiler.load_state_dict(state if same_stages and training.balancer.newest else {})
 
 
 def _random_streams() -> Plain:

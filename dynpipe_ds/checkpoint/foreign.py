@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,6 +25,9 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.host.optimizer_files import Reader
 from dynpipe_ds.host.specs import tied_key
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
 REMEDY = "load it with plain DeepSpeed and the partition it was saved with, and save it from there"
 
@@ -44,24 +47,24 @@ class LayerFacts:
     key: str | None
 
 
-def describe_model(engine: Any) -> list[LayerFacts]:
+def describe_model(stage: Stage) -> list[LayerFacts]:
     """Facts of all layers; collective over all ranks.
 
     Args:
-        engine: the dynamic pipeline engine.
+        stage: what is here of the model.
     """
-    index = engine.stage_optimizer.groups.index if engine.stage_optimizer else {}
+    index = stage.optimizer.groups.index if stage.optimizer else {}
     mine = {
         i: tuple((name, index[p]) for name, p in layer.named_parameters() if p in index)
-        for i, layer in engine.local_layers().items()
+        for i, layer in stage.local_layers().items()
     }
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     everything = {i: parameters for part in gathered for i, parameters in part.items()}
-    specs = engine.module._layer_specs
+    specs = stage.module._layer_specs
     return [
         LayerFacts(name, everything.get(i, ()), tied_key(specs[i]))
-        for i, name in enumerate(engine.module.layer_names())
+        for i, name in enumerate(stage.module.layer_names())
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -30,12 +30,14 @@ from dynpipe_ds.host.optimizer_files import (
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
-from dynpipe_ds.migration.freeze import trainable_flags
 from dynpipe_ds.migration.moves import stage_of
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.ranks.agreement import first_error
 from dynpipe_ds.telling import log
+
+if TYPE_CHECKING:
+    from dynpipe_ds.training import Training
 
 T = TypeVar("T")
 
@@ -44,7 +46,7 @@ class Loading:
     """One checkpoint that is being read, on one rank.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what takes it in.
         load_dir: folder of all checkpoints.
         tag: name of this one.
         strict: whether the names of tensors must agree.
@@ -54,14 +56,16 @@ class Loading:
     """
 
     def __init__(
-        self, engine: Any, load_dir: str, tag: str, *,
+        self, training: Training, load_dir: str, tag: str, *,
         strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
     ) -> None:
-        self._engine = engine
-        self._module = engine.module
+        self._training = training
+        self._stage = training.stage
+        self._engine = training.stage.pipeline.engine
+        self._module = training.stage.module
         self._root = Path(load_dir) / tag
         self._strict = strict
-        self._with_optimizer = optimizer_states and not module_only and engine.stage_optimizer is not None
+        self._with_optimizer = optimizer_states and not module_only and training.stage.optimizer is not None
         self._list_optimizer = optimizer_states
         self._with_scheduler = scheduler_states
         self._module_only = module_only
@@ -78,13 +82,13 @@ class Loading:
             CheckpointError: on every rank, with the same text; nothing has changed then, unless it says so.
         """
         self._manifest = manifest = self._find_manifest()
-        self._same_stages = manifest.num_stages == self._engine.num_stages
+        self._same_stages = manifest.num_stages == self._stage.num_stages
         self._verify()
         self._together(self._check)
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
         try:
-            self._engine._migrate(partition)
+            self._training.move_layers(partition)
         except MigrationError as error:
             raise CheckpointError(f"loading {self._root} failed, nothing was changed: {error}") from error
         self._take_in()
@@ -98,7 +102,7 @@ class Loading:
             result = action()
         except Exception as caught:
             error = caught
-        message = first_error(error, self._engine.device)
+        message = first_error(error, self._stage.device)
         if message is None:
             return result
         raise self._failure(message, harmless=harmless) from error
@@ -121,9 +125,9 @@ class Loading:
         manifest = self._from_first(self._read_manifest)
         if manifest is not None:
             return manifest
-        layers = describe_model(self._engine)
+        layers = describe_model(self._stage)
         return self._from_first(
-            lambda: infer_manifest(self._root, self._reader, layers, present=self._engine.partition)
+            lambda: infer_manifest(self._root, self._reader, layers, present=self._stage.partition)
         )
 
     def _read_manifest(self) -> Manifest | None:
@@ -156,40 +160,36 @@ class Loading:
             folder.verify(self._root / path, entry)
 
     def _check(self) -> None:
-        check_layers(self._manifest, self._engine, self._root, strict=self._strict)
+        check_layers(self._manifest, self._stage, self._root, strict=self._strict)
         if self._with_optimizer:
-            check_optimizer(self._manifest, self._engine, self._root)
+            check_optimizer(self._manifest, self._stage, self._root)
 
     def _choose_partition(self) -> tuple[int, ...]:
-        engine, config = self._engine, self._engine.dynamic_config
+        stage, balancer = self._stage, self._training.balancer
         if self._same_stages:
             return check_boundaries(
-                self._manifest.partition, num_layers=self._module._num_layers, num_stages=engine.num_stages,
-                pinned=engine._pinned, allow_empty=True,
+                self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,
+                pinned=balancer.pinned, allow_empty=True,
             )
         profile = self._stored_profile()
-        if profile is None or config.rebalance_every == "never":
-            return tuple(engine.partition)
-        boundaries: tuple[int, ...] = engine._method.plan(
-            profile, engine.num_stages, current=engine.partition, pinned=engine._pinned,
-            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
-        ).boundaries
-        return boundaries
+        if profile is None or self._training.config.rebalance_every == "never":
+            return stage.partition
+        return balancer.choose(stage.partition, profile, heed_memory=False).boundaries
 
     def _stored_profile(self) -> PipelineProfile | None:
         if not self._manifest.is_ours:
             return None
-        config = self._engine.dynamic_config
+        config = self._training.config
         window = stored_window(self._reader.read(COMMON_FILE), config)
         return smooth(window, config.smoothing) if window else None
 
     def _read(self, partition: tuple[int, ...]) -> None:
         """Everything this rank will need in the wanted partition."""
-        manifest, stage = self._manifest, self._engine.stage_id
+        manifest, stage = self._manifest, self._stage.stage_id
         first, stop = partition[stage], partition[stage + 1]
         old_stages = sorted({stage_of(layer, manifest.partition) for layer in range(first, stop)})
         self._home = stage if self._same_stages else (old_stages or [manifest.num_stages - 1])[0]
-        self._replica = self._engine.grid.get_data_parallel_id() % manifest.num_replicas
+        self._replica = self._stage.pipeline.replica % manifest.num_replicas
         self._checkpoint = self._reader.read(manifest.model_files[self._home])
         self._weights = {
             layer: self._reader.read(file)
@@ -211,16 +211,17 @@ class Loading:
     # -- the point of no return ---------------------------------------------------------------
 
     def _take_in(self) -> None:
-        before = named_parameters(self._engine.local_layers())
+        before = named_parameters(self._stage.local_layers())
         self._together(self._load_layers, harmless=False)
         self._module._synchronize_tied_weights()
         self._announce_parameters(before)
         self._together(self._load_optimizer, harmless=False)
-        self._engine._settle()
+        self._stage.settle()
+        self._training.profiler.sizes_changed()
         self._load_counters()
 
     def _load_layers(self) -> None:
-        layers = self._engine.local_layers()
+        layers = self._stage.local_layers()
         for i, weights in self._weights.items():
             layers[i].load_state_dict(weights, strict=self._strict)
             for name, parameter in layers[i].named_parameters():
@@ -230,10 +231,10 @@ class Loading:
 
     def _announce_parameters(self, before: Mapping[str, nn.Parameter]) -> None:
         """Tell the optimizer of parameters that took another shape or were frozen; collective over replicas."""
-        engine, optimizer = self._engine, self._engine.stage_optimizer
+        stage, optimizer = self._stage, self._stage.optimizer
         if optimizer is None:
             return
-        after = named_parameters(engine.local_layers())
+        after = named_parameters(stage.local_layers())
         index = optimizer.groups.index
         departed = [p for key, p in before.items() if after.get(key) is not p]
         arrived = {
@@ -241,32 +242,32 @@ class Loading:
             for key, p in after.items()
             if key in before and before[key] is not p and before[key] in index
         }
-        changed = bool(departed) or engine._trainable != trainable_flags(engine.module)
+        changed = bool(departed) or stage.has_news
 
         def take_in() -> None:
-            engine.name_parameters()
+            stage.pipeline.name_parameters()
             if changed:
                 optimizer.prepare(departed, arrived)
 
         try:
-            Transaction(optimizer, engine.device, "telling the optimizer of the loaded parameters").run(
-                take_in, engine.name_parameters, {}
+            Transaction(optimizer, stage.device, "telling the optimizer of the loaded parameters").run(
+                take_in, stage.pipeline.name_parameters, {}
             )
         except MigrationError as error:
             raise self._failure(str(error), harmless=False) from error
 
     def _load_optimizer(self) -> None:
-        engine = self._engine
-        if engine.stage_optimizer is None:
+        engine, optimizer = self._engine, self._stage.optimizer
+        if optimizer is None:
             return
-        flat = isinstance(engine.stage_optimizer, FlatOptimizer)
+        flat = isinstance(optimizer, FlatOptimizer)
         if not self._with_optimizer:
             if flat:
                 take_weights(engine)
             return
-        parameters = named_parameters(engine.local_layers())
+        parameters = named_parameters(self._stage.local_layers())
         states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
-        restore_state(engine.stage_optimizer, states, self._settings, self._template)
+        restore_state(optimizer, states, self._settings, self._template)
         if flat:
             take_settings(engine, stage_state_dict(self._manifest, self._reader, self._home))
 
@@ -277,8 +278,8 @@ class Loading:
             return
         take_counters(engine, checkpoint, with_scheduler=self._with_scheduler)
         if self._manifest.is_ours:
-            restore_common(engine, self._common, same_stages=self._same_stages)
-            restore_rank(engine, self._rank_state, same_stages=self._same_stages)
+            restore_common(self._training, self._common, same_stages=self._same_stages)
+            restore_rank(self._training, self._rank_state, same_stages=self._same_stages)
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""

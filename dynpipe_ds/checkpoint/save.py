@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,12 @@ from dynpipe_ds.host.files import (
 )
 from dynpipe_ds.host.names import version
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.ranks.agreement import together
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
+    from dynpipe_ds.training import Training
 
 T = TypeVar("T")
 
@@ -61,16 +66,16 @@ def rank_file(stage: int, replica: int) -> str:
     return f"{EXTRAS_FOLDER}/stage_{stage:03d}_replica_{replica:03d}.pt"
 
 
-def refuse_unsupported(engine: Any) -> None:
+def refuse_unsupported(pipeline: Pipeline) -> None:
     """Refuse what checkpoints of a dynamic pipeline don't cover, with the remedy.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: DeepSpeed's engine.
 
     Raises:
         ValueError: naming the setting.
     """
-    found = not_covered(engine)
+    found = not_covered(pipeline.engine)
     if found:
         raise ValueError(
             f"checkpoints of a dynamic pipeline don't cover {' and '.join(found)}; train without that, or without "
@@ -82,7 +87,7 @@ class Saving:
     """One checkpoint that is being written, on one rank.
 
     Args:
-        engine: the dynamic pipeline engine.
+        training: what is saved.
         save_dir: folder of all checkpoints.
         tag: name of this one; the same on every rank.
         client_state: the user's own values, in DeepSpeed's files.
@@ -91,10 +96,12 @@ class Saving:
     """
 
     def __init__(
-        self, engine: Any, save_dir: str, tag: str, client_state: dict[str, Any], *,
+        self, training: Training, save_dir: str, tag: str, client_state: dict[str, Any], *,
         exclude_frozen_parameters: bool, earlier: folder.DiskSync | None = None,
     ) -> None:
-        self._engine = engine
+        self._training = training
+        self._stage = training.stage
+        self._engine = training.stage.pipeline.engine
         self._save_dir = Path(save_dir)
         self._tag = tag
         self._client_state = client_state
@@ -102,7 +109,7 @@ class Saving:
         self._earlier = earlier
         self._target = self._save_dir / tag
         self._first = dist.get_rank() == 0
-        self._replica = engine.grid.get_data_parallel_id()
+        self._replica = training.stage.pipeline.replica
 
     def run(self, *, save_latest: bool) -> folder.DiskSync:
         """Carry it out; collective over all ranks.
@@ -135,7 +142,7 @@ class Saving:
             with naming_full_disk(self._folder):
                 return action()
 
-        return together(run, self._engine.device, lambda message: CheckpointError(
+        return together(run, self._stage.device, lambda message: CheckpointError(
             f"saving checkpoint {self._target} failed; earlier checkpoints are as they were ({message})"
         ))
 
@@ -144,7 +151,7 @@ class Saving:
         agree_on_place(self._target, tag_problem(self._tag))
         self._together(self._check_place)
         earlier = self._earlier
-        together(lambda: earlier.wait() if earlier is not None else None, self._engine.device, lambda message: (
+        together(lambda: earlier.wait() if earlier is not None else None, self._stage.device, lambda message: (
             CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {message}")
         ))
 
@@ -175,17 +182,16 @@ class Saving:
             return writer.entries
 
     def _write_our_files(self, writer: RecordingWriter) -> None:
-        engine = self._engine
         if self._first:
-            writer.save(common_state(engine), str(self._folder / COMMON_FILE))
-        writer.save(rank_state(engine), str(self._folder / rank_file(engine.stage_id, self._replica)))
+            writer.save(common_state(self._training), str(self._folder / COMMON_FILE))
+        writer.save(rank_state(self._training), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
         if self._replica == 0:
             for layer, module in self._left_out().items():
                 writer.save(dict(module.state_dict()), str(self._folder / self._our_layer_file(layer)))
 
     def _left_out(self) -> dict[int, nn.Module]:
         """Layers that DeepSpeed does not save: tied ones that run by a ``forward_fn``."""
-        module = self._engine.module
+        module = self._stage.module
         functions = zip(module.local_indices(), module.forward_funcs, strict=True)
         layers = module.local_layers()
         return {i: layers[i] for i, function in functions if i in layers and not hasattr(function, "state_dict")}
@@ -224,22 +230,22 @@ class Saving:
         engine = self._engine
         path = self._relative(model_file(engine, self._save_dir, self._tag))
         flat = None
-        if isinstance(engine.stage_optimizer, FlatOptimizer):
+        if isinstance(self._stage.optimizer, FlatOptimizer):
             flat = self._relative(optimizer_file(engine, self._save_dir, self._tag))
         described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
-        return engine.stage_id, self._replica, path, flat, *described
+        return self._stage.stage_id, self._replica, path, flat, *described
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self._target))
 
     def _layer_entries(self) -> dict[int, LayerEntry]:
-        engine = self._engine
-        names, left_out = engine.module.layer_names(), self._left_out()
-        entries = {i: LayerEntry(names[i], None, {}, {}) for i in engine.module.local_indices()}
-        for i, module in engine.local_layers().items():
+        stage = self._stage
+        names, left_out = stage.module.layer_names(), self._left_out()
+        entries = {i: LayerEntry(names[i], None, {}, {}) for i in stage.module.local_indices()}
+        for i, module in stage.local_layers().items():
             file = self._our_layer_file(i)
             if i not in left_out:
-                file = self._relative(layer_file(engine, self._target, i))
+                file = self._relative(layer_file(self._engine, self._target, i))
             trainable = {name: p.requires_grad for name, p in module.named_parameters()}
             forms = tensor_forms(module.state_dict())
             if self._exclude_frozen and i not in left_out:
@@ -248,44 +254,44 @@ class Saving:
         return entries
 
     def _slots(self) -> tuple[Slot, ...]:
-        engine = self._engine
-        if engine.stage_optimizer is None:
+        stage = self._stage
+        if stage.optimizer is None:
             return ()
-        keys = {parameter: key for key, parameter in named_parameters(engine.local_layers()).items()}
+        keys = {parameter: key for key, parameter in named_parameters(stage.local_layers()).items()}
         return tuple(
-            Slot(keys.get(parameter), group, engine.param_names[parameter])
-            for group, members in enumerate(saved_parameters(engine))
+            Slot(keys.get(parameter), group, stage.pipeline.engine.param_names[parameter])
+            for group, members in enumerate(saved_parameters(stage.pipeline.engine))
             for parameter in members
         )
 
     def _manifest(self, parts: list[Any]) -> Manifest:
-        engine = self._engine
+        stage = self._stage
         ordered = sorted(parts, key=lambda part: (part[1], part[2]))  # by stage and replica
-        stages: list[list[Any]] = [[part for part in ordered if part[1] == s] for s in range(engine.num_stages)]
+        stages: list[list[Any]] = [[part for part in ordered if part[1] == s] for s in range(stage.num_stages)]
         entries = {i: entry for part in parts for i, entry in part[5].items()}
-        flat = isinstance(engine.stage_optimizer, FlatOptimizer)
+        flat = isinstance(stage.optimizer, FlatOptimizer)
         return Manifest(
             tag=self._tag,
-            partition=engine.partition,
+            partition=stage.partition,
             num_replicas=len(stages[0]),
             layers=tuple(entries[i] for i in range(len(entries))),
-            optimizer=optimizer_entry(engine),
-            slots=tuple(stage[0][6] for stage in stages),
-            model_files=tuple(stage[0][3] for stage in stages),
-            optimizer_files=tuple(tuple(part[4] for part in stage) for stage in stages) if flat else (),
+            optimizer=optimizer_entry(stage),
+            slots=tuple(parts[0][6] for parts in stages),
+            model_files=tuple(parts[0][3] for parts in stages),
+            optimizer_files=tuple(tuple(part[4] for part in parts) for parts in stages) if flat else (),
             files=dict(sorted((path, entry) for part in parts for path, entry in part[0].items())),
             versions={"torch": torch.__version__, "deepspeed": version()},
         )
 
 
-def optimizer_entry(engine: Any) -> OptimizerEntry:
+def optimizer_entry(stage: Stage) -> OptimizerEntry:
     """Kind of the engine's optimizer, as a manifest names it.
 
     Args:
-        engine: the dynamic pipeline engine.
+        stage: that has it.
     """
-    if engine.stage_optimizer is None:
+    if stage.optimizer is None:
         return OptimizerEntry("none", "", 0)
-    basic = engine.stage_optimizer.groups.optimizer
-    kind = "flat" if isinstance(engine.stage_optimizer, FlatOptimizer) else "plain"
+    basic = stage.optimizer.groups.optimizer
+    kind = "flat" if isinstance(stage.optimizer, FlatOptimizer) else "plain"
     return OptimizerEntry(kind, type(basic).__name__, len(basic.param_groups))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 _KEPT = 16
 """So many iterators that take no weak reference (``iter([...])``) are remembered."""
@@ -103,68 +102,3 @@ def _same_random_streams() -> Iterator[None]:
         torch.set_rng_state(state)
         if on_device is not None:
             accelerator.set_rng_state(on_device)
-
-
-class ReadingEngine(PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose every stage knows its place in the data; base of the dynamic engine."""
-
-    data_position: DataPosition
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether this stage takes micro-batches from the user's iterators."""
-        return bool(self.is_first_stage() or self.is_last_stage())
-
-    def set_dataloader(self, loader: Any) -> None:
-        """As DeepSpeed's; stages that read nothing remember the loader.
-
-        Args:
-            loader: gives micro-batches.
-        """
-        super().set_dataloader(loader)
-        if not self.reads_data:
-            self.data_iterator = LateLoader(loader)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """As DeepSpeed's; stages that read nothing remember the iterator.
-
-        Args:
-            iterator: gives micro-batches.
-        """
-        super().set_dataiterator(iterator)
-        if self.reads_data:
-            self.data_position.catch_up(iterator)
-        else:
-            self.data_iterator = iterator
-
-    def note_batch_read(self) -> None:
-        """Keep count of a training batch that other stages have read."""
-        if not self.reads_data:
-            self.data_position.fall_behind(self.data_iterator, self.micro_batches)
-
-    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's.
-
-        Args:
-            data_iter: iterator over micro-batches.
-            *args: further arguments.
-            **kwargs: further keyword arguments.
-        """
-        result = super().eval_batch(data_iter, *args, **kwargs)
-        if not self.reads_data:
-            wanted = kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None)
-            self.data_position.fall_behind(data_iter, wanted or self.micro_batches)
-        return result
-
-    def start_reading(self) -> None:
-        """Bring the present iterator to where the other stages' are.
-
-        Raises:
-            ValueError: if there is none, or it ends before.
-        """
-        if self.data_iterator is None:
-            raise ValueError(
-                f"stage {self.stage_id} would become the last of the pipeline and read labels, but was given no data "
-                "iterator; pass data_iter to train_batch on every rank, or keep the last stage"
-            )
-        self.data_position.catch_up(self.data_iterator)

@@ -1,8 +1,8 @@
-"""The one place where dynpipe_ds reaches into DeepSpeed.
+"""How dynpipe_ds gets its engine out of ``deepspeed.initialize``, and from which DeepSpeed.
 
 ``deepspeed.initialize`` picks ``PipelineEngine`` by name and offers no registry. Instead of replacing
 that name (which would break ``isinstance(engine, deepspeed.PipelineEngine)``), :func:`install` teaches
-the class itself to construct our subclass when its model is a ``DynamicPipelineModule``. Every other
+the class itself to construct a subclass when its model is a ``DynamicPipelineModule``. Every other
 model gets exactly the engine it got before.
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_SERIES, is_older
-from dynpipe_ds.config import parse_config
 from dynpipe_ds.host.names import hooks_never_called, missing_names
 
 
@@ -58,30 +59,21 @@ def check_version() -> None:
         )
 
 
-def install(module_class: type, engine_class: type) -> None:
-    """Make ``PipelineEngine(model=m, ...)`` an ``engine_class`` whenever ``m`` is a ``module_class``.
-
-    A user's own engine class stays what it is; where it can't be dynamic, an enabled section is refused.
+def install(module_class: type, choose: Callable[[type, Any], type]) -> None:
+    """Make ``PipelineEngine(model=m, ...)`` an engine of another class whenever ``m`` is a ``module_class``.
 
     Args:
-        module_class: the pipeline module class that asks for the engine.
-        engine_class: a subclass of DeepSpeed's ``PipelineEngine``.
+        module_class: the pipeline module class that asks for it.
+        choose: maps the class that was called, and DeepSpeed's configuration (``None`` if none was given), to the
+            class of the engine, which derives from it.
     """
-    base = deepspeed.PipelineEngine
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(kwargs.get("model"), module_class) or issubclass(cls, engine_class):
+        if not isinstance(kwargs.get("model"), module_class):
             return object.__new__(cls)
-        if cls is base:
-            return object.__new__(engine_class)
-        if "config_class" in kwargs and parse_config(kwargs["config_class"]._param_dict).enabled:
-            raise ValueError(
-                f'"dynamic_pipeline" is enabled but the engine {cls.__name__} derives from DeepSpeed\'s '
-                f"{base.__name__}, which can\'t move layers; derive it from dynpipe_ds.{engine_class.__name__}"
-            )
-        return object.__new__(cls)
+        return object.__new__(choose(cls, kwargs.get("config_class")))
 
-    base.__new__ = construct
+    PipelineEngine.__new__ = construct
 
 
 def init_distributed(backend: str | None = None) -> None:

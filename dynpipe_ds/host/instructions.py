@@ -117,7 +117,7 @@ def reduce_tied_gradients(engine: Any) -> None:
 def _add_copies(engine: Any, weights: dict[int, Any], layers: list[int], owners: list[int]) -> None:
     gradients = {}
     for layer, weight in weights.items():
-        gradient = engine.stage_optimizer.gradient(weight)
+        gradient = engine.dynamic.stage_optimizer.gradient(weight)
         if gradient is None:
             weight.grad = gradient = torch.zeros_like(weight)
         gradients[layer] = gradient

@@ -8,7 +8,7 @@ need no order, since addition commutes; one needs no addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -16,12 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed import comm
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
-
-from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 
 PIECE_BYTES = 2**23
 """Bytes of gradients that are added up at a time; as many are needed besides."""
@@ -113,42 +109,3 @@ def install_order(optimizer: DeepSpeedZeroOptimizer) -> None:
 
     for name in ("allreduce_bucket", "gradient_reduction_w_predivide"):
         setattr(optimizer, name, ordered(getattr(optimizer, name)))
-
-
-class ReducingEngine(PipelineEngine):  # type: ignore[misc]
-    """A pipeline engine whose gradients are added up in one order, and stepped over by whole vector registers."""
-
-    dynamic_config: DynamicPipelineConfig
-
-    def _reduce_non_expert_gradients(self, grads: Sequence[Any], elements_per_buffer: int) -> None:
-        if not self.dynamic_config.enabled:
-            super()._reduce_non_expert_gradients(grads, elements_per_buffer)
-        elif not self._changes_nothing(grads):
-            with in_replica_order(self.mpu.get_data_parallel_group()):
-                super()._reduce_non_expert_gradients(grads, elements_per_buffer)
-
-    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        if not self.dynamic_config.enabled:
-            return super()._configure_zero_optimizer(optimizer)
-        with whole_lanes(optimizer, on_host=self._steps_on_host()):
-            wrapper = super()._configure_zero_optimizer(optimizer)
-        if isinstance(wrapper, DeepSpeedZeroOptimizer):
-            install_order(wrapper)
-        return wrapper
-
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        if not self.dynamic_config.enabled:
-            return super()._configure_bf16_optimizer(optimizer)
-        with whole_lanes(optimizer, on_host=self._steps_on_host()):
-            return super()._configure_bf16_optimizer(optimizer)
-
-    def _steps_on_host(self) -> bool:
-        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
-
-    def _changes_nothing(self, gradients: Sequence[Any]) -> bool:
-        """Whether reducing gives the same bits: one replica, no rounding on the way."""
-        return (
-            dist.get_world_size(self.mpu.get_data_parallel_group()) == 1
-            and self.gradient_predivide_factor() == 1
-            and all(isinstance(g, Tensor) and g.dtype == self.communication_data_type for g in gradients)
-        )

@@ -13,8 +13,8 @@ import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.utils import set_random_seed
 
-PIPELINE_ENGINE: type = deepspeed.PipelineEngine
-PIPELINE_MODULE: type = deepspeed.PipelineModule
+PIPELINE_ENGINE: Any = deepspeed.PipelineEngine
+PIPELINE_MODULE: Any = deepspeed.PipelineModule
 
 
 def change_configurations(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -36,7 +36,7 @@ def change_configurations(change: Callable[[dict[str, Any]], dict[str, Any]]) ->
 
 def seed_layers() -> None:
     """Let every pipeline module seed its layers."""
-    original = PIPELINE_MODULE.__init__  # type: ignore[misc]
+    original = PIPELINE_MODULE.__init__
 
     @wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,32 +44,26 @@ def seed_layers() -> None:
         seed_fn = kwargs.get("seed_fn") or (lambda seed: set_random_seed(int(seed)))
         original(self, *args, **{**kwargs, "seed_layers": True, "seed_fn": seed_fn})
 
-    PIPELINE_MODULE.__init__ = build  # type: ignore[misc]
+    PIPELINE_MODULE.__init__ = build
 
 
-def make_dynamic(module_class: type, engine_class: type) -> None:
-    """Let DeepSpeed's classes be ours: ``PipelineModule(...)`` makes ours, and new subclasses derive from ours.
+def make_dynamic(module_class: type) -> None:
+    """Let DeepSpeed's module be ours: ``PipelineModule(...)`` makes ours, and new subclasses derive from ours.
+
+    Engines follow by themselves.
 
     Args:
         module_class: ours.
-        engine_class: ours.
     """
 
     def construct(cls: type, *_: Any, **__: Any) -> Any:
         return object.__new__(module_class if cls is PIPELINE_MODULE else cls)
 
-    PIPELINE_MODULE.__new__ = construct  # type: ignore[assignment]
-    _derive_from(PIPELINE_MODULE, module_class)
-    _derive_from(PIPELINE_ENGINE, engine_class)
-
-
-def _derive_from(theirs: Any, ours: Any) -> None:
-    """Derive new subclasses of DeepSpeed's class from ours, as an adopter would write them."""
-
     def derived(cls: Any, /, **kwargs: Any) -> None:
-        super(theirs, cls).__init_subclass__(**kwargs)
-        if theirs in cls.__bases__:
-            cls.__bases__ = tuple(ours if base is theirs else base for base in cls.__bases__)
-            ours.__init_subclass__.__func__(cls)
+        """Derive it from ours, as an adopter would write it."""
+        super(PIPELINE_MODULE, cls).__init_subclass__(**kwargs)
+        if PIPELINE_MODULE in cls.__bases__:
+            cls.__bases__ = tuple(module_class if base is PIPELINE_MODULE else base for base in cls.__bases__)
 
-    theirs.__init_subclass__ = classmethod(derived)
+    PIPELINE_MODULE.__new__ = construct
+    PIPELINE_MODULE.__init_subclass__ = classmethod(derived)

@@ -12,28 +12,19 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
+from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.world import Groups, World, holders_of_groups
 
 
-def ranks_of(module: Any, stage: int) -> tuple[int, ...]:
-    """Global ranks that run a stage, in the order of its replicas.
-
-    Args:
-        module: the pipeline module.
-        stage: s.
-    """
-    return tuple(module._topo.get_axis_list(axis="pipe", idx=stage))
-
-
-def renumber(engine: Any, world: World, boundaries: Sequence[int]) -> None:
+def renumber(pipeline: Pipeline, world: World, boundaries: Sequence[int]) -> None:
     """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         world: of which some ranks have left.
         boundaries: of the shorter pipeline, whose stages keep their order.
     """
-    module = engine.module
+    module = pipeline.engine.module
     old = Groups(module)
     world.regroup()
     topology = _shorter(module._topo, len(boundaries) - 1)
@@ -45,8 +36,9 @@ def renumber(engine: Any, world: World, boundaries: Sequence[int]) -> None:
     if old.world_clone is not None:
         groups._clone_world_group()
     _renumber_module(module, topology, boundaries)
-    _renumber_engine(engine)
-    old.hand_over(Groups(module), holders_of_groups(engine))
+    _renumber_engine(pipeline.engine)
+    pipeline.name_parameters()
+    old.hand_over(Groups(module), holders_of_groups(pipeline))
 
 
 def _renumber_module(module: Any, topology: ProcessTopology, boundaries: Sequence[int]) -> None:
@@ -68,7 +60,6 @@ def _renumber_engine(engine: Any) -> None:
     engine.checkpoint_mp_rank = grid.get_model_parallel_rank()
     if hasattr(engine.optimizer, "model_parallel_world_size"):
         engine.optimizer.model_parallel_world_size = engine.mp_world_size
-    engine.name_parameters()
 
 
 def _shorter(topology: ProcessTopology, num_stages: int) -> ProcessTopology:

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm
 import torch
@@ -22,6 +22,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from dynpipe_ds.ranks.answering import RunningClock
 from dynpipe_ds.ranks.heartbeat import group_timeout
+
+if TYPE_CHECKING:
+    from dynpipe_ds.host.pipeline import Pipeline
 
 _LET_GO_S = 30
 """Longest time to wait for all survivors to have closed their connections."""
@@ -176,15 +179,14 @@ class Groups:
                     attributes[name] = renewed[id(value)]
 
 
-def holders_of_groups(engine: Any) -> Sequence[Any]:
+def holders_of_groups(pipeline: Pipeline) -> Sequence[Any]:
     """Objects of an engine that hold process groups: itself, its optimizer and the optimizer's parameters.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
     """
-    found: list[Any] = [engine]
-    if engine.optimizer is not None:
-        found.append(engine.optimizer)
-    parameters: list[nn.Parameter] = list(engine.module.parameters())
-    placeholders = engine._groups.placeholders if engine._groups is not None else []
-    return [*found, *parameters, *placeholders]
+    found: list[Any] = [pipeline.engine]
+    if pipeline.has_optimizer:
+        found.append(pipeline.engine.optimizer)
+    parameters: list[nn.Parameter] = list(pipeline.engine.module.parameters())
+    return [*found, *parameters, *pipeline.placeholders]

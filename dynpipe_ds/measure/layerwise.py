@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.host.specs import LayerSpec, forward_function, layer_name
+from dynpipe_ds.measure.gather import layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, BatchTimes, layer_sizes
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, BatchTimes
 
 LossFunction = Callable[[Any, Any], Tensor]
 

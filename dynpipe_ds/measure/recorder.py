@@ -1,4 +1,4 @@
-"""Measuring layers while they train: stamps in a batch, one profile that all ranks agree on after it.
+"""Measuring layers while they train: stamps in a batch, added up after it.
 
 A stage is one stream of work, so a batch is a list of marks: from this mark on, the stage is in this
 layer's forward, in that layer's backward, or waiting. A layer's backward begins when the gradient of its
@@ -9,18 +9,16 @@ backward. Marks are CUDA events (read after the batch, no synchronisation inside
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.messages.values import obstacle, tensors_in
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
@@ -296,141 +294,3 @@ class ActivationMeter:
             return tensor if tensor.is_leaf else tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """What a layer occupies on this rank.
-
-    Attributes:
-        num_parameters: elements of all parameters.
-        parameter_bytes: their bytes, buffers included.
-        gradient_bytes: bytes of the gradients of trainable parameters.
-        optimizer_state_bytes: bytes of optimizer state, master weights included.
-    """
-
-    num_parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_state_bytes: int
-
-
-def layer_sizes(
-    layer: nn.Module, state_bytes: Callable[[nn.Parameter], int], gradient_dtype: torch.dtype
-) -> LayerSizes:
-    """Add up what a layer occupies.
-
-    Args:
-        layer: a live layer of this stage.
-        state_bytes: optimizer-state bytes of one parameter.
-        gradient_dtype: what gradients are summed in between micro-batches.
-    """
-    parameters = list(layer.parameters())
-    return LayerSizes(
-        num_parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(t.nbytes for t in (*parameters, *layer.buffers())),
-        gradient_bytes=sum(p.numel() for p in parameters if p.requires_grad) * gradient_dtype.itemsize,
-        optimizer_state_bytes=sum(state_bytes(p) for p in parameters),
-    )
-
-
-_LAYER_FIELDS = 8
-_STAGE_FIELDS = 11
-
-
-class Spent(NamedTuple):
-    """Seconds that went into balancing since the profile before.
-
-    Attributes:
-        gather_s: gathering that profile; of all ranks, the one's that came last to it (the others waited).
-        move_s: planning and carrying out the last move, 0 if there was none; of all ranks, the slowest one's.
-        own_s: recording the present batch and adding it up, and deciding by the profile before; of all ranks, the
-            slowest one's.
-    """
-
-    gather_s: float = 0.0
-    move_s: float = 0.0
-    own_s: float = 0.0
-
-
-def gather_profile(
-    times: BatchTimes,
-    sizes: dict[int, LayerSizes],
-    activation_bytes: dict[int, int],
-    *,
-    batch: int,
-    boundaries: tuple[int, ...],
-    names: Sequence[str],
-    stage: int,
-    device: torch.device,
-    spent: Spent,
-    obstacles: Collection[int] = (),
-) -> tuple[PipelineProfile, Spent, set[int]]:
-    """Put all ranks' measurements together; collective over all ranks.
-
-    Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
-    of a stage are averaged.
-
-    Args:
-        times: this rank's times.
-        sizes: sizes of this stage's modules by layer.
-        activation_bytes: activation bytes of one micro-batch by layer of this stage.
-        batch: number of the batch.
-        boundaries: the partition it ran on.
-        names: name of every layer of the model.
-        stage: this rank's stage.
-        device: where the communication back-end works.
-        spent: this rank's; it travels along, since a message of its own would cost more than all else here.
-        obstacles: layers of which this rank knows that their outputs can't be sent; they travel along, too.
-
-    Returns:
-        The profile, what all ranks together spent, and the layers whose outputs can't be sent.
-    """
-    num_layers, num_stages = len(names), len(boundaries) - 1
-    numbers = [0.0] * (num_layers * _LAYER_FIELDS)
-    for layer in range(boundaries[stage], boundaries[stage + 1]):
-        size = sizes.get(layer, LayerSizes(0, 0, 0, 0))
-        numbers[layer * _LAYER_FIELDS : (layer + 1) * _LAYER_FIELDS] = [
-            times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
-            times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
-            size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
-            activation_bytes.get(layer, 0), layer in obstacles,
-        ]
-    busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
-    numbers += [
-        stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
-        float(accelerator.peak_memory_bytes()), *spent,
-    ]
-    message = torch.tensor(numbers, dtype=torch.float64).to(device)
-    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, message)
-    everyone = torch.stack(gathered).cpu()
-
-    replicas = dist.get_world_size() / num_stages
-    table = (everyone[:, :-_STAGE_FIELDS].sum(0) / replicas).view(num_layers, _LAYER_FIELDS).tolist()
-    rows = everyone[:, -_STAGE_FIELDS:].numpy()
-    end_s = float(rows[:, 4].max())
-    stages = []
-    for s in range(num_stages):
-        mean = rows[rows[:, 0] == s].mean(0)
-        stages.append(StageProfile(
-            busy_s=float(mean[1]),
-            fill_drain_s=float(mean[2] + end_s - mean[4]),
-            waiting_s=float(mean[3]),
-            step_s=float(mean[5]),
-            batch_s=float(mean[6]),
-            peak_memory_bytes=int(rows[rows[:, 0] == s][:, 7].max()),
-        ))
-    profile = PipelineProfile(
-        batch=batch,
-        boundaries=boundaries,
-        num_micro_batches=times.num_micro_batches,
-        layers=tuple(
-            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:-1]))
-            for name, row in zip(names, table, strict=True)
-        ),
-        stages=tuple(stages),
-    )
-    obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
-    spent = Spent(float(rows[:, 8].min()), float(rows[:, 9].max()), float(rows[:, 10].max()))
-    return profile, spent, obstructing

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from dynpipe_ds.migration.transaction import Transaction, nothing
 from dynpipe_ds.ranks.agreement import difference_of_replicas
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
 
 def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
@@ -28,35 +31,36 @@ def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
     return flags
 
 
-def check_replicas(engine: Any) -> None:
+def check_replicas(stage: Stage) -> None:
     """Check that the replicas of each stage train the same parameters; collective over all ranks.
 
     Args:
-        engine: the dynamic pipeline engine.
+        stage: what is here of the model.
 
     Raises:
         ValueError: on every rank, if replicas of some stage differ.
     """
-    trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    problem = difference_of_replicas(trained, "the parameters that are trained", engine.stage_id)
+    trained = [name for name, parameter in stage.module.named_parameters() if parameter.requires_grad]
+    problem = difference_of_replicas(trained, "the parameters that are trained", stage.stage_id)
     if problem is not None:
         raise ValueError(problem)
 
 
-def rebuild_optimizer(engine: Any, *, has_changed: bool) -> None:
+def rebuild_optimizer(stage: Stage, *, has_changed: bool) -> None:
     """Let the optimizer hold what wants a gradient now; collective over all ranks.
 
     Args:
-        engine: the dynamic pipeline engine, between two batches.
+        stage: what is here of the model, between two batches.
         has_changed: whether anything was frozen or unfrozen on this rank.
 
     Raises:
         MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
     """
-    optimizer = engine.stage_optimizer
+    optimizer = stage.optimizer
+    assert optimizer is not None
 
     def take_in() -> None:
         if has_changed:
             optimizer.prepare((), {}, optimizer.make_room((), (), ()))
 
-    Transaction(optimizer, engine.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})
+    Transaction(optimizer, stage.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -31,6 +31,9 @@ from dynpipe_ds.migration.packing import (
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 from dynpipe_ds.telling import warn
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
 
 @dataclass
@@ -52,23 +55,24 @@ class Migration:
     """One change of partition on one rank.
 
     Args:
-        engine: the dynamic pipeline engine.
+        stage: what is here of the model.
         target: ``S + 1`` wanted boundaries, the same on every rank.
         buffer_bytes: largest transfer buffer for one partner.
     """
 
-    def __init__(self, engine: Any, target: Sequence[int], *, buffer_bytes: int) -> None:
-        self._engine = engine
-        self._module = engine.module
-        self._optimizer = engine.stage_optimizer
+    def __init__(self, stage: Stage, target: Sequence[int], *, buffer_bytes: int) -> None:
+        assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
+        self._stage = stage
+        self._module = stage.module
+        self._optimizer = stage.optimizer
         self._before = self._module.boundaries
         self._target = tuple(target)
         self._buffer_bytes = buffer_bytes
         self._old_layers: dict[int, nn.Module] = self._module.local_layers()
         moves = plan_moves(self._before, self._target)
-        self._leaving = [m for m in moves if m.source == engine.stage_id]
-        self._coming = [m for m in moves if m.destination == engine.stage_id]
-        self._names = self._module.surroundings.names(self._old_layers.values(), engine)
+        self._leaving = [m for m in moves if m.source == stage.stage_id]
+        self._coming = [m for m in moves if m.destination == stage.stage_id]
+        self._names = self._module.surroundings.names(self._old_layers.values(), stage.pipeline)
         leaving = [self._old_layers[m.layer] for m in self._leaving if m.layer in self._old_layers]
         self._departed: list[nn.Parameter] = [p for layer in leaving for p in self._parameters(layer)]
         self._warnings: list[str] = []
@@ -82,7 +86,7 @@ class Migration:
                 and optimizer are then as they were, bit for bit.
         """
         change = Transaction(
-            self._optimizer, self._engine.device, f"changing the partition from {self._before} to {self._target}"
+            self._optimizer, self._stage.device, f"changing the partition from {self._before} to {self._target}"
         )
         packages: dict[int, Package] = {}
         error: Exception | None = None
@@ -124,7 +128,7 @@ class Migration:
         return {
             layer: pack(
                 self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer],
-                names=self._names, device=self._engine.device,
+                names=self._names, device=self._stage.device,
                 has_template=self._module.surroundings.has_template(layer),
             )
             for layer in leaving
@@ -141,7 +145,7 @@ class Migration:
         return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
     def _rank_of(self, stage: int) -> int:
-        return int(self._engine.grid.stage_to_global(stage_id=stage))
+        return self._stage.pipeline.rank_of(stage)
 
     def _by_partner(self, moves: list[Move], *, destination: bool) -> dict[int, list[int]]:
         partners: dict[int, list[int]] = {}
@@ -155,7 +159,7 @@ class Migration:
         incoming = self._by_partner(self._coming, destination=False)
         received = exchange_bytes(
             {rank: join([packages[i].skeleton for i in layers if packages]) for rank, layers in outgoing.items()},
-            list(incoming), self._engine.device,
+            list(incoming), self._stage.device,
         )
         return {
             layer: skeleton
@@ -164,9 +168,9 @@ class Migration:
         }
 
     def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
-        tensors = {layer: empty_tensors(s, self._engine.device) for layer, s in skeletons.items()}
+        tensors = {layer: empty_tensors(s, self._stage.device) for layer, s in skeletons.items()}
         entries = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
-        start = self._before[self._engine.stage_id]
+        start = self._before[self._stage.stage_id]
         front = [entry for layer in sorted(entries) if layer < start for entry in entries[layer]]
         back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
         return _Coming(tensors, [*front, *back], self._optimizer.make_room(self._departed, front, back))
@@ -182,7 +186,7 @@ class Migration:
             return Transfer(
                 {rank: [t for i in layers for t in getattr(going[i], part)] for rank, layers in outgoing.items()},
                 {rank: [t for i in layers for t in getattr(coming[i], part)] for rank, layers in incoming.items()},
-                buffer_bytes=self._buffer_bytes, device=self._engine.device,
+                buffer_bytes=self._buffer_bytes, device=self._stage.device,
             )
 
         return journey("own"), journey("extra")
@@ -193,7 +197,7 @@ class Migration:
             name = f"layer {layer} ({names[layer]})"
             try:
                 arrived = unpack(
-                    skeleton, tensors[layer], names=self._names, device=self._engine.device,
+                    skeleton, tensors[layer], names=self._names, device=self._stage.device,
                     build=partial(self._module.surroundings.build, layer), journal=self._journal,
                 )
             except DecodingError as error:
@@ -208,7 +212,7 @@ class Migration:
         kept = {layer: m for layer, m in self._old_layers.items() if layer not in leaving}
         layers = kept | self._unpack(skeletons, coming.tensors)
         self._module.install(self._target, dict(sorted(layers.items())))
-        self._engine.name_parameters()
+        self._stage.pipeline.name_parameters()
         arrived = {e.parameter: e.group for e in coming.entries if e.group is not None}
         if self._departed or arrived:
             self._optimizer.prepare(self._departed, arrived, coming.room)
@@ -216,4 +220,4 @@ class Migration:
     def _put_back(self) -> None:
         undo(self._journal)
         self._module.install(self._before, self._old_layers)
-        self._engine.name_parameters()
+        self._stage.pipeline.name_parameters()

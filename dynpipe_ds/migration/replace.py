@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.ranks.agreement import difference_of_replicas
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,27 @@ class ParameterReplacement:
         return found
 
 
-def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]) -> None:
+def replace_parameters(stage: Stage, replacements: Sequence[ParameterReplacement]) -> None:
     """Put new parameters in the place of old ones; collective over all ranks.
 
     Args:
-        engine: the dynamic pipeline engine, between two batches.
+        stage: what is here of the model, between two batches.
         replacements: those of this rank's layers, the same on all replicas of a stage; may be empty.
 
     Raises:
         MigrationError: on every rank, with the same text, if any rank could not do its part; nothing has
             changed then.
     """
-    optimizer, module = engine.stage_optimizer, engine.module
-    change = Transaction(optimizer, engine.device, "replacing parameters")
+    optimizer, module = stage.optimizer, stage.module
+    if optimizer is None:
+        raise MigrationError(
+            "parameters can't be replaced without an optimizer to tell: make it first, in deepspeed.initialize or by "
+            "engine._configure_optimizer"
+        )
+    change = Transaction(optimizer, stage.device, "replacing parameters")
     olds = change.together(lambda: _checked(replacements, module))
     pairs = [f"{tuple(old.shape)} by {tuple(r.parameter.shape)}" for old, r in zip(olds, replacements, strict=True)]
-    problem = difference_of_replicas(pairs, "the shapes of parameters to replace", engine.stage_id)
+    problem = difference_of_replicas(pairs, "the shapes of parameters to replace", stage.stage_id)
     if problem is not None:
         raise MigrationError(problem)
     states: dict[nn.Parameter, State] = {}
@@ -71,7 +79,7 @@ def replace_parameters(engine: Any, replacements: Sequence[ParameterReplacement]
     def put(parameters: Iterable[nn.Parameter]) -> None:
         for replacement, parameter in zip(replacements, parameters, strict=True):
             setattr(replacement.owner, replacement.name, parameter)
-        engine.name_parameters()
+        stage.pipeline.name_parameters()
 
     def take_in() -> None:
         index = optimizer.groups.index

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from dynpipe_ds.migration.names import Names, Path, Values, shared_by, spell
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
 from dynpipe_ds.telling import warn
+
+if TYPE_CHECKING:
+    from dynpipe_ds.host.pipeline import Pipeline
 
 # Of the pipeline module: they lead to layers that only this rank has.
 _OF_THIS_RANK = ("_layer_specs", "_layers", "forward_funcs", "tied_modules", "fwd_map", "recorder", "surroundings")
@@ -63,18 +66,18 @@ class Surroundings:
         self._shared: list[Path] = []
         self.hooks = DepartedHooks()
 
-    def names(self, layers: Iterable[nn.Module], engine: Any = None, *, in_place: bool = True) -> Names:
+    def names(self, layers: Iterable[nn.Module], pipeline: Pipeline | None = None, *, in_place: bool = True) -> Names:
         """What has a name now.
 
         Args:
             layers: those of this rank.
-            engine: the engine, as soon as there is one.
+            pipeline: DeepSpeed's engine, as soon as there is one.
             in_place: whether parts of layers that the arguments hold, too, stay the same objects.
         """
         roots = {
             "shared": self._live, "specs": self._specs, "made here": self._made_here, "pipeline": self._module,
         }
-        leaves = {} if engine is None else {"engine": engine, "grid": engine.grid}
+        leaves = {} if pipeline is None else {"engine": pipeline.engine, "grid": pipeline.engine.grid}
         hidden = [getattr(self._module, name, None) for name in _OF_THIS_RANK]
         owned = [part for layer in layers for part in layer.modules()]
         return Names(
@@ -133,18 +136,18 @@ class Surroundings:
                 found += [Held(layer, owner, path or local, is_trained) for owner, layer in owners[key].items()]
         return found
 
-    def check(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str], engine: Any) -> None:
+    def check(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str], pipeline: Pipeline) -> None:
         """Pack each layer once, and drop it: what can't move is refused before training.
 
         Args:
             layers: those of this rank, by index.
             layer_names: of all layers.
-            engine: the engine.
+            pipeline: DeepSpeed's engine.
 
         Raises:
             PackingError: naming layer and attribute.
         """
-        names = self.names(layers.values(), engine)
+        names = self.names(layers.values(), pipeline)
         for spec in self._specs:
             for argument in arguments(spec):
                 path = names.of(argument)
@@ -155,7 +158,7 @@ class Surroundings:
         for layer, module in layers.items():
             name = f"layer {layer} ({layer_names[layer]})"
             package = pack(
-                module, name, names=names, device=engine.device, has_template=self.has_template(layer), is_trial=True
+                module, name, names=names, device=pipeline.device, has_template=self.has_template(layer), is_trial=True
             )
             kept.append(package)  # and so the ids in it
             for value, where in package.encoder.unnamed():

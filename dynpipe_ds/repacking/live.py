@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from dynpipe_ds.host.topology import ranks_of, renumber
+from dynpipe_ds.host.topology import renumber
 from dynpipe_ds.host.world import World
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.ranks.agreement import together
-from dynpipe_ds.ranks.heartbeat import start_heartbeat
+
+if TYPE_CHECKING:
+    from dynpipe_ds.stage import Stage
 
 
 class RepackError(RuntimeError):
@@ -46,22 +48,26 @@ class Shrink:
     """One re-packing on one rank.
 
     Args:
-        engine: the dynamic pipeline engine.
+        stage: what is here of the model.
+        move: lets layers move to boundaries, on all ranks or none.
         staying: stages that stay, ascending, the same on every rank; stage 0 among them.
         boundaries: partition of the shorter pipeline.
     """
 
-    def __init__(self, engine: Any, staying: Sequence[int], boundaries: Sequence[int]) -> None:
-        self._engine = engine
+    def __init__(
+        self, stage: Stage, move: Callable[[Sequence[int]], None], staying: Sequence[int], boundaries: Sequence[int]
+    ) -> None:
+        self._stage = stage
+        self._move = move
         self._staying = tuple(staying)
         self._boundaries = tuple(boundaries)
-        going = set(range(engine.num_stages)) - set(staying)
-        self.world = World(rank for stage in going for rank in ranks_of(engine.module, stage))
+        going = set(range(stage.num_stages)) - set(staying)
+        self.world = World(rank for s in going for rank in stage.pipeline.ranks_of(s))
 
     @property
     def stays(self) -> bool:
         """Whether this rank goes on."""
-        return self._engine.stage_id in self._staying
+        return self._stage.stage_id in self._staying
 
     def prepare(self, checks: Callable[[], None]) -> None:
         """Move the layers to the survivors and vote; collective over all ranks.
@@ -72,29 +78,28 @@ class Shrink:
         Raises:
             RepackError: on every rank, if any can't go through with it; the partition is then as it was.
         """
-        engine = self._engine
-        before = engine.partition
+        before = self._stage.partition
         self._together(checks)
         try:
-            engine._migrate(widened(self._boundaries, self._staying, engine.num_stages))
+            self._move(widened(self._boundaries, self._staying, self._stage.num_stages))
         except MigrationError as error:
             raise RepackError(f"re-packing failed, training goes on with all ranks ({error})") from error
         try:
             self._together(self._try)
         except RepackError:
-            engine._migrate(before)
+            self._move(before)
             raise
 
     def _together(self, action: Callable[[], None]) -> None:
-        stages = f"{self._engine.num_stages} to {len(self._staying)} stages"
-        together(action, self._engine.device, lambda text: RepackError(
+        stages = f"{self._stage.num_stages} to {len(self._staying)} stages"
+        together(action, self._stage.device, lambda text: RepackError(
             f"re-packing from {stages} failed, training goes on with all ranks ({text})"
         ))
 
     def _try(self) -> None:
-        engine = self._engine
-        if self.stays and self._staying[-1] == engine.stage_id and not engine.reads_data:
-            engine.start_reading()
+        stage = self._stage
+        if self.stays and self._staying[-1] == stage.stage_id and not stage.pipeline.reads_data:
+            stage.pipeline.start_reading()
         self.world.check()
 
     def leave(self, last_words: Callable[[], None], end: Callable[[], NoReturn]) -> NoReturn:
@@ -108,9 +113,8 @@ class Shrink:
         dist.barrier()
         self._miss_no_more()
         self.world.leave()
-        if self._engine._heartbeat is not None:
-            self._engine._heartbeat.forget(range(self.world.size))  # what fails from here on is no concern of theirs
-            self._engine._heartbeat.stop()
+        self._stage.guard.forget(range(self.world.size))  # what fails from here on is no concern of theirs
+        self._stage.guard.stop()
         last_words()
         logging.shutdown()
         self.world.say_goodbye()
@@ -120,10 +124,9 @@ class Shrink:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""
         dist.barrier()
         self._miss_no_more()
-        renumber(self._engine, self.world, self._boundaries)
-        self._engine._heartbeat = start_heartbeat()
+        renumber(self._stage.pipeline, self.world, self._boundaries)
+        self._stage.guard.start()
 
     def _miss_no_more(self) -> None:
         """Who leaves now is not lost."""
-        if self._engine._heartbeat is not None:
-            self._engine._heartbeat.forget(self.world.leaving - {self.world.rank})
+        self._stage.guard.forget(self.world.leaving - {self.world.rank})

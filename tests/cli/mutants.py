@@ -16,14 +16,15 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds import engine as engine_module
 from dynpipe_ds.cli.numerics import rank
 from dynpipe_ds.host import instructions
+from dynpipe_ds.host import pipeline as pipeline_module
 from dynpipe_ds.host.gradient_norm import GradientNorm
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
 from dynpipe_ds.migration import migrate
+from dynpipe_ds.training import Training
 
 
 class Patches(ExitStack):
@@ -71,14 +72,15 @@ def _moved(engine: Any) -> bool:
 
 
 def _note_moves(patches: Patches, after: Callable[[Any], None] = lambda engine: None) -> None:
-    original = DynamicPipelineEngine._migrate
+    original = Training.move_layers
 
     def migrate_and_note(self: Any, boundaries: Sequence[int]) -> None:
         original(self, boundaries)
-        self._mutant_moved = True
-        after(self)
+        engine = self.stage.pipeline.engine
+        engine._mutant_moved = True
+        after(engine)
 
-    patches.put(DynamicPipelineEngine, "_migrate", migrate_and_note)
+    patches.put(Training, "move_layers", migrate_and_note)
 
 
 # -- clipping and its norm
@@ -86,18 +88,18 @@ def _note_moves(patches: Patches, after: Callable[[Any], None] = lambda engine: 
 
 @mutant("fp32", "optimizer state")
 def dropped_clip(patches: Patches) -> None:
-    patches.put(engine_module, "clip_gradients", lambda *_: None)
+    patches.put(pipeline_module, "clip_gradients", lambda *_: None)
 
 
 @mutant("fp32", "optimizer state")
 def clip_on_one_stage_only(patches: Patches) -> None:
-    original = engine_module.clip_gradients
+    original = pipeline_module.clip_gradients
 
     def clip(parameters: Any, norm: Any, bound: float) -> None:
         if torch.distributed.get_rank() == 0:
             original(parameters, norm, bound)
 
-    patches.put(engine_module, "clip_gradients", clip)
+    patches.put(pipeline_module, "clip_gradients", clip)
 
 
 @mutant("fp32", "gradient norm")

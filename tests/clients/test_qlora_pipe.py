@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -132,7 +132,7 @@ def get_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
 NEVER = {"rebalance_every": "never"}
 
 
-def engine(base: type, engine_base: type | None = None, section: dict[str, Any] = NEVER) -> Any:
+def engine(base: type, engine_base: type = PipelineEngine, section: dict[str, Any] = NEVER) -> Any:
     set_random_seed(11)
     layers = [
         OnceSpec(Embedding, VOCABULARY, HIDDEN, estimated_size=2),
@@ -148,8 +148,6 @@ def engine(base: type, engine_base: type | None = None, section: dict[str, Any] 
         "gradient_clipping": 0.0,
         "dynamic_pipeline": {"enabled": True, **section},
     }
-    # The one line that changes besides the module's base class.
-    engine_base = engine_base or (PipelineEngine if base is PipelineModule else DynamicPipelineEngine)
     mpu = model.mpu()
     built = engine_class(engine_base)(
         args=None, model=model, optimizer=get_optimizer, mpu=mpu, config=config,
@@ -199,13 +197,21 @@ def test_qlora_pipe_with_replicas_far_apart(tmp_path: Any) -> None:
     compare([CLIENT], tmp_path, replicas=2)
 
 
-def an_engine_that_cannot_move_layers(_rank: int) -> None:
-    with pytest.raises(ValueError, match=r"CustomPipelineEngine derives from DeepSpeed's PipelineEngine, which can't"):
-        engine(DynamicPipelineModule, engine_base=PipelineEngine)
+def derived_from_ours(_rank: int) -> tuple[list[float], list[float]]:
+    found = []
+    for base in (PipelineEngine, DynamicPipelineEngine):
+        built = engine(DynamicPipelineModule, engine_base=base)
+        assert isinstance(built, base) and isinstance(built, DynamicPipelineEngine)
+        data = batches(0)
+        losses = [float(train(built, data)[0]) for _ in range(2)]
+        built.repartition(MOVES[1])
+        found.append([*losses, float(train(built, data)[0])])
+    return found[0], found[1]
 
 
-def test_the_unchanged_engine_class_is_refused() -> None:
-    run_ranks(an_engine_that_cannot_move_layers, 2)
+def test_it_does_not_matter_what_the_engine_class_derives_from() -> None:
+    for theirs, ours in run_ranks(derived_from_ours, 2):
+        assert theirs == ours
 
 
 # -- by itself --------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.controller import Controller, Decision
+from dynpipe_ds.decide.balancer import Balancer, Decision
 from dynpipe_ds.decide.evidence import LEAST_EVIDENCE
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import Plan
 from dynpipe_ds.simulation import predicted_batches_s
 from tests.matrix import mostly
 
-RECORDING = Path(__file__).parent / "data" / "recorded_freezing.json"
+RECORDING = Path(__file__).parents[1] / "data" / "recorded_freezing.json"
 Boundaries = tuple[int, ...]
 Model = Callable[[int], Sequence[float]]
 """Batch number to the true forward and backward seconds of every layer."""
@@ -67,9 +67,9 @@ def batch_s(seconds: tuple[float, ...], boundaries: Boundaries, num_micro_batche
     return predicted_batches_s([(batch, boundaries)])[0]
 
 
-def controller(**section: Any) -> Controller:
+def controller(**section: Any) -> Balancer:
     """A controller with this section."""
-    return Controller(DynamicPipelineConfig(enabled=True, **section))
+    return Balancer(DynamicPipelineConfig(enabled=True, **section))
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ def train(
         smoothed = decider.smoothed()
         assert smoothed is not None
         plan = optimal(smoothed.costs("time"), len(start) - 1, run.boundaries)
-        run.decisions.append(decider.worth_it(plan, smoothed))
+        run.decisions.append(decider.judge(plan, smoothed))
         if run.decisions[-1].rebalance:
             run.boundaries = plan.boundaries
             run.moved_at.append(batch)
-            decider.record_cost(move_s, plan.bytes_to_move)
-            decider.record_rebalance(batch)
+            decider.record_cost(move_s)
+            decider.moved(batch)
     return run
 
 
@@ -296,13 +296,13 @@ def test_a_profile_of_unknown_cost_is_taken_in_every_batch() -> None:
 # -- a move has to pay ------------------------------------------------------------------------
 
 
-def decide(decider: Controller, plan: Plan, seconds: Sequence[float], **kwargs: Any) -> Decision:
+def decide(decider: Balancer, plan: Plan, seconds: Sequence[float], **kwargs: Any) -> Decision:
     """Show the same batch ten times, then ask."""
     for batch in range(10):
         decider.observe(profile(seconds, (0, 4, 8), batch=batch, **kwargs))
     smoothed = decider.smoothed()
     assert smoothed is not None
-    return decider.worth_it(plan, smoothed)
+    return decider.judge(plan, smoothed)
 
 
 UNEQUAL = [0.01] * 4 + [0.02] * 4  # 40 and 80 ms; 60 and 60 ms after moving a layer
@@ -320,25 +320,25 @@ def test_saved_and_cost_of_a_move() -> None:
 
 def test_expensive_move_is_refused_until_moves_become_cheap() -> None:
     decider = controller()
-    decider.record_cost(3.0, 1000)
+    decider.record_cost(3.0)
     decision = decide(decider, BETTER, UNEQUAL)
     assert not decision.rebalance
     assert decision.cost_s == 3.0
     assert decision.reason == "does not pay: 2.8 s saved over 20 batches, 3 s to move"
-    decider.record_cost(0.5, 1000)  # the first move was a slow one
+    decider.record_cost(0.5)  # the first move was a slow one
     assert decide(decider, BETTER, UNEQUAL).rebalance
 
 
 def test_longer_horizon_pays_for_a_dearer_move() -> None:
     decider = controller(horizon_batches=100)
-    decider.record_cost(3.0, 1000)
+    decider.record_cost(3.0)
     assert decide(decider, BETTER, UNEQUAL).rebalance
 
 
 def test_one_odd_cost_counts_for_little() -> None:
     decider = controller()
     for seconds in (0.1, 50.0, 0.1, 0.2):
-        decider.record_cost(seconds, 1000)
+        decider.record_cost(seconds)
     assert decide(decider, BETTER, UNEQUAL).cost_s == 0.1
 
 
@@ -347,12 +347,12 @@ def test_shorter_batch_with_the_same_bottleneck(every: Any) -> None:
     """Five and four equal layers: the light stage at the end drains sooner."""
     plan, seconds = Plan((0, 5, 9), 0.05, 0.05), [0.01] * 9
     decider = controller(rebalance_every=every, min_gain=0.01)
-    decider.record_cost(0.01, 0)
+    decider.record_cost(0.01)
     for batch in range(10):
         decider.observe(profile(seconds, (0, 4, 9), batch=batch))
     smoothed = decider.smoothed()
     assert smoothed is not None
-    decision = decider.worth_it(plan, smoothed)
+    decision = decider.judge(plan, smoothed)
     assert decision.rebalance, decision.reason
     assert decision.saved_s == pytest.approx((20 if every == "auto" else 2) * 0.01, rel=0.5)
     back = Plan((0, 4, 9), 0.05, 0.05)
@@ -360,12 +360,12 @@ def test_shorter_batch_with_the_same_bottleneck(every: Any) -> None:
         decider.observe(profile(seconds, (0, 5, 9), batch=batch))
     smoothed = decider.smoothed()
     assert smoothed is not None
-    assert not decider.worth_it(back, smoothed).rebalance
+    assert not decider.judge(back, smoothed).rebalance
 
 
 def test_one_micro_batch_gains_nothing() -> None:
     decider = controller()
-    decider.record_cost(0.0, 0)
+    decider.record_cost(0.0)
     decision = decide(decider, BETTER, UNEQUAL, num_micro_batches=1)
     assert not decision.rebalance
     assert decision.saved_s == pytest.approx(0.0)
@@ -393,7 +393,7 @@ def test_plan_that_saves_no_time_is_refused() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_impossible_cost(seconds: float) -> None:
     with pytest.raises(ValueError, match="must be finite and >= 0"):
-        controller().record_cost(seconds, 1)
+        controller().record_cost(seconds)
 
 
 def test_declared_slow_worker_is_balanced_by_speed() -> None:
@@ -405,10 +405,10 @@ def test_declared_slow_worker_is_balanced_by_speed() -> None:
     assert smoothed is not None
     assert smoothed.costs("time") == pytest.approx([0.01] * 9)
     assert not decider.due(9)
-    by_count = decider.worth_it(Plan((0, 5, 9), 0.08, 0.06), smoothed)
+    by_count = decider.judge(Plan((0, 5, 9), 0.08, 0.06), smoothed)
     assert by_count.saved_s == pytest.approx(20 * (7 * -0.02 - 0.01))
     decider.observe(profile([0.01] * 3 + [0.02] * 6, (0, 3, 9), batch=10))
-    assert decider.worth_it(Plan((0, 6, 9), 0.06, 0.12), profile([0.01] * 9, (0, 3, 9))).rebalance
+    assert decider.judge(Plan((0, 6, 9), 0.06, 0.12), profile([0.01] * 9, (0, 3, 9))).rebalance
 
 
 # -- intervals and the dynamic phase ----------------------------------------------------------
@@ -423,7 +423,7 @@ def due_batches(num_batches: int, **section: Any) -> list[int]:
             due.append(batch)
             smoothed = decider.smoothed()
             assert smoothed is not None
-            decider.worth_it(Plan((0, 4, 8), 0.08, 0.08), smoothed)
+            decider.judge(Plan((0, 4, 8), 0.08, 0.08), smoothed)
     return due
 
 
@@ -458,7 +458,7 @@ def test_move_asked_for_by_the_user_begins_a_new_interval() -> None:
     decider = controller(rebalance_every=5, profile_batches=1)
     decider.observe(profile(UNEQUAL, (0, 4, 8)))
     assert decider.due(4)
-    decider.record_rebalance(4)
+    decider.moved(4)
     assert not decider.due(8)
     assert decider.due(9)
 
@@ -531,17 +531,17 @@ def test_after_a_failure_it_pauses_longer_each_time_until_a_move_succeeds() -> N
                 return batch
         raise AssertionError("never due again")
 
-    decider.record_failure(next_due(0))
+    decider.failed(next_due(0))
     pauses, last = [], 0
     for _ in range(3):
         now = next_due(last + 1)
         pauses.append(now - last)
-        decider.record_failure(now)
+        decider.failed(now)
         last = now
     assert pauses == [8, 16, 32]
-    decider.record_rebalance(next_due(last + 1))
+    decider.moved(next_due(last + 1))
     failed = next_due(last + 200)
-    decider.record_failure(failed)
+    decider.failed(failed)
     assert next_due(failed + 1) == failed + 8
 
 
@@ -589,16 +589,16 @@ def interrupted(stop: int | None, *, num_batches: int = 60, same_stages: bool = 
             plan = optimal(smoothed.costs("time"), 2, boundaries)
             if plan.boundaries == boundaries and batch % 5 == 0:
                 plan = Plan((0, 5, 9), plan.bottleneck, plan.bottleneck)  # judged by whole batches
-            decision = decider.worth_it(plan, smoothed)
+            decision = decider.judge(plan, smoothed)
             told.append((batch, plan.boundaries, decision))
             if decision.rebalance:
                 attempts += 1
                 if attempts % 3 == 1:
-                    decider.record_failure(batch)
+                    decider.failed(batch)
                 else:
                     boundaries = plan.boundaries
-                    decider.record_cost(0.02 * attempts, 1)
-                    decider.record_rebalance(batch)
+                    decider.record_cost(0.02 * attempts)
+                    decider.moved(batch)
         if batch == stop:
             known, decider = decider.state_dict(), controller(**section)
             decider.load_state_dict(known, same_stages=same_stages)
@@ -625,8 +625,8 @@ def test_on_another_number_of_stages_layer_times_carry_over_and_pauses_do_not() 
     decider, other = controller(), controller()
     for batch in range(10):
         decider.observe(profile(UNEQUAL, (0, 4, 8), batch=batch))
-    decider.record_cost(3.0, 1)
-    decider.record_failure(9)
+    decider.record_cost(3.0)
+    decider.failed(9)
     other.load_state_dict(decider.state_dict(), same_stages=False)
     assert other.smoothed() is None, "what stages measured starts anew"
     for batch in range(10, 13):
@@ -643,9 +643,9 @@ def test_state_of_older_checkpoints_is_taken_in() -> None:
     decider.load_state_dict({"newest": profiles[-3:], "history": history, "costs_s": [0.2], "decided_batch": 4})
     for p in profiles:
         fresh.observe(p)
-    fresh.record_cost(0.2, 1)
+    fresh.record_cost(0.2)
     smoothed = decider.smoothed()
     assert smoothed is not None and smoothed == fresh.smoothed()
-    assert decider.worth_it(BETTER, smoothed) == fresh.worth_it(BETTER, smoothed)
+    assert decider.judge(BETTER, smoothed) == fresh.judge(BETTER, smoothed)
     decider.observe(profile(UNEQUAL, (0, 4, 8), batch=10))
     assert decider.due(10)

@@ -14,8 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from dynpipe_ds import MigrationError
+from dynpipe_ds.host.optimizers import flat
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
-from dynpipe_ds.migration import flat_optimizer, migrate
+from dynpipe_ds.migration import migrate
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO
@@ -93,7 +94,7 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
         steps.append((1, "fill", lambda e: e.stage_optimizer, "fill"))
     else:  # what replicas do together, on one of them alone
         steps += [
-            (1, "export", lambda _: flat_optimizer, "_own_bits"), (3, "write", lambda _: flat_optimizer, "_write_state")
+            (1, "export", lambda _: flat, "_own_bits"), (3, "write", lambda _: flat, "_write_state")
         ]
     for rank, what, owner, method in steps:
         for after in (False, True):

@@ -86,7 +86,7 @@ def load_and_go_on(
         path, client = engine.load_checkpoint(f"{folder}/{optimizer}-{tied}")
         assert Path(path).name.endswith("model_states.pt") and client["batch"] == SAVED_AFTER
         assert engine.partition == (MOVED if same else LOADED)[stages]
-        assert engine.global_steps == engine._num_batches == SAVED_AFTER
+        assert engine.global_steps == engine.dynamic.num_batches == SAVED_AFTER
         at_load = digest(engine)
         batches = batches_of(engine, SAVED_AFTER)
         losses = [float(engine.train_batch(batches)) for _ in range(BATCHES - SAVED_AFTER)]

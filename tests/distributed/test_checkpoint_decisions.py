@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-
 from dynpipe_ds.balancing import RebalanceEvent
-from dynpipe_ds.decide.controller import Controller
+
+from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.measure.recorder import BatchRecorder
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -62,11 +62,11 @@ def told(rank: int, now: dict[str, int], cost_s: float) -> Iterator[None]:
             batch_s=1.0,
         )
 
-    observe = Controller.observe
+    observe = Balancer.observe
     cost = property(lambda self: cost_s * (1 + rank))  # the last rank is the slowest
     with (
         patch.object(BatchRecorder, "stop", stop), patch.object(RebalanceEvent, "seconds", cost),
-        patch.object(Controller, "observe", lambda self, profile, _cost_s: observe(self, profile, PROFILE_S)),
+        patch.object(Balancer, "observe", lambda self, profile, _cost_s: observe(self, profile, PROFILE_S)),
     ):  # fmt: skip
         yield
 
@@ -82,7 +82,7 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
     engine, now = make_engine(run), {"batch": first}
     batches = islice(data(0, run.micro_batches), first * run.micro_batches, None)
     decisions: list[Any] = []
-    original = Controller.worth_it
+    original = Balancer.judge
 
     def worth_it(self: Any, plan: Any, profile: Any) -> Any:
         decision = original(self, plan, profile)
@@ -93,7 +93,7 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
         engine.load_checkpoint(f"{folder}/{name}", tag=str(first))
     losses, partitions = [], []
     fault: Callable[[], Any] | None = None
-    with told(rank, now, cost_s), patch.object(Controller, "worth_it", worth_it), warnings.catch_warnings():
+    with told(rank, now, cost_s), patch.object(Balancer, "judge", worth_it), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for batch in range(first, NUM_BATCHES):
             now["batch"] = batch
@@ -109,8 +109,8 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
         fault()
     return {
         "losses": losses, "partitions": partitions, "decisions": decisions, "state": digest(engine),
-        "profiled": [profile.batch for profile in engine._controller.state_dict()["profiles"]],
-        "knows": engine._controller.state_dict() | {"profiles": None},
+        "profiled": [profile.batch for profile in engine.dynamic.balancer.state_dict()["profiles"]],
+        "knows": engine.dynamic.balancer.state_dict() | {"profiles": None},
     }
 
 
@@ -157,7 +157,7 @@ def test_on_fewer_stages_layer_times_carry_over(tmp_path: Path) -> None:
 def on_two_stages(rank: int, folder: str) -> None:
     engine = make_engine(Run(2, config={"dynamic_pipeline": SECTION}))
     engine.load_checkpoint(f"{folder}/cheap moves", tag="18")
-    known = engine._controller.state_dict()
+    known = engine.dynamic.balancer.state_dict()
     assert len(known["profiles"]) >= 14 and known["num_newest"] == 0
     assert known["costs_s"] == [] and known["paused_until"] == 0
     batches, now = data(0, 4), {"batch": 18}
@@ -165,4 +165,4 @@ def on_two_stages(rank: int, folder: str) -> None:
         for _ in range(3):
             engine.train_batch(batches)
     assert engine.profile is not None
-    assert len(engine._controller.state_dict()["profiles"]) == len(known["profiles"]) + 3
+    assert len(engine.dynamic.balancer.state_dict()["profiles"]) == len(known["profiles"]) + 3

@@ -208,7 +208,7 @@ def engine_state(rank: int, folder: str) -> None:
     assert draw() == expected
     assert client["data"]["epoch"] == 2 and client["data"]["order"].tolist() == [0, 1, 2]
     assert other.profile == engine.profile and other.last_batch_profile == engine.last_batch_profile
-    assert other._controller.state_dict() == engine._controller.state_dict()
+    assert other.dynamic.balancer.state_dict() == engine.dynamic.balancer.state_dict()
     assert other.overhead == engine.overhead and other.micro_steps == engine.micro_steps
     assert other.module.micro_offset == engine.module.micro_offset
     assert other.global_samples == engine.global_samples
@@ -221,7 +221,7 @@ def load_profile_on_four(rank: int, folder: str) -> None:
     engine = make_engine(run)
     engine.load_checkpoint(folder)
     assert engine.partition != (0, 1, 2, 3, 8)
-    assert engine.profile is None and len(engine._controller.state_dict()["profiles"]) == 4
+    assert engine.profile is None and len(engine.dynamic.balancer.state_dict()["profiles"]) == 4
     train(engine, run, 4, 7)
 
 

@@ -168,14 +168,14 @@ def seldom_profiled(_rank: int, folder: str) -> list[int]:
 
     def next_ones(num_batches: int) -> list[int]:
         """Which of the next batches are profiled, counted from 0."""
-        first = engine._num_batches
+        first = engine.dynamic.num_batches
         for _ in range(num_batches):
             before, spent = engine.last_batch_profile, engine.overhead.profiling_s
             engine.train_batch(batches)
             is_new = engine.last_batch_profile is not before
             assert is_new == (engine.overhead.profiling_s > spent)
-            assert is_new == (engine.last_batch_profile.batch == engine._num_batches - 1)
-            profiled.extend([engine._num_batches - 1] if is_new else [])
+            assert is_new == (engine.last_batch_profile.batch == engine.dynamic.num_batches - 1)
+            profiled.extend([engine.dynamic.num_batches - 1] if is_new else [])
         return [batch - first for batch in profiled if batch >= first]
 
     assert next_ones(19) == [*range(8), 13]
@@ -233,7 +233,7 @@ def held(rank: int, folder: str) -> dict[str, Any]:
     train(engine, 6)
     assert engine.partition == BAD
     assert engine.rebalance().after == GOOD
-    engine._migrate(BAD)
+    engine.dynamic.move_layers(BAD)
     train(engine, 1)
     assert engine.partition == GOOD, "rebalance() ends the hold"
 

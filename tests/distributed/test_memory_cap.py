@@ -13,10 +13,16 @@ from tests.distributed.ranks import run_ranks
 SECTION = {"enabled": True, "rebalance_every": "never", "partitioner": "optimal", "cost": "parameters"}
 
 
-def partitions_under_caps(_rank: int) -> tuple[list[int], tuple[int, ...], tuple[int, ...], str]:
-    run = Run(num_stages=2, num_batches=2, config={"dynamic_pipeline": SECTION})
+def trained(caps: Any = None) -> Any:
+    """An engine with a profile, under caps in bytes."""
+    run = Run(num_stages=2, num_batches=2, config={"dynamic_pipeline": {**SECTION, "memory_cap_bytes": caps}})
     engine = make_engine(run)
     train(engine, run)
+    return engine
+
+
+def partitions_under_caps(_rank: int) -> tuple[list[int], tuple[int, ...], tuple[int, ...], str]:
+    engine = trained()
     profile = engine.profile
 
     def stage_bytes(boundaries: Any) -> tuple[int, ...]:
@@ -30,13 +36,12 @@ def partitions_under_caps(_rank: int) -> tuple[list[int], tuple[int, ...], tuple
     # Stage 0 holds two micro-batches in flight, stage 1 one: a cap just below what stage 0 holds now
     # must push a layer to stage 1.
     cap = stage_bytes(free)[0] - 1
-    engine.dynamic_config = engine.dynamic_config.model_copy(update={"memory_cap_bytes": [cap, 10**12]})
+    engine = trained([cap, 10**12])
     engine.rebalance()
     capped = engine.partition
     held = stage_bytes(capped)
-    engine.dynamic_config = engine.dynamic_config.model_copy(update={"memory_cap_bytes": 1})
     with pytest.raises(InfeasiblePartitionError) as error:
-        engine.rebalance()
+        trained(1).rebalance()
     return [cap, *held], free, capped, str(error.value)
 
 

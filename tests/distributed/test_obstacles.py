@@ -69,7 +69,7 @@ SEEN = (
 def seen_and_refused(_rank: int) -> None:
     engine = make(case_of(3, (0, 1, 5, 7)))
     batches = micro_batches(engine)
-    assert engine._pinned == ()
+    assert engine.dynamic.balancer.pinned == ()
     engine.train_batch(batches)
     for first in ((0, 1, 5, 7), (0, 2, 4, 7)):  # the layer is on another rank then, which has not seen it yet
         engine.repartition(first)
@@ -78,7 +78,7 @@ def seen_and_refused(_rank: int) -> None:
             engine.repartition((0, 1, 3, 7))
         assert engine.partition == first and digest(engine) == before
     engine.train_batch(batches)
-    assert engine._pinned == (3,)
+    assert engine.dynamic.balancer.pinned == (3,)
 
 
 def test_repartition_refuses_what_was_seen() -> None:

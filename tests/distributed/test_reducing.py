@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from dynpipe_ds.host.reducing import ReducingEngine
+from dynpipe_ds.host.hooks import Hooks
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def test_who_reduces(num_ranks: int, config: dict[str, Any], reductions: int) ->
 
 def train_both_ways(rank: int, run: Run) -> list[list[float]]:
     as_ours, _ = train(rank, run)
-    with patch.object(ReducingEngine, "_changes_nothing", lambda *_: False):
+    with patch.object(Hooks, "_changes_nothing", lambda *_: False):
         as_deepspeed, count = train(rank, run)
     assert count == 3
     return [as_ours, as_deepspeed]

@@ -79,7 +79,11 @@ def kill(note: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-ENGINE = "dynpipe_ds.engine:DynamicPipelineEngine."
+TRAINING_LOOP = "dynpipe_ds.training:Training."
+BALANCER = "dynpipe_ds.decide.balancer:Balancer."
+HOOKS = "dynpipe_ds.host.hooks:Hooks."
+STAGE = "dynpipe_ds.stage:Stage."
+PIPELINE = "dynpipe_ds.host.pipeline:Pipeline."
 MIGRATE = "dynpipe_ds.migration.migrate:"
 STAGE_OPTIMIZER = "dynpipe_ds.host.optimizers.stage_optimizer:StageOptimizer."
 OPTIMIZER = "dynpipe_ds.host.optimizers.stage_optimizer:PlainOptimizer."
@@ -91,18 +95,18 @@ TRANSFER = "dynpipe_ds.migration.transport:Transfer."
 
 # The job of harness.py saves after every second batch and moves layers after its fourth.
 TRAINING = [
-    Point("profiling: before the first batch", ENGINE + "_train_batch"),
+    Point("profiling: before the first batch", TRAINING_LOOP + "_train_batch"),
     Point("profiling: recorder starts", "dynpipe_ds.measure.recorder:BatchRecorder.start", call=2),
     Point("profiling: in the middle of a forward", "tests.distributed.models:Block.forward", call=30),
     Point("profiling: before the backward", "torch.autograd:backward", call=9),
-    Point("profiling: before the optimizer step", ENGINE + "_take_model_step", call=3),
-    Point("profiling: after the optimizer step", ENGINE + "_take_model_step", after=True, call=3),
-    Point("profiling: before profiles are exchanged", "dynpipe_ds.balancing:gather_profile", call=3),
-    Point("profiling: after profiles were exchanged", "dynpipe_ds.balancing:gather_profile", after=True, call=3),
-    Point("planning: before the plan", ENGINE + "_plan"),
-    Point("planning: after the choice, before the vote", ENGINE + "_choose", after=True),
-    Point("planning: before ranks compare their plans", "dynpipe_ds.balancing:disagreement"),
-    Point("planning: after the plan", ENGINE + "_plan", after=True),
+    Point("profiling: before the optimizer step", HOOKS + "_take_model_step", call=3),
+    Point("profiling: after the optimizer step", HOOKS + "_take_model_step", after=True, call=3),
+    Point("profiling: before profiles are exchanged", "dynpipe_ds.measure.profiler:gather_profile", call=3),
+    Point("profiling: after profiles were exchanged", "dynpipe_ds.measure.profiler:gather_profile", after=True, call=3),
+    Point("planning: before the plan", BALANCER + "decide"),
+    Point("planning: after the choice, before the vote", BALANCER + "choose", after=True),
+    Point("planning: before ranks compare their plans", "dynpipe_ds.training:disagreement"),
+    Point("planning: after the plan", TRAINING_LOOP + "_disagreement", after=True),
     Point("migration: before it", MIGRATE + "Migration.run"),
     Point("migration: a layer is packed", MIGRATE + "Migration._pack"),
     Point("migration: all is packed, before the vote", MIGRATE + "Migration._pack", after=True),
@@ -120,8 +124,8 @@ TRAINING = [
     Point("migration: before state is filled in", OPTIMIZER + "fill"),
     Point("migration: after state was filled in", OPTIMIZER + "fill", after=True),
     Point("migration: after the last vote", STAGE_OPTIMIZER + "commit"),
-    Point("migration: before caches are renewed", ENGINE + "_settle"),
-    Point("migration: after it, before callbacks", "dynpipe_ds.balancing:write_rebalance"),
+    Point("migration: before caches are renewed", STAGE + "settle"),
+    Point("migration: after it, before callbacks", "dynpipe_ds.training:write_rebalance"),
 ]  # fmt: skip
 
 
@@ -169,8 +173,8 @@ SAVING = [
 ]  # fmt: skip
 
 LOADING = [
-    Point("loading: before the tag", "dynpipe_ds.checkpoint.engine:latest_tag"),
-    Point("loading: after the tag", "dynpipe_ds.checkpoint.engine:latest_tag", after=True),
+    Point("loading: before the tag", "dynpipe_ds.checkpoint.checkpoints:latest_tag"),
+    Point("loading: after the tag", "dynpipe_ds.checkpoint.checkpoints:latest_tag", after=True),
     Point("loading: before the manifest", LOAD + "_read_manifest", victim=0),
     Point("loading: the manifest is read", LOAD + "_read_manifest", after=True, victim=0),
     Point("loading: all know the manifest", LOAD + "_find_manifest", after=True),
@@ -180,9 +184,9 @@ LOADING = [
     Point("loading: before the partition is chosen", LOAD + "_choose_partition", victim=0),
     Point("loading: before files are read", LOAD + "_read"),
     Point("loading: in the middle of reading", "dynpipe_ds.host.optimizer_files:Reader.read", call=3),
-    Point("loading: before layers move", ENGINE + "_migrate"),
+    Point("loading: before layers move", TRAINING_LOOP + "move_layers"),
     Point("loading: while layers move", TRANSFER + "start"),
-    Point("loading: after layers moved", ENGINE + "_migrate", after=True),
+    Point("loading: after layers moved", TRAINING_LOOP + "move_layers", after=True),
     Point("loading: before weights", LOAD + "_load_layers"),
     Point("loading: after weights", LOAD + "_load_layers", after=True),
     Point("loading: before the optimizer hears of parameters", LOAD + "_announce_parameters"),

@@ -270,15 +270,15 @@ def ours() -> list[str]:
 def shrink(rank: int) -> tuple[list[str], list[str], bool, list[str]]:
     engine = make_engine(Run(3))
     engine.train_batch(data(0, 4))
-    first, before = engine._heartbeat, ours()
+    first, before = engine.dynamic.stage.guard.heartbeat, ours()
     engine.repack(2)
-    second = engine._heartbeat
+    second = engine.dynamic.stage.guard.heartbeat
     assert second is not first and second.listener is first.listener and not second.unreachable()
     engine.train_batch(data(0, 4))
     between = ours()
     engine.repack(1)
-    engine._giving_back.wait()
-    return before, between, engine._heartbeat is None, ours()
+    engine.dynamic.repacker.giving_back.wait()
+    return before, between, engine.dynamic.stage.guard.heartbeat is None, ours()
 
 
 def test_nothing_is_left_after_re_packing() -> None:

@@ -25,7 +25,7 @@ from dynpipe_ds import FatalError, MigrationError, controller, register_partitio
 from dynpipe_ds.migration.migrate import Migration
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.faults.points import ENGINE, MIGRATE, OPTIMIZER, STAGE_OPTIMIZER, TRANSFER, Point
+from tests.faults.points import MIGRATE, OPTIMIZER, PIPELINE, STAGE, STAGE_OPTIMIZER, TRANSFER, Point
 from tests.matrix import mostly
 
 FIRST = (0, 1, 2, 8)
@@ -127,7 +127,7 @@ UNDONE: dict[str, tuple[int | None, AbstractContextManager[Any] | Point | Choice
     "no memory for the journey": (1, Point("", TRANSFER + "__init__"), "no room"),
     "a layer that can't be put together": (1, Point("", MIGRATE + "unpack"), "no room"),
     "a module that does not take it in": (0, Point("", "dynpipe_ds.module:DynamicPipelineModule.install"), "no room"),
-    "a name that can't be given": (1, Point("", ENGINE + "name_parameters", after=True), "no room"),
+    "a name that can't be given": (1, Point("", PIPELINE + "name_parameters", after=True), "no room"),
     "a layer without data": (1, unfilled_layer(), "of shape (2,) on the meta device at unfilled, which has no"),
     "a partitioner that raises on one rank": (1, Choice(lookup), "rank 1: KeyError: 'my table'"),
     "a partitioner that raises": (ALL_RANKS, Choice(lookup), "'my table'"),
@@ -241,9 +241,9 @@ CANT_BE_UNDONE: dict[str, tuple[int, Point]] = {
     "receiving weights": (0, Point("", TRANSFER + "finish")),
     "receiving state": (1, Point("", TRANSFER + "finish", call=2)),
     "after the last vote": (1, Point("", STAGE_OPTIMIZER + "commit")),
-    "renewing caches": (2, Point("", ENGINE + "_settle")),
-    "exchanging profiles": (1, Point("", "dynpipe_ds.balancing:gather_profile", call=3)),
-    "noting the move": (0, Point("", "dynpipe_ds.decide.controller:Controller.record_rebalance")),
+    "renewing caches": (2, Point("", STAGE + "settle")),
+    "exchanging profiles": (1, Point("", "dynpipe_ds.measure.profiler:gather_profile", call=3)),
+    "noting the move": (0, Point("", "dynpipe_ds.decide.balancer:Balancer.moved")),
     "going back": (2, Point("", OPTIMIZER + "rollback")),  # because memory is short on the rank before it
 }
 

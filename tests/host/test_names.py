@@ -12,9 +12,8 @@ import deepspeed
 import pytest
 
 import dynpipe_ds
-from dynpipe_ds import _deepspeed
 from dynpipe_ds.cli.checks import check_versions
-from dynpipe_ds.host import names
+from dynpipe_ds.host import install, names
 
 
 def test_the_installed_deepspeed_has_and_calls_all_of_it() -> None:
@@ -34,8 +33,8 @@ def test_an_attribute_that_no_constructor_sets_any_more(
 ) -> None:
     """No engine is built: what is looked for is the statement that sets it."""
     _rename(monkeypatch, owner, attribute, f"{attribute}_of_batch")
-    with pytest.raises(_deepspeed.DeepSpeedVersionError, match=rf"has no {owner}\.{attribute}, which dynpipe_ds needs"):
-        _deepspeed.check_version()
+    with pytest.raises(install.DeepSpeedVersionError, match=rf"has no {owner}\.{attribute}, which dynpipe_ds needs"):
+        install.check_version()
 
 
 def test_assignments_are_found_as_dis_finds_them() -> None:
@@ -53,12 +52,12 @@ HOOKS = [(owner, hook) for owner, needed in names.NEEDED.items() for hook in nee
 
 
 @pytest.mark.parametrize(("owner", "hook"), HOOKS, ids=[hook for _, hook in HOOKS])
-def test_a_hook_that_deepspeed_calls_by_another_name(monkeypatch: pytest.MonkeyPatch, owner: str, hook: str) -> None:
+def test_a_hook_thatinstall_calls_by_another_name(monkeypatch: pytest.MonkeyPatch, owner: str, hook: str) -> None:
     """DeepSpeed still has the method, and calls a new one: value, rule, remedy, and the doctor says the same."""
     _rename(monkeypatch, owner, hook, f"{hook}_anew")
     rule = rf"never calls (?:[\w.:]+, )*{owner}\.{hook}(?:, [\w.:]+)*, in place of which dynpipe_ds puts its own"
-    with pytest.raises(_deepspeed.DeepSpeedVersionError, match=rf"{rule}\. Install a supported release: pip install"):
-        _deepspeed.check_version()
+    with pytest.raises(install.DeepSpeedVersionError, match=rf"{rule}\. Install a supported release: pip install"):
+        install.check_version()
     (check,) = (check for check in check_versions() if check.name == "deepspeed")
     assert check.status == "problem" and re.search(rule, check.found)
 

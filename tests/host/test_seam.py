@@ -24,9 +24,6 @@ from dynpipe_ds.host import names
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "dynpipe_ds").rglob("*.py"))
 
-STILL_OUTSIDE = {"balancing.py", "checkpoint/engine.py", "engine.py"}
-"""Files that may import DeepSpeed until the engine is divided: none may be added."""
-
 ENGINE, MODULE, ZERO, BF16 = names.ENGINE, names.MODULE, names.ZERO, names.BF16
 GRID = "deepspeed.runtime.pipe.topology:PipelineParallelGrid"
 TOPOLOGY = "deepspeed.runtime.pipe.topology:ProcessTopology"
@@ -72,12 +69,7 @@ class Use(NamedTuple):
 def test_only_host_imports_deepspeed(file: Path) -> None:
     place = file.relative_to(ROOT / "dynpipe_ds")
     imports = list(imports_of_deepspeed(file.read_text(encoding="utf-8")))
-    if place.parts[0] == "host":
-        return
-    if str(place) in STILL_OUTSIDE:
-        assert imports, f"{place} imports DeepSpeed no more: take it off STILL_OUTSIDE"
-    else:
-        assert not imports, f"{place}:{imports}: ask a function of dynpipe_ds/host instead"
+    assert place.parts[0] == "host" or not imports, f"{place}:{imports}: ask a function of dynpipe_ds/host instead"
 
 
 def test_no_import_escapes() -> None:

@@ -69,7 +69,7 @@ def test_own_back_end_is_short_and_says_what_is_wrong(example: str, tmp_path: Pa
 def train_and_repack(_rank: int, run: Run) -> list[float]:
     engine = make_engine(run)
     losses = train(engine, run, lambda engine, batch: engine.repack(1) if batch == 2 else None)
-    engine._giving_back.wait()
+    engine.dynamic.repacker.giving_back.wait()
     return losses
 
 

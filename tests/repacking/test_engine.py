@@ -33,7 +33,7 @@ def train_automatically(_rank: int, run: Run) -> Any:
         events: list[Any] = []
         engine.on_repack(events.append)
         losses = train(engine, run)
-        engine._giving_back.wait()
+        engine.dynamic.repacker.giving_back.wait()
     texts = [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)]
     texts = [text for text in texts if "losses of this run may differ" not in text]  # clipping is on by default
     return losses, events, texts, digest(engine)

@@ -64,7 +64,7 @@ class Stop:
 
 def in_batch(call: int) -> Point:
     """Between backward and step, counted over both runs."""
-    return Point("in a batch", "dynpipe_ds.engine:DynamicPipelineEngine._take_model_step", call=call)
+    return Point("in a batch", "dynpipe_ds.host.hooks:Hooks._take_model_step", call=call)
 
 
 def run_entry(rank: int, settings: Settings, stop: Stop | None = None) -> tuple[str, str]:

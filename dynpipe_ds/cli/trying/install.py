@@ -13,6 +13,7 @@ from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, telling
 from dynpipe_ds.cli.trying.record import Record
 from dynpipe_ds.cli.trying.settings import SEED_LAYERS, Settings
 from dynpipe_ds.cli.trying.watch import Watch
+from dynpipe_ds.engine import EnabledEngine
 from dynpipe_ds.host.scripts import (
     PIPELINE_ENGINE,
     PIPELINE_MODULE,
@@ -35,10 +36,10 @@ def install(folder: str) -> None:
     if SEED_LAYERS in settings.changes:
         seed_layers()
     if settings.dynamic:
-        make_dynamic(DynamicPipelineModule, DynamicPipelineEngine)
+        make_dynamic(DynamicPipelineModule)
     else:
         _leave_out_moves()
-    for engine_class in (PIPELINE_ENGINE, DynamicPipelineEngine):
+    for engine_class in (PIPELINE_ENGINE, EnabledEngine):
         _watch(engine_class, settings, record)
     _record_failures(PIPELINE_MODULE, record)
 
@@ -65,9 +66,9 @@ def _watch(engine_class: type, settings: Settings, record: Record) -> None:
     """Watch every engine of a class once it is built."""
 
     def built(engine: Any) -> None:
-        ours = isinstance(engine, DynamicPipelineEngine)
+        ours = isinstance(engine, EnabledEngine)
         # Our constructor calls DeepSpeed's: the engine is built when the outermost of the two returns.
-        if ours == (engine_class is DynamicPipelineEngine):
+        if ours == (engine_class is EnabledEngine):
             Watch(engine, settings, record)
 
     _record_failures(engine_class, record, built)

@@ -1,0 +1,131 @@
+"""Checkpoints that fit any partition, saved and loaded in front of DeepSpeed's own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynpipe_ds.checkpoint.folder import DiskSync, read_latest
+from dynpipe_ds.checkpoint.load import Loading, latest_tag
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from dynpipe_ds.checkpoint.names import agree_on_place, tag_problem
+from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
+from dynpipe_ds.ranks.agreement import together
+
+if TYPE_CHECKING:
+    from dynpipe_ds.training import Training
+
+
+class Checkpoints:
+    """What this run knows of checkpoints.
+
+    Attributes:
+        last: newest complete checkpoint that this run saved or loaded; ``None`` before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.last: str | None = None
+        self._in_hand: Path | None = None
+        self._disk: DiskSync | None = None
+
+    def newest(self) -> str | None:
+        """The newest complete one, also while another is being saved or loaded."""
+        complete = self._in_hand is not None and (self._in_hand / MANIFEST_FILE).is_file()
+        return str(self._in_hand) if complete else self.last
+
+    def save(
+        self, training: Training, save_dir: str, tag: Any, client_state: dict[str, Any], *,
+        save_latest: bool, exclude_frozen_parameters: bool,
+    ) -> None:
+        """Save one; collective over all ranks.
+
+        Args:
+            training: what is saved.
+            save_dir: folder of all checkpoints.
+            tag: name of this one, the same on every rank; ``None``: ``global_step<n>``.
+            client_state: values of the user's own.
+            save_latest: let the file ``latest`` name it.
+            exclude_frozen_parameters: leave out parameters that need no gradient.
+
+        Raises:
+            ValueError: on every rank, if the tag can't name a checkpoint there.
+            CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
+        """
+        if not save_dir:
+            raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
+        refuse_unsupported(training.stage.pipeline)
+        name = f"global_step{training.stage.pipeline.num_steps}" if tag is None else str(tag)
+        target = Path(save_dir) / name
+        with self._handling(training, target, "saved"):
+            training.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
+            earlier, self._disk = self._disk, None
+            self._disk = Saving(
+                training, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
+                earlier=earlier,
+            ).run(save_latest=save_latest)
+        self.last = str(target)
+
+    def wait_for_disk(self, training: Training) -> None:
+        """Wait until the newest checkpoint is on the disk of every rank; collective.
+
+        Args:
+            training: what was saved.
+
+        Raises:
+            CheckpointError: on every rank, naming the files that could not be pushed there.
+        """
+        disk, self._disk = self._disk, None
+        with training.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
+            together(lambda: disk.wait() if disk is not None else None, training.stage.device, CheckpointError)
+
+    def load(
+        self, training: Training, load_dir: str, tag: Any, *,
+        strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load one, of any partition, number of stages and replicas; collective over all ranks.
+
+        Args:
+            training: what takes it in.
+            load_dir: folder of all checkpoints.
+            tag: name of one; ``None``: what the file ``latest`` names.
+            strict: whether the names of tensors must agree.
+            optimizer_states: whether to take in the optimizer's state.
+            scheduler_states: whether to take in the learning-rate scheduler's.
+            module_only: take in weights only.
+
+        Returns:
+            Path of DeepSpeed's file for this stage and the user's values; ``(None, None)`` if there is no
+            tag and no ``latest``.
+
+        Raises:
+            ValueError: on every rank, if the tag can't name a checkpoint.
+            CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
+        """
+        refuse_unsupported(training.stage.pipeline)
+        # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.
+        expected = tag
+        with suppress(OSError, ValueError):
+            expected = tag if tag is not None else read_latest(load_dir)
+        with self._handling(training, Path(load_dir) / str(expected or "latest"), "loaded"):
+            name = latest_tag(load_dir) if tag is None else str(tag)
+            if name is None:
+                return None, None
+            agree_on_place(Path(load_dir) / name, tag_problem(name))
+            result = Loading(
+                training, load_dir, name, strict=strict, optimizer_states=optimizer_states,
+                scheduler_states=scheduler_states, module_only=module_only,
+            ).run()
+        self.last = str(Path(load_dir) / name)
+        return result
+
+    @contextmanager
+    def _handling(self, training: Training, target: Path, what: str) -> Iterator[None]:
+        """While a checkpoint is saved or loaded, it is the newest one as soon as it is complete."""
+        self._in_hand = target
+        try:
+            with training.stage.guard.naming_lost_ranks(f"checkpoint {target.name} was {what}"):
+                yield
+        finally:
+            self._in_hand = None

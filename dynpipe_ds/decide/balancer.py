@@ -1,0 +1,429 @@
+"""When is a new partition worth moving layers for, and which? A function of profiles and measured costs.
+
+Three ways, chosen by ``rebalance_every``:
+
+* a number N (DynMo's fixed interval; 1 is every batch): rebalance after every N batches when the
+  partitioner predicts at least ``min_gain``;
+* ``"auto"``: rebalance when the seconds saved over ``horizon_batches`` exceed the measured cost
+  of moving, and the gain is too large and too steady to be noise;
+* ``"never"``.
+
+All of it is arithmetic on values that every rank has alike (profiles agreed by all ranks, costs
+reduced over them), so every rank reaches the same decision without asking the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Any, Literal
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.history import History
+from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
+from dynpipe_ds.decide.sampling import SETTLED, Sampling
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.partition import Plan, StageMemory
+from dynpipe_ds.simulation import predicted_batches_s
+
+FIRST_PAUSE = 8
+"""Batches without a new attempt after one that failed; doubles with each that follows."""
+
+REMEMBERED_COSTS = 5
+"""Newest measured costs of moving that the expected cost is taken from."""
+
+FIRST_COST = 0.1
+"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 289 took 0.25.
+
+Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
+"""
+
+ROUNDING = 1e-9
+"""Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to move, and why; all numbers are zero where the plan is the present partition.
+
+    Args:
+        rebalance: move to the planned partition now.
+        reason: one short sentence for a person.
+        saved_s: predicted seconds saved over the next N batches, or over ``horizon_batches``
+            for 'auto'; negative when the plan is slower.
+        cost_s: expected seconds for moving.
+        noise: standard deviation of one batch's relative gain.
+    """
+
+    rebalance: bool
+    reason: str
+    saved_s: float
+    cost_s: float
+    noise: float
+
+
+class Balancer:
+    """Decides when to rebalance and to what; pure: it asks no rank, reads no clock and moves nothing.
+
+    Before each batch: :meth:`wants_profile`. After each profiled one: :meth:`observe` and :meth:`decide`; after a move
+    :meth:`moved`, after one that failed :meth:`failed`. Layer times are global, so nothing needs to be profiled again
+    after a move before the next decision.
+
+    Args:
+        config: the ``dynamic_pipeline`` section.
+        method: what chooses a partition; by default what the section names.
+        pinned: cuts that no partition may have.
+
+    Attributes:
+        method: as given.
+        pinned: all of them, ascending.
+    """
+
+    def __init__(
+        self, config: DynamicPipelineConfig, method: PartitionMethod | None = None, pinned: Iterable[int] = ()
+    ) -> None:
+        self.method = method or method_at_run_time(config, None)
+        self.pinned = tuple(sorted(set(pinned)))
+        self._start(config)
+
+    def _start(self, config: DynamicPipelineConfig) -> None:
+        self._config = config
+        self._history = History(config)
+        self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
+        self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
+        self._decided_batch: int | None = None
+        self._num_failures = 0
+        self._paused_until = 0
+        self._held_until = 0.0  # so many batches must have been trained; inf: no number will do
+
+    # -- observing ----------------------------------------------------------------------------
+
+    def wants_profile(self, batch: int) -> bool:
+        """Tell whether to profile a batch: as :class:`Sampling` says, and all batches that an interval's end combines.
+
+        Args:
+            batch: number of the next batch, counted from 0.
+        """
+        return self._sampling.wants(batch) or self._next_end(batch) - batch < self._config.profile_batches
+
+    def expect_change(self) -> None:
+        """Profile every batch for a while: layers were frozen, replaced or moved."""
+        self._sampling.restart()
+
+    def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
+        """Take in the profile of one batch.
+
+        Args:
+            profile: as measured, not smoothed.
+            cost_s: seconds that a profile takes, with deciding, the same number on every rank.
+
+        Raises:
+            ValueError: when its number of layers is not that of earlier profiles.
+        """
+        newest = self.newest
+        if newest and len(profile.layers) != len(newest[-1].layers):
+            raise ValueError(
+                f"profile of batch {profile.batch} has {len(profile.layers)} layers, the one "
+                f"before {len(newest[-1].layers)}: a balancer serves one model"
+            )
+        self._history.append(profile)
+        batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
+        self._sampling.observe(
+            profile.batch, self._history.seconds_until[-1],
+            tolerated=self._config.min_gain / (2 * (len(profile.boundaries) - 1)),
+            cost=cost_s / batch_s if batch_s else 0.0,
+        )
+
+    @property
+    def newest(self) -> list[PipelineProfile]:
+        """The newest ``profile_batches`` profiles as measured, oldest first."""
+        return self._history.newest
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether as many batches were profiled as a decision combines."""
+        return self._history.is_complete
+
+    def smoothed(self) -> PipelineProfile | None:
+        """The newest ``profile_batches`` profiles combined, to plan with.
+
+        Returns:
+            The profile, with layer times of a worker of speed 1; ``None`` before the first batch.
+        """
+        return self._history.smoothed()
+
+    # -- deciding -----------------------------------------------------------------------------
+
+    def decide(self, batch: int, current: Sequence[int]) -> tuple[Plan, Decision] | None:
+        """Make a plan and judge it, if that is due.
+
+        Args:
+            batch: number of the batch just finished and observed, counted from 0.
+            current: the boundaries that it ran on.
+
+        Returns:
+            The plan and what to do with it; ``None`` if no decision is due.
+
+        Raises:
+            Exception: what the method raises, a ``ValueError`` if no partition satisfies the constraints.
+        """
+        if not self.due(batch):
+            return None
+        profile = self.smoothed()
+        plan = self.choose(current, profile)
+        return plan, self.judge(plan, profile)
+
+    def due(self, batch: int) -> bool:
+        """Tell whether to make a plan now.
+
+        For 'auto' this is every batch after which a perfect balance would be worth having: a
+        cheap test that spares the planning when nothing can be gained.
+
+        Args:
+            batch: number of the batch just finished and observed, counted from 0.
+
+        Returns:
+            True inside the dynamic phase, with enough batches profiled, when a decision is due.
+        """
+        config, every = self._config, self._config.rebalance_every
+        last_batch = math.inf if config.last_batch is None else config.last_batch
+        if every == "never" or not self.is_ready or not config.first_batch <= batch <= last_batch:
+            return False
+        if batch < self._paused_until or self.is_held(batch):
+            return False
+        if every == "auto":
+            gains = self._history.gains(self.newest[-1].boundaries, None)
+            return confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE) > 0
+        return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
+
+    def choose(
+        self, current: Sequence[int], profile: PipelineProfile | None = None, *, heed_memory: bool = True
+    ) -> Plan:
+        """The method's choice.
+
+        Args:
+            current: the present boundaries.
+            profile: to choose by, at unit speed; by default :meth:`smoothed`.
+            heed_memory: whether ``memory_cap_bytes`` counts.
+
+        Raises:
+            ValueError: if no partition satisfies the constraints.
+            RuntimeError: if no batch was profiled yet.
+        """
+        config, profile, memory = self._config, profile or self.smoothed(), None
+        if profile is None:
+            raise RuntimeError("there is no profile to rebalance from; train one batch first")
+        if config.memory_cap_bytes is not None and heed_memory:
+            memory = StageMemory(
+                state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
+                num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes,
+            )
+        return self.method.plan(
+            profile, len(current) - 1, current=current, pinned=self.pinned, memory=memory,
+            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
+        )
+
+    @staticmethod
+    def plan_of(boundaries: tuple[int, ...], current: Sequence[int], profile: PipelineProfile | None) -> Plan:
+        """What boundaries that the user has chosen promise.
+
+        Args:
+            boundaries: checked.
+            current: the present ones.
+            profile: to judge by; ``None`` if nothing was profiled yet.
+        """
+        if profile is None:
+            return Plan(boundaries, bottleneck=0.0)
+        method = PartitionMethod(boundaries=boundaries)
+        return method.plan(profile, len(boundaries) - 1, current=current, allow_empty=True)
+
+    def judge(self, plan: Plan, profile: PipelineProfile | None = None) -> Decision:
+        """Decide on a plan; an interval of N batches begins anew.
+
+        Args:
+            plan: the partitioner's choice.
+            profile: the profile that it chose by; its boundaries are the present partition. By default
+                :meth:`smoothed`.
+
+        Returns:
+            The decision.
+        """
+        config, every, profile = self._config, self._config.rebalance_every, profile or self.smoothed()
+        assert profile is not None, "asked after a batch was profiled"
+        self._decided_batch = profile.batch
+        if tuple(plan.boundaries) == profile.boundaries:
+            return Decision(False, "the present partition is the best one known", saved_s=0.0, cost_s=0.0, noise=0.0)
+        batch_s, planned_s = predicted_batches_s(
+            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
+        )
+        num_batches = every if isinstance(every, int) else config.horizon_batches
+        saved_s = num_batches * (batch_s - planned_s)
+        if abs(batch_s - planned_s) <= ROUNDING * batch_s:
+            saved_s = 0.0
+        cost_s = self._expected_cost_s(batch_s)
+        # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
+        refines = plan.predicted_gain <= 0 < saved_s
+        gain = 1.0 - planned_s / batch_s if refines else plan.predicted_gain
+        gains_of = self._history.batch_gains if refines else self._history.gains
+        gains = gains_of(profile.boundaries, plan.boundaries)
+        noise = max(noise_of(gains), self._history.stage_noise(profile.boundaries))
+        if every == "never":
+            rebalance, reason = False, "rebalance_every is 'never'"
+        elif every == "auto":
+            rebalance, reason = self._pays(gains, noise, saved_s, cost_s)
+        else:
+            rebalance = gain > 0 and gain >= config.min_gain
+            reason = (
+                f"predicted gain {gain:.1%} "
+                f"{'reaches' if rebalance else 'is less than'} min_gain {config.min_gain:.1%}"
+            )
+        return Decision(rebalance, reason, saved_s, cost_s, noise)
+
+    def _pays(
+        self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
+    ) -> tuple[bool, str]:
+        """The rule of 'auto': the move pays for itself and the gain is real."""
+        money = (
+            f"{saved_s:.3g} s saved over {self._config.horizon_batches} batches, "
+            f"{cost_s:.3g} s to move"
+        )
+        if saved_s <= cost_s or saved_s <= 0:
+            return False, f"does not pay: {money}"
+        evidence = evidence_for(saved_s / self._config.horizon_batches, cost_s)
+        num_batches = confirming_batches(gains, noise, self._config.min_gain, evidence)
+        if not num_batches:
+            seen = median(gains[-evidence:]) if gains else 0.0
+            return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
+        return True, f"pays: {money}; gain confirmed by {num_batches} batches"
+
+    def _expected_cost_s(self, batch_s: float) -> float:
+        """The usual cost of the newest moves; before the first, :data:`FIRST_COST` of a batch.
+
+        The low median keeps a slow first move (memory pools, connections) from blocking others.
+        """
+        return median_low(self._costs_s) if self._costs_s else FIRST_COST * batch_s
+
+    def _next_end(self, batch: int) -> float:
+        """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
+        every = self._config.rebalance_every
+        if not isinstance(every, int):
+            return math.inf
+        first, last = self._config.first_batch, self._config.last_batch
+        num_intervals = self._intervals(self._decided_batch, every) + 1
+        end = max(batch, first + num_intervals * every - 1, self._paused_until, self._held_until - 1)
+        return end if last is None or end <= last else math.inf
+
+    def _intervals(self, batch: int | None, every: int) -> int:
+        """Number of whole intervals of the dynamic phase that have ended with this batch."""
+        return 0 if batch is None else max(0, batch + 1 - self._config.first_batch) // every
+
+    # -- what became of it --------------------------------------------------------------------
+
+    def moved(self, batch: int) -> None:
+        """Begin a new interval of N batches, also after a move that the user asked for.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        self._decided_batch = batch
+        self._num_failures = 0
+        self.expect_change()
+
+    def record_cost(self, seconds: float) -> None:
+        """Take in what a move cost, as soon as all ranks know it.
+
+        Args:
+            seconds: planning and migration, the same number on every rank (the slowest one's).
+
+        Raises:
+            ValueError: for a negative or non-finite cost.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds = {seconds}: must be finite and >= 0")
+        self._costs_s.append(seconds)
+
+    def failed(self, batch: int) -> None:
+        """Pause after a rebalance that failed, longer each time: what is missing may stay so.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        self._decided_batch = batch
+        self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
+        self._num_failures += 1
+
+    def hold(self, batch: int, num_batches: int | Literal["forever"]) -> None:
+        """Decide nothing for some batches: the user has chosen the partition.
+
+        Args:
+            batch: number of the next batch, counted from 0.
+            num_batches: how many batches, from this one on, run on it; ``"forever"`` until :meth:`release`.
+        """
+        self._held_until = math.inf if num_batches == "forever" else batch + num_batches
+
+    def release(self) -> None:
+        """Decide again."""
+        self._held_until = 0.0
+
+    def is_held(self, batch: int) -> bool:
+        """Tell whether the partition is the user's to change after a batch.
+
+        Args:
+            batch: number of the batch just finished, counted from 0.
+        """
+        return batch + 1 < self._held_until
+
+    def forbid(self, cuts: Iterable[int]) -> None:
+        """Choose no partition with these cuts any more.
+
+        Args:
+            cuts: positions; those forbidden before stay so.
+        """
+        self.pinned = tuple(sorted({*self.pinned, *cuts}))
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that its decisions rest on: profiles (values, each once) and plain values."""
+        return {
+            **self._history.state_dict(),
+            "costs_s": list(self._costs_s),
+            "decided_batch": self._decided_batch,
+            "num_failures": self._num_failures,
+            "paused_until": self._paused_until,
+            "held_until": self._held_until,
+            "sampling": self._sampling.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
+        """Take in what :meth:`state_dict` gave; its next decision is the one that the other would have made.
+
+        Args:
+            state: as given. Older checkpoints keep profiles otherwise (:class:`History`), and they lack failures,
+                holds and ``sampling``.
+            same_stages: whether it comes from as many stages; the newest profiles, the costs of moving, the pause
+                after a failure and a hold are left out otherwise, while layer times serve any number.
+        """
+        self._history.load_state_dict(state, same_stages=same_stages)
+        self._costs_s = deque(state["costs_s"] if same_stages else [], maxlen=REMEMBERED_COSTS)
+        self._decided_batch = state["decided_batch"]
+        self._num_failures = state.get("num_failures", 0) if same_stages else 0
+        self._paused_until = state.get("paused_until", 0) if same_stages else 0
+        self._held_until = state.get("held_until", 0.0) if same_stages else 0.0
+        self._sampling.restart()
+        if same_stages and "sampling" in state:
+            self._sampling.load_state_dict(state["sampling"])
+
+    def serve(self, config: DynamicPipelineConfig) -> None:
+        """Go on with another number of stages.
+
+        Args:
+            config: the section, with what is given for each stage.
+        """
+        known = self.state_dict()
+        self._start(config)
+        self.load_state_dict(known, same_stages=False)

@@ -1,0 +1,151 @@
+"""Profiles that decisions rest on, each kept once, and what a partition would have made of them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.decide.evidence import HISTORY, noise_of
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
+from dynpipe_ds.simulation import predicted_batches_s
+
+
+class History:
+    """The newest profiles.
+
+    Args:
+        config: the section; its stage speeds say how fast the workers are on which layers were measured.
+
+    Attributes:
+        seconds_until: of each batch, the seconds of the first 0, 1, … L layers at unit speed: a stage is one
+            subtraction.
+    """
+
+    def __init__(self, config: DynamicPipelineConfig) -> None:
+        self._config = config
+        self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
+        self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
+        self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
+
+    def append(self, profile: PipelineProfile) -> None:
+        """Take in the profile of one batch.
+
+        Args:
+            profile: as measured.
+        """
+        speeds = self._config.stage_speeds
+        at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
+        self._newest.append(profile)
+        self._profiles.append(at_unit_speed)
+        self.seconds_until.append(_seconds_until(at_unit_speed))
+
+    @property
+    def newest(self) -> list[PipelineProfile]:
+        """The newest ``profile_batches`` profiles as measured, oldest first."""
+        return list(self._newest)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are as many new ones as a decision combines."""
+        return len(self._newest) >= self._config.profile_batches
+
+    def smoothed(self) -> PipelineProfile | None:
+        """The newest profiles combined, with layer times of a worker of speed 1; ``None`` before the first batch."""
+        if not self._newest:
+            return None
+        return smooth(self._newest, self._config.smoothing, speeds=self._config.stage_speeds)
+
+    # -- what would have been -----------------------------------------------------------------
+
+    def gains(self, present: Sequence[int], planned: Sequence[int] | None) -> list[float]:
+        """What a partition would have saved of each batch's bottleneck.
+
+        Args:
+            present: boundaries that there are.
+            planned: boundaries that there could be; ``None``: perfect balance.
+        """
+        before = [max(loads) for loads in self._loads(present)]
+        if planned is None:
+            total_speed = math.fsum(self._speeds(len(present) - 1))
+            after = [until[-1] / total_speed for until in self.seconds_until]
+        else:
+            after = [max(loads) for loads in self._loads(planned)]
+        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+
+    def batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> list[float]:
+        """What a partition would have saved of each batch's simulated seconds.
+
+        Args:
+            present: boundaries that there are.
+            planned: boundaries that there could be.
+        """
+        seconds = predicted_batches_s(
+            [(profile, cut) for cut in (present, planned) for profile in self._profiles],
+            speeds=self._config.stage_speeds,
+        )
+        before, after = seconds[: len(self._profiles)], seconds[len(self._profiles) :]
+        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+
+    def stage_noise(self, boundaries: Sequence[int]) -> float:
+        """Noise of the noisiest stage, relative to the usual bottleneck.
+
+        Layers on one rank slow down together, and a bottleneck is the largest of S such sums, so
+        a plan's own gains can look steadier than they are. What slows down all stages alike does
+        not matter: each batch counts by its stages' shares. The shares of S independent stages
+        vary by sqrt(1 - 1/S) of what the stages do, which is undone here.
+
+        Args:
+            boundaries: of the present partition.
+        """
+        num_stages = len(boundaries) - 1
+        history = [loads for loads in self._loads(boundaries) if any(loads)]
+        if num_stages < 2 or not history:
+            return 0.0
+        shares = [[load / sum(loads) for load in loads] for loads in history]
+        noise = max(map(noise_of, zip(*shares, strict=True)))
+        usual = median([max(stages) for stages in shares])
+        return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
+
+    def _speeds(self, num_stages: int) -> Sequence[float]:
+        return self._config.stage_speeds or [1.0] * num_stages
+
+    def _loads(self, boundaries: Sequence[int]) -> list[list[float]]:
+        """Stage seconds of a partition in every batch."""
+        cuts = list(zip(pairwise(boundaries), self._speeds(len(boundaries) - 1), strict=True))
+        return [
+            [(until[high] - until[low]) / speed for (low, high), speed in cuts]
+            for until in self.seconds_until
+        ]
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, each profile once."""
+        measured = {} if self._config.stage_speeds is None else {"newest": list(self._newest)}
+        return {"profiles": list(self._profiles), "num_newest": len(self._newest), **measured}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
+        """Take in what :meth:`state_dict` gave.
+
+        Args:
+            state: as given. Older checkpoints lack ``profiles`` and have ``history`` instead, seconds of the layers,
+                summed up.
+            same_stages: whether it comes from as many stages; else the newest profiles are left out, while layer
+                times at unit speed serve any number.
+        """
+        profiles = state.get("profiles", [])
+        self._profiles = deque(profiles, maxlen=HISTORY)
+        seconds_until = state["history"] if "history" in state else map(_seconds_until, profiles)
+        self.seconds_until = deque(map(tuple, seconds_until), maxlen=HISTORY)
+        newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
+        self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
+
+
+def _seconds_until(profile: PipelineProfile) -> tuple[float, ...]:
+    """Seconds of the first 0, 1, ... L layers."""
+    return tuple(accumulate(profile.costs("time"), initial=0.0))

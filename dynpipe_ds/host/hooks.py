@@ -1,0 +1,176 @@
+"""Every method of DeepSpeed's engine that a dynamic engine replaces: each calls a part of ours, and DeepSpeed's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine  # for engine.py
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from dynpipe_ds.host.optimizers.native_adam import whole_lanes
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
+from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.host.reducing import in_replica_order, install_order
+
+T = TypeVar("T")
+
+
+class Parts(Protocol):
+    """What the methods below call: a dynamic engine."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """DeepSpeed's engine."""
+
+    @property
+    def stage_optimizer(self) -> StageOptimizer | None:
+        """What moves the optimizer's state."""
+
+    def train_batch(self, run: Callable[[], T]) -> T:
+        """Run a batch and what belongs around it."""
+
+    def naming_lost_ranks(self, doing: str) -> AbstractContextManager[None]:
+        """Name whoever is lost inside."""
+
+    def optimizer_was_made(self) -> None:
+        """Take note of an optimizer, which may be made late."""
+
+    def end(self) -> None:
+        """Let go of what outlives batches."""
+
+
+class Hooks(PipelineEngine):  # type: ignore[misc]
+    """A pipeline engine that asks its parts, which the dynamic one makes before DeepSpeed's constructor."""
+
+    dynamic: Parts
+
+    # -- batches ------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Train one batch, then move layers if that pays; otherwise as DeepSpeed's ``train_batch``.
+
+        Args:
+            data_iter: iterator over micro-batches.
+
+        Returns:
+            The mean loss of the batch.
+        """
+        loss: Tensor = self.dynamic.train_batch(partial(super().train_batch, data_iter))
+        return loss
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's ``eval_batch``, on the present partition.
+
+        Args:
+            data_iter: iterator over micro-batches.
+            *args: further arguments of ``PipelineEngine.eval_batch``.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
+        """
+        self.dynamic.pipeline.begin_batch()
+        training_iterator = self.data_iterator
+        try:
+            with self.dynamic.naming_lost_ranks("a batch was evaluated"):
+                result = super().eval_batch(data_iter, *args, **kwargs)
+        except BatchRefused:
+            self.set_dataiterator(training_iterator)
+            raise
+        self.dynamic.pipeline.note_read(data_iter, kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None))
+        return result
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        begin(self)
+        super()._exec_schedule(pipe_schedule)
+        refuse_together(self)  # in evaluation; in training it was done before the step
+
+    def set_dataloader(self, loader: Any) -> None:
+        """As DeepSpeed's; stages that read nothing remember the loader.
+
+        Args:
+            loader: gives micro-batches.
+        """
+        super().set_dataloader(loader)
+        self.dynamic.pipeline.keep_loader(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """As DeepSpeed's; stages that read nothing remember the iterator.
+
+        Args:
+            iterator: gives micro-batches.
+        """
+        super().set_dataiterator(iterator)
+        self.dynamic.pipeline.keep_iterator(iterator)
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; the process groups are then this engine's no more."""
+        self.dynamic.end()
+        super().destroy()
+
+    # -- the optimizer ------------------------------------------------------------------------
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        self.dynamic.pipeline.configure_optimizer(client_optimizer, model_parameters, super()._configure_optimizer)
+        self.dynamic.optimizer_was_made()
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        with whole_lanes(optimizer, on_host=self._steps_on_host()):
+            wrapper = super()._configure_zero_optimizer(optimizer)
+        if isinstance(wrapper, DeepSpeedZeroOptimizer):
+            install_order(wrapper)
+        return wrapper
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        with whole_lanes(optimizer, on_host=self._steps_on_host()):
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def _steps_on_host(self) -> bool:
+        return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip by one norm over all stages."""
+        self.dynamic.pipeline.clip_gradients()
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        optimizer, num_skipped = self.dynamic.stage_optimizer, self.skipped_steps
+        if optimizer is not None:
+            optimizer.before_step()
+        super()._take_model_step(lr_kwargs)
+        if optimizer is not None and self.skipped_steps == num_skipped:
+            optimizer.after_step()
+
+    def _reduce_non_expert_gradients(self, grads: Sequence[Any], elements_per_buffer: int) -> None:
+        if not self._changes_nothing(grads):
+            with in_replica_order(self.mpu.get_data_parallel_group()):
+                super()._reduce_non_expert_gradients(grads, elements_per_buffer)
+
+    def _changes_nothing(self, gradients: Sequence[Any]) -> bool:
+        """Whether reducing gives the same bits: one replica, no rounding on the way."""
+        return (
+            dist.get_world_size(self.mpu.get_data_parallel_group()) == 1
+            and self.gradient_predivide_factor() == 1
+            and all(isinstance(g, Tensor) and g.dtype == self.communication_data_type for g in gradients)
+        )
+
+
+def as_whole_batch(own: Callable[..., T]) -> Callable[..., T]:
+    """Let an engine class's own ``train_batch`` be one whole batch, whether it calls DeepSpeed's or not.
+
+    Args:
+        own: the method.
+    """
+
+    @wraps(own)
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> T:
+        result: T = self.dynamic.train_batch(partial(own, self, *args, **kwargs))
+        return result
+
+    return train_batch

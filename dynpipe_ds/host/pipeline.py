@@ -1,0 +1,263 @@
+"""DeepSpeed's pipeline engine as the rest of the library sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from torch import nn
+
+from dynpipe_ds.host.data_position import DataPosition, LateLoader
+from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
+from dynpipe_ds.host.optimizers.flat import stage_optimizer
+from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.ranks.agreement import together
+
+Copies = list[tuple[nn.Parameter, nn.Parameter]]
+
+
+class Pipeline:
+    """One rank's engine: its place among the ranks, its optimizer, its data, and what DeepSpeed caches of its layers.
+
+    Args:
+        engine: DeepSpeed's, with its module; nothing of it is used before its constructor is through.
+        tied_copies: pairs of (shared parameter, its new copy), for optimizers that hold the shared one.
+
+    Attributes:
+        engine: as given, for parts of this folder.
+        data: where this stage is in the data.
+    """
+
+    def __init__(self, engine: Any, tied_copies: Copies) -> None:
+        self.engine = engine
+        self.data = DataPosition()
+        self._tied_copies = tied_copies
+        self._groups: ParameterGroups | None = None
+        self._norm: GradientNorm | None = None
+
+    def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
+        """Begin, after DeepSpeed's constructor.
+
+        Args:
+            layer_of: finds the layer of every parameter of this stage.
+            num_layers: of the model.
+
+        Raises:
+            ValueError: if activations are to be partitioned.
+        """
+        if self.engine.is_pipe_partitioned or self.engine.is_grad_partitioned:
+            raise ValueError(
+                "dynamic_pipeline sends whole activations; with tensor parallelism set "
+                '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
+            )
+        self._norm = GradientNorm(layer_of, num_layers=num_layers, grid=self.engine.grid, device=self.device)
+
+    # -- its place ----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes and the communication back-end works."""
+        device: torch.device = self.engine.device
+        return device
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the world."""
+        return int(self.engine.global_rank)
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return int(self.engine.stage_id)
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return int(self.engine.num_stages)
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among the replicas of its stage."""
+        return int(self.engine.grid.get_data_parallel_id())
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that has the same place in another stage.
+
+        Args:
+            stage: its number.
+        """
+        return int(self.engine.grid.stage_to_global(stage_id=stage))
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """All ranks of a stage, ascending.
+
+        Args:
+            stage: its number.
+        """
+        return tuple(self.engine.module._topo.get_axis_list(axis="pipe", idx=stage))
+
+    # -- its optimizer ------------------------------------------------------------------------
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there is one; it may be made by ``initialize`` or later."""
+        return self.engine.optimizer is not None
+
+    @property
+    def placeholders(self) -> list[nn.Parameter]:
+        """Parameters that stand in groups of which this stage has none."""
+        return [] if self._groups is None else self._groups.placeholders
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients are summed in between micro-batches."""
+        dtype: torch.dtype = self.engine.get_data_types()[1]
+        return dtype
+
+    @property
+    def clips_at(self) -> float:
+        """Norm that gradients are clipped at; 0: they are not."""
+        return float(self.engine.gradient_clipping())
+
+    @property
+    def keeps_plain_states(self) -> bool:
+        """Whether DeepSpeed wraps nothing around the optimizer."""
+        return self.engine.optimizer is self.engine.basic_optimizer
+
+    def make_stage_optimizer(self) -> StageOptimizer:
+        """What moves the optimizer's state; collective over all ranks.
+
+        Raises:
+            ValueError: on every rank, if it is of a kind whose state can't be moved.
+        """
+        assert self._groups is not None, "DeepSpeed asks for the optimizer by _configure_optimizer"
+        return stage_optimizer(self.engine, self._groups)
+
+    def configure_optimizer(
+        self, client: Any, parameters: Iterable[Any], configure: Callable[[Any, list[Any]], None]
+    ) -> None:
+        """Make the optimizer, with the same parameter groups on every rank; collective over all ranks.
+
+        Args:
+            client: the user's optimizer, a callable that makes one, or ``None``.
+            parameters: parameters or groups that the user gave.
+            configure: DeepSpeed's own way on.
+        """
+        engine, given = self.engine, add_copies(self._tied_copies, client, list(parameters))
+        basic = together(lambda: self._basic_optimizer(client, given), self.device, ValueError)
+        agree_on_groups(basic)
+        check_scheduler(engine.client_lr_scheduler, len(basic.param_groups))
+        self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0])
+        self._groups.install(trainable_only=engine.zero_optimization() or engine.bfloat16_enabled())
+        self.name_parameters()
+        configure(basic, given)
+
+    def _basic_optimizer(self, client: Any, parameters: list[Any]) -> torch.optim.Optimizer:
+        if isinstance(client, torch.optim.Optimizer):
+            return client
+        make = self.engine._configure_basic_optimizer if client is None else client
+        optimizer: torch.optim.Optimizer = make(parameters or [{"params": []}])
+        return optimizer
+
+    def name_parameters(self) -> None:
+        """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""
+        self.engine.param_names = {parameter: name for name, parameter in self.engine.module.named_parameters()}
+        for i, placeholder in enumerate(self.placeholders):
+            self.engine.param_names[placeholder] = f"placeholder.{i}"
+
+    def clip_gradients(self) -> None:
+        """Clip by one norm over all stages (DeepSpeed's counts the first stage only)."""
+        assert self._norm is not None
+        parameters = list(self.engine.module.parameters())
+        gradients = ((p, p.grad) for p in parameters if p.grad is not None)
+        self.engine._global_grad_norm = self._norm(sums_of_squares(gradients))
+        clip_gradients(parameters, self.engine._global_grad_norm, self.clips_at)
+
+    # -- what it caches -----------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """Let what crosses a boundary be announced anew."""
+        self.engine.reset_activation_shape()
+
+    def forget_layers(self) -> None:
+        """Renew what DeepSpeed caches about the layers of a stage."""
+        assert self._norm is not None
+        self.begin_batch()
+        for buffers in self.engine.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self._norm.install(self.engine.optimizer)
+
+    def drop_batch(self) -> None:
+        """Let the next batch, or a move, begin as if the one that was refused had not been there."""
+        timer = self.engine.timers(TRAIN_BATCH_TIMER)
+        if getattr(timer, "started_", False):  # a client's own train_batch need not use it
+            timer.stop()
+        if self.has_optimizer:
+            self.engine.optimizer.zero_grad()
+
+    # -- its data -----------------------------------------------------------------------------
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps so far."""
+        return int(self.engine.global_steps)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples trained so far."""
+        return int(self.engine.global_samples)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this stage takes micro-batches from the user's iterators."""
+        return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
+
+    def keep_loader(self, loader: Any) -> None:
+        """Remember a loader that this stage does not read.
+
+        Args:
+            loader: gives micro-batches; DeepSpeed has it already.
+        """
+        if not self.reads_data:
+            self.engine.data_iterator = LateLoader(loader)
+
+    def keep_iterator(self, iterator: Any) -> None:
+        """Remember an iterator that this stage does not read; bring one that it reads to where the others' are.
+
+        Args:
+            iterator: gives micro-batches; DeepSpeed has it already.
+        """
+        if self.reads_data:
+            self.data.catch_up(iterator)
+        else:
+            self.engine.data_iterator = iterator
+
+    def note_batch(self) -> None:
+        """Keep count of a training batch that other stages have read."""
+        self.note_read(self.engine.data_iterator)
+
+    def note_read(self, iterator: Any, num_micro_batches: int | None = None) -> None:
+        """Keep count of micro-batches that other stages have read.
+
+        Args:
+            iterator: this stage's.
+            num_micro_batches: how many; by default those of a batch.
+        """
+        if not self.reads_data:
+            self.data.fall_behind(iterator, num_micro_batches or self.engine.micro_batches)
+
+    def start_reading(self) -> None:
+        """Bring the present iterator to where the other stages' are.
+
+        Raises:
+            ValueError: if there is none, or it ends before.
+        """
+        if self.engine.data_iterator is None:
+            raise ValueError(
+                f"stage {self.stage_id} would become the last of the pipeline and read labels, but was given no data "
+                "iterator; pass data_iter to train_batch on every rank, or keep the last stage"
+            )
+        self.data.catch_up(self.engine.data_iterator)

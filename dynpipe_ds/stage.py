@@ -1,0 +1,175 @@
+"""One pipeline stage on one rank: its layers and its optimizer, and how they change between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
+from dynpipe_ds.migration.hooks import remove_everywhere
+from dynpipe_ds.migration.migrate import Migration
+from dynpipe_ds.migration.packing import PackingError
+from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
+from dynpipe_ds.migration.transaction import MigrationError
+from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.ranks.agreement import anywhere, same_everywhere, together
+from dynpipe_ds.ranks.guard import Guard
+
+
+class Stage:
+    """What is here of the model. Every change of it is one on all ranks, or on none.
+
+    Args:
+        pipeline: DeepSpeed's engine.
+        module: its module, made dynamic.
+        newest_checkpoint: finds the newest complete checkpoint that this run knows of.
+        buffer_bytes: largest message in which layers travel.
+
+    Attributes:
+        pipeline: as given.
+        module: as given.
+        guard: ends all ranks where a change can't be undone.
+        optimizer: moves the optimizer's state; ``None`` before there is an optimizer.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, module: DynamicPipelineModule, newest_checkpoint: Callable[[], str | None], *,
+        buffer_bytes: int,
+    ) -> None:
+        self.pipeline = pipeline
+        self.module = module
+        self.guard = Guard(newest_checkpoint)
+        self.optimizer: StageOptimizer | None = None
+        self._buffer_bytes = buffer_bytes
+        self._trainable: list[tuple[int, bool]] = []
+
+    def start(self) -> None:
+        """Check what all ranks have, and begin; collective over all ranks.
+
+        Raises:
+            PackingError: on every rank, if a layer holds what can't travel.
+            ValueError: on every rank, if the ranks differ in their partitions.
+        """
+        self.pipeline.start(self.module.layer_of_parameter, len(self.module.layer_names()))
+        same_everywhere(self.partition, "the first partition", self.device)
+        layers, names = self.local_layers(), self.module.layer_names()
+        together(lambda: self.module.surroundings.check(layers, names, self.pipeline), self.device, PackingError)
+        self._trainable = trainable_flags(self.module)
+
+    def adopt_optimizer(self) -> None:
+        """Learn to move the optimizer's state, if there is one; collective over all ranks."""
+        if self.pipeline.has_optimizer:
+            self.optimizer = self.pipeline.make_stage_optimizer()
+            self.settle()
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes and the communication back-end works."""
+        return self.pipeline.device
+
+    @property
+    def stage_id(self) -> int:
+        """Its number."""
+        return self.pipeline.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return self.pipeline.num_stages
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The present boundaries, ``S + 1`` ints: stage s holds layers ``[p[s], p[s + 1])``."""
+        return self.module.boundaries
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """What gradients are summed in between micro-batches."""
+        return self.pipeline.gradient_dtype
+
+    def local_layers(self) -> dict[int, nn.Module]:
+        """The live modules of this stage by global layer index; function layers are left out."""
+        return self.module.local_layers()
+
+    def state_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
+
+        Args:
+            parameter: of this stage.
+        """
+        return 0 if self.optimizer is None else self.optimizer.state_bytes(parameter)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether parameters were frozen, unfrozen or put in the place of others since the optimizer was told."""
+        return self._trainable != trainable_flags(self.module)
+
+    # -- how it changes -----------------------------------------------------------------------
+
+    def move(self, boundaries: Sequence[int]) -> None:
+        """Let layers and their optimizer state move; collective over all ranks.
+
+        What was frozen must have been noticed.
+
+        Args:
+            boundaries: ``S + 1`` checked ints, the same on every rank.
+
+        Raises:
+            MigrationError: on every rank, if moving failed; the old partition is then in force.
+        """
+        if self.optimizer is None and tuple(boundaries) != self.partition:
+            raise MigrationError(
+                "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
+                "engine._configure_optimizer"
+            )
+        with self.guard.unless_undone("layers were moved", MigrationError):
+            Migration(self, boundaries, buffer_bytes=self._buffer_bytes).run()
+            self.settle()
+
+    def replace(self, replacements: Sequence[ParameterReplacement]) -> None:
+        """Give layers parameters of another shape, with their optimizer state; collective over all ranks.
+
+        Args:
+            replacements: those of this rank's layers.
+
+        Raises:
+            MigrationError: on every rank, with the same text, if any rank failed; nothing has changed then.
+        """
+        with self.guard.unless_undone("parameters were replaced", MigrationError):
+            replace_parameters(self, replacements)
+            self.settle()
+
+    def notice_frozen_layers(self) -> bool:
+        """Rebuild the optimizer where the user froze or unfroze layers since the last batch; collective.
+
+        Returns:
+            Whether that was so on some rank.
+
+        Raises:
+            ValueError: on every rank, if the replicas of a stage differ in what they froze.
+            MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
+        """
+        if self.optimizer is None:
+            return False
+        has_news, surroundings, layers = self.has_news, self.module.surroundings, self.local_layers()
+        if not anywhere(has_news or surroundings.hooks.has_removed(), self.device):
+            return False
+        remove_everywhere(surroundings.hooks, layers)
+        together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
+        check_replicas(self)
+        with self.guard.unless_undone("layers were frozen", MigrationError):
+            rebuild_optimizer(self, has_changed=has_news)
+            if has_news:
+                self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Renew what is remembered of the layers after a change."""
+        self.pipeline.forget_layers()
+        self._trainable = trainable_flags(self.module)

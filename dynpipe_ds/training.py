@@ -1,0 +1,345 @@
+"""The loop that a dynamic engine runs: a batch, its profile, a decision, a move.
+
+:meth:`Training.train_batch` is the whole of it, top to bottom. What it calls are the parts that a dynamic engine has:
+the stage (``stage.py``), the profiler (``measure/``), the balancer (``decide/``), checkpoints and the re-packer.
+Whatever every rank fails in together leaves the partition as it is and training going on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from dynpipe_ds.checkpoint.checkpoints import Checkpoints
+from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
+from dynpipe_ds.decide.balancer import Balancer, Decision
+from dynpipe_ds.events import Overhead, RebalanceEvent
+from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.passing import BatchRefused
+from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
+from dynpipe_ds.measure.profiler import Profiler
+from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
+from dynpipe_ds.migration.replace import ParameterReplacement
+from dynpipe_ds.migration.transaction import MigrationError
+from dynpipe_ds.partition import Plan, check_boundaries
+from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
+from dynpipe_ds.repacking.repacker import Repacker
+from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+from dynpipe_ds.stage import Stage
+from dynpipe_ds.telling import tell_all, warn
+
+T = TypeVar("T")
+
+
+class Training:
+    """Trains batches and moves layers between them; all methods are collective over all ranks.
+
+    Args:
+        stage: what is here of the model.
+        balancer: decides.
+        checkpoints: saves and loads.
+        config: the ``dynamic_pipeline`` section.
+
+    Attributes:
+        stage: as given.
+        balancer: as given.
+        checkpoints: as given.
+        config: the section; with fewer stages after re-packing.
+        profiler: measures batches.
+        repacker: goes on with fewer stages.
+        overhead: seconds that this rank has spent on not training.
+        profiling: whether batches are profiled.
+        num_batches: trained so far.
+        callbacks: called after every change of partition.
+    """
+
+    def __init__(
+        self, stage: Stage, balancer: Balancer, checkpoints: Checkpoints, config: DynamicPipelineConfig
+    ) -> None:
+        self.stage = stage
+        self.balancer = balancer
+        self.config = config
+        self.checkpoints = checkpoints
+        self.overhead = Overhead()
+        self.profiler = Profiler(stage, self.overhead)
+        self.repacker = Repacker(self)
+        self.profiling = True
+        self.num_batches = 0
+        self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
+        self._monitor: Any = None
+        self._in_batch = self._is_started = False
+        self._warned: set[str] = set()
+
+    def start(self, monitor: Any) -> None:
+        """Begin, after DeepSpeed's constructor.
+
+        Args:
+            monitor: DeepSpeed's.
+        """
+        self._monitor = monitor
+        self.stage.start()
+        self.repacker.start()
+        self.stage.guard.start()
+        self._is_started = True
+        self.stage.adopt_optimizer()
+
+    # -- what DeepSpeed's engine asks ---------------------------------------------------------
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """DeepSpeed's engine."""
+        return self.stage.pipeline
+
+    @property
+    def stage_optimizer(self) -> StageOptimizer | None:
+        """What moves the optimizer's state."""
+        return self.stage.optimizer
+
+    def naming_lost_ranks(self, doing: str) -> AbstractContextManager[None]:
+        """Name whoever is lost inside.
+
+        Args:
+            doing: what goes on inside.
+        """
+        return self.stage.guard.naming_lost_ranks(doing)
+
+    def optimizer_was_made(self) -> None:
+        """Take note of an optimizer: made by DeepSpeed's constructor, or later."""
+        if self._is_started:
+            self.stage.adopt_optimizer()
+            self.profiler.sizes_changed()
+
+    def end(self) -> None:
+        """Let go of the process groups."""
+        self.repacker.end()
+
+    # -- the loop -----------------------------------------------------------------------------
+
+    def train_batch(self, run: Callable[[], T]) -> T:
+        """Run a batch, and what belongs around it unless that is being done already.
+
+        Args:
+            run: runs it, by DeepSpeed's or a client's own ``train_batch``.
+        """
+        if self._in_batch:
+            return run()
+        self._in_batch = True
+        try:
+            with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
+                return self._train_batch(run)
+        finally:
+            self._in_batch = False
+
+    def _train_batch(self, run: Callable[[], T]) -> T:
+        self.notice_frozen_layers()
+        self.stage.pipeline.begin_batch()
+        is_profiled = self.profiling and self._wants_profile()
+        result = self._run(run, is_profiled=is_profiled)
+        self.num_batches += 1
+        if is_profiled:
+            with self.stage.guard.no_way_back(f"stages were balanced after batch {self.num_batches}"):
+                if self._finish_profile():
+                    self._balance()
+                    self.repacker.repack_if_wanted()
+        return result
+
+    def _wants_profile(self) -> bool:
+        """Whether the next batch is profiled, the same on every rank."""
+        return self.balancer.wants_profile(self.num_batches) or self.repacker.wants_profile(self.num_batches)
+
+    def _run(self, run: Callable[[], T], *, is_profiled: bool) -> T:
+        try:
+            result = self.profiler.run(run, self.num_batches, self.last_profile) if is_profiled else run()
+        except BatchRefused:
+            self.stage.pipeline.drop_batch()
+            raise
+        self.stage.pipeline.note_batch()
+        return result
+
+    def _finish_profile(self) -> bool:
+        """Agree on the profile of the batch; false if some rank measured nonsense."""
+        try:
+            measured = self.profiler.finish(self.num_batches - 1, self.last_profile)
+        except ValueError as error:  # the same on every rank: all read the same numbers
+            self.warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
+            return False
+        started, seconds = time.perf_counter(), measured.seconds
+        self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
+        if seconds.move_s > 0:  # a clock that jumped back is no cost
+            self.balancer.record_cost(seconds.move_s)
+        self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
+        write_profile(self._monitor, measured.profile, self.stage.pipeline.num_samples)
+        self.profiler.count_noting(time.perf_counter() - started)
+        return True
+
+    def _balance(self) -> None:
+        """Decide, agree, move; what fails on every rank together leaves training going on as before."""
+        started, batch = time.perf_counter(), self.num_batches - 1
+        decided: tuple[Plan, Decision] | None = None
+        failure: Exception | None = None
+        try:
+            decided = self.balancer.decide(batch, self.stage.partition)
+        except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
+            failure = error
+        if decided is not None or failure is not None:  # on one rank as on all: what is due follows from the profiles
+            failure = self._disagreement(decided and decided[0], failure)
+        plan_s = time.perf_counter() - started
+        if decided is not None and failure is None and decided[1].rebalance:
+            try:
+                self._move(decided[0], plan_s)
+            except MigrationError as error:
+                failure = error
+        else:
+            self.overhead.planning_s += plan_s
+            self.profiler.count_deciding(plan_s)
+        if failure is not None:
+            self.balancer.failed(batch)
+            self.warn_once(
+                f"re-partitioning after batch {self.num_batches} failed, training goes on with "
+                f"{list(self.stage.partition)} ({failure})", "rebalance",
+            )
+
+    def _disagreement(self, plan: Plan | None, failure: Exception | None) -> Exception | None:
+        """What every rank may raise if they have not all made the same plan; collective."""
+        boundaries = () if plan is None else plan.boundaries
+        what = f"the boundaries chosen by {self.balancer.method}"
+        problem = disagreement(boundaries, what, self.stage.device, failure)
+        return None if problem is None else failure or ValueError(problem)
+
+    def _move(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
+        self.overhead.planning_s += plan_s
+        before, started = self.stage.partition, time.perf_counter()
+        if plan.boundaries == before:
+            return None
+        self.move_layers(plan.boundaries)
+        event = RebalanceEvent(
+            batch=self.num_batches, before=before, after=self.stage.partition, predicted_gain=plan.predicted_gain,
+            bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
+        )
+        self.overhead.migrating_s += event.migrate_s
+        self.profiler.count_move(event.seconds)
+        self.balancer.moved(self.num_batches - 1)
+        write_rebalance(self._monitor, event, self.stage.pipeline.num_samples)
+        tell_all(self.callbacks, event, "on_rebalance")
+        return event
+
+    # -- between batches ----------------------------------------------------------------------
+
+    @property
+    def last_profile(self) -> PipelineProfile | None:
+        """The profile of the newest profiled batch; ``None`` before the first one."""
+        newest = self.balancer.newest
+        return newest[-1] if newest else None
+
+    @property
+    def profile(self) -> PipelineProfile | None:
+        """The newest profiles as measured, smoothed; ``None`` before the first batch."""
+        newest = self.balancer.newest
+        return smooth(newest, self.config.smoothing) if newest else None
+
+    def move_layers(self, boundaries: Sequence[int]) -> None:
+        """Let layers move, without asking whether that pays.
+
+        Args:
+            boundaries: ``S + 1`` checked ints.
+
+        Raises:
+            MigrationError: on every rank, if moving failed; the old partition is then in force.
+        """
+        self.notice_frozen_layers()
+        self.stage.move(boundaries)
+        self.profiler.sizes_changed()
+
+    def notice_frozen_layers(self) -> None:
+        """Rebuild the optimizer where the user froze or unfroze layers since the last batch.
+
+        Raises:
+            ValueError: on every rank, if the replicas of a stage differ in what they froze.
+            MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
+        """
+        started = time.perf_counter()
+        if self.stage.notice_frozen_layers():
+            self.profiler.sizes_changed()
+            self.balancer.expect_change()
+            self.overhead.migrating_s += time.perf_counter() - started
+
+    def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
+        """Give local layers parameters of another shape.
+
+        Args:
+            replacements: those of this rank's layers.
+        """
+        started = time.perf_counter()
+        self.notice_frozen_layers()
+        self.stage.replace(replacements)
+        self.profiler.sizes_changed()
+        self.balancer.expect_change()
+        self.overhead.migrating_s += time.perf_counter() - started
+
+    def rebalance(self) -> RebalanceEvent | None:
+        """Choose boundaries from the present profile and move to them, whatever the gain."""
+        if not self.balancer.newest:
+            raise RuntimeError("there is no profile to rebalance from; train one batch first")
+        started = time.perf_counter()
+        with self.stage.guard.naming_lost_ranks("a partition was chosen"):
+            plan: Plan | None = None
+            failure: Exception | None = None
+            try:
+                plan = self.balancer.choose(self.stage.partition)
+            except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
+                failure = error
+            failure = self._disagreement(plan, failure)
+            if plan is None or failure is not None:
+                raise failure or AssertionError
+            event = self._move(plan, time.perf_counter() - started)
+            self.balancer.release()
+            return event
+
+    def repartition(self, boundaries: Sequence[int], hold: Hold | None) -> RebalanceEvent | None:
+        """Move to given boundaries, which then hold.
+
+        Args:
+            boundaries: ``S + 1`` ints, the same on every rank.
+            hold: for how many batches.
+        """
+        stage = self.stage
+        with stage.guard.naming_lost_ranks("boundaries were compared"):
+            same_everywhere(boundaries, "the boundaries to move to", stage.device)
+            num_batches = self._agreed_hold(hold)
+        names = stage.module.layer_names()
+        check_cuts(boundaries, self.profiler.obstacles, names)
+        checked = check_boundaries(
+            boundaries, num_layers=len(names), num_stages=stage.num_stages,
+            pinned=self.balancer.pinned, allow_empty=self.config.allow_empty_stages,
+        )
+        event = self._move(self.balancer.plan_of(checked, stage.partition, self.profile), 0.0)
+        self.balancer.hold(self.num_batches, num_batches)
+        return event
+
+    def _agreed_hold(self, hold: Hold | None) -> Hold:
+        """What a call says of how long it holds, checked and the same on every rank."""
+        error: ValueError | None = None
+        num_batches = self.config.hold_batches
+        try:
+            num_batches = num_batches if hold is None else checked_hold(hold)
+        except ValueError as caught:
+            error = caught
+        number = 0 if num_batches == "forever" else num_batches
+        problem = disagreement([number], "how many batches the boundaries hold (0: forever)", self.stage.device, error)
+        if problem is not None:
+            raise error or ValueError(problem)
+        return num_batches
+
+    def warn_once(self, message: str, what: str) -> None:
+        """Warn on the first rank, once for each kind of trouble.
+
+        Args:
+            message: text.
+            what: the kind.
+        """
+        if what not in self._warned and self.stage.pipeline.rank == 0:
+            warn(f"{message}; further ones will not be reported")
+        self._warned.add(what)
