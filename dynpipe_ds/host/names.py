@@ -5,8 +5,8 @@ By owner, a class or a module of DeepSpeed:
 * ``names`` it has: what is imported, called, or overridden for the user to call;
 * ``attributes`` that its code sets, on its own objects or on parameters: they are there only after a constructor ran,
   so what is looked for is a statement that sets them;
-* ``hooks``: methods and functions of ours that stand in for DeepSpeed's and that its own code must call. What it no
-  longer calls would be left out in silence.
+* ``hooks``: what something of ours stands in for: methods, functions, instructions that its own code must call or
+  name. What it no longer calls would be left out in silence.
 
 Everything is read from the byte code of the classes as they are loaded, which needs neither an engine nor source.
 """
@@ -17,6 +17,7 @@ import dis
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ class Needed:
         names: that it has.
         attributes: that its code sets.
         hooks: names of it that its own code must call.
-        begins: methods from which that is followed; of a module, any of its functions.
+        begins: where its code begins, from which that is followed; without, anywhere in it.
         optional: what some supported releases lack, and are right without.
     """
 
@@ -58,7 +59,7 @@ NEEDED: dict[str, Needed] = {
         "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy "
         # called
         "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass _exec_reduce_grads _exec_optimizer_step "
-        "_exec_reduce_tied_grads _configure_basic_optimizer _backward_post_hook reset_activation_shape "
+        "_configure_basic_optimizer _backward_post_hook reset_activation_shape "
         "_get_ckpt_name _get_zero_ckpt_name _save_checkpoint _save_zero_checkpoint "
         # asked
         "bfloat16_enabled communication_data_type curriculum_learning_enabled get_data_types get_global_grad_norm "
@@ -93,10 +94,11 @@ NEEDED: dict[str, Needed] = {
         hooks="_partition_layers _synchronize_tied_weights",
         begins="__init__",
     ),
-    "deepspeed.runtime.pipe.module:LayerSpec": _needed("build", attributes="typename module_args module_kwargs"),
-    "deepspeed.runtime.pipe.module:TiedLayerSpec": _needed(attributes="key forward_fn tied_weight_attr"),
+    "deepspeed.pipe": _needed("PipelineModule"),
+    "deepspeed.pipe:LayerSpec": _needed("build", attributes="typename module_args module_kwargs"),
+    "deepspeed.pipe:TiedLayerSpec": _needed(attributes="key forward_fn tied_weight_attr"),
     ZERO: _needed(
-        "step get_param_id register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
+        "get_param_id register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
         "_restore_from_bit16_weights",
         attributes=(
             "_grad_acc_hooks _hp_optimizer_states_linked _zero_optimizer averaged_gradients bit16_groups "
@@ -110,7 +112,7 @@ NEEDED: dict[str, Needed] = {
         optional="_zero_padding",
     ),
     BF16: _needed(
-        "step clear_lp_grads update_hp_grads register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
+        "clear_lp_grads update_hp_grads register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
         "_restore_from_bit16_weights",
         attributes=(
             "_grad_acc_hooks _hp_grad _hp_optimizer_states_linked bf16_groups bf16_groups_flat clip_grad "
@@ -144,8 +146,11 @@ NEEDED: dict[str, Needed] = {
     ),
     "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
     "deepspeed.runtime.pipe.schedule": _needed(
-        "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceTiedGrads "
-        "ReduceGrads OptimizerStep"
+        hooks=(
+            "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceTiedGrads "
+            "ReduceGrads OptimizerStep"
+        ),
+        begins="TrainSchedule",
     ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(attributes="_param_dict bfloat16_config"),
@@ -159,6 +164,9 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": _needed(
         "checkpoint get_cuda_rng_tracker non_reentrant_checkpoint"
     ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing:CudaRNGStatesTracker": _needed("get_states set_states"),
+    "deepspeed.runtime.dataloader:DeepSpeedDataLoader": _needed(attributes="data_sampler"),
+    "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": _needed(attributes="started_"),
     "deepspeed.comm": _needed("all_reduce destroy_process_group reduce"),
     "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group mpu"),
     "deepspeed.accelerator": _needed("get_accelerator"),
@@ -173,7 +181,8 @@ PARAMETER_MARKS = frozenset({
     "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param", "set_full_hp_grad",
     "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
 })
-"""What DeepSpeed's optimizers leave on the parameters they hold, of which another optimizer must not find any."""
+"""What DeepSpeed's optimizers put on a parameter: it points into flat buffers, process groups and the optimizer
+itself, and the next owner's optimizer makes its own."""
 
 
 def version() -> str:
@@ -214,9 +223,9 @@ def _find(owner: str) -> Any:
     module_name, _, class_name = owner.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError:
+        return attrgetter(class_name)(module) if class_name else module
+    except (ImportError, AttributeError):
         return None
-    return getattr(module, class_name, None) if class_name else module
 
 
 def _called(owner: Any, begins: Iterable[str]) -> set[str]:
@@ -225,12 +234,14 @@ def _called(owner: Any, begins: Iterable[str]) -> set[str]:
     for name, value in _members(owner):
         if name not in codes or "super" in codes[name]:  # else it replaces what a base has of this name
             codes.setdefault(name, set()).update(*(code.co_names for code in _codes(value)))
+    running: set[str] = set()
     called: set[str] = set()
-    new = set(begins) or codes.keys()
+    new = set(begins) or set(codes)
     while new:
-        called |= new
-        new = {name for known in new & codes.keys() for name in codes[known]} - called
-    return called - set(begins)
+        running |= new
+        called |= {name for known in new & codes.keys() for name in codes[known]}
+        new = called - running
+    return called
 
 
 def _assigned_in(owner: Any, wanted: set[str]) -> set[str]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.messages.layouts import LINE_BYTES
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
@@ -28,13 +29,6 @@ from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
 from dynpipe_ds.migration.names import Names, NoNames
 from dynpipe_ds.migration.transport import memory_order
 
-# Attributes that DeepSpeed's optimizer wrappers put on a parameter. They point into flat buffers,
-# process groups and the optimizer itself; the new owner's optimizer makes its own.
-WRAPPER_ATTRIBUTES = frozenset({
-    "_hp_mapping", "_hp_grad", "_dp_group", "_index_in_param_group", "_zero_optimizer", "cpu_data",
-    "get_full_hp_param", "get_full_hp_grad", "set_full_hp_param", "set_full_hp_grad",
-    "load_hp_checkpoint_state", "grad_accum", "param_idx_in_group",
-})
 _OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
 
 _REMEDY = (
@@ -219,7 +213,7 @@ def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], lis
     """What users put on a tensor: attributes, and hooks with their numbers."""
     attributes, hooks = [], []
     for key, value in vars(source).items():
-        if key in WRAPPER_ATTRIBUTES or key == _OWN_MARK:
+        if key in PARAMETER_MARKS or key == _OWN_MARK:
             continue
         node = encoder.trial(value, f"{where}.{key}", may_build=False)
         if isinstance(node, CantCarryError):

@@ -15,8 +15,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, instructions
+from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds.cli.numerics import rank
+from dynpipe_ds.host import instructions
 from dynpipe_ds.host import pipeline as pipeline_module
 from dynpipe_ds.host.gradient_norm import GradientNorm
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer

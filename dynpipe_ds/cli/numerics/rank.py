@@ -6,19 +6,14 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds._versions import is_older
 from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.model import (
     DROPOUT_SEED,
@@ -35,9 +30,8 @@ from dynpipe_ds.cli.numerics.model import (
 )
 from dynpipe_ds.cli.numerics.record import LOSS, NORM, Quantity, Record, note, note_layer, save
 from dynpipe_ds.host.install import init_distributed
-
-# Before, DeepSpeed's own asks for a stream of the device, which a CPU has not.
-_LEAST_CHECKPOINTING_ON_CPU = "0.19.8"
+from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
+from dynpipe_ds.host.start import activation_checkpointing, initialize
 
 
 def record_file(folder: Path, mode: Mode, course: Course, rank: int) -> Path:
@@ -126,20 +120,12 @@ def make_engine(mode: Mode, course: Course) -> DynamicPipelineEngine:
     module = DynamicPipelineModule(
         [first, *blocks, last], loss_fn=loss_fn, num_stages=NUM_STAGES, partition_method=list(course.first),
         activation_checkpoint_interval=int(mode.checkpointing), seed_layers=True, base_seed=DROPOUT_SEED,
-        seed_fn=torch.manual_seed, activation_checkpoint_func=_checkpoint_function(),
+        seed_fn=torch.manual_seed, activation_checkpoint_func=activation_checkpointing(),
     )  # fmt: skip
-    engine: DynamicPipelineEngine
-    engine, *_ = deepspeed.initialize(
+    engine: DynamicPipelineEngine = initialize(
         model=module, config=mode.deepspeed_config(), optimizer=make_optimizer, lr_scheduler=make_scheduler
     )
     return engine
-
-
-def _checkpoint_function() -> Any:
-    """DeepSpeed's activation checkpointing, or torch's where DeepSpeed's does not run on a CPU."""
-    if is_older(deepspeed.__version__, _LEAST_CHECKPOINTING_ON_CPU):
-        return partial(checkpoint, use_reentrant=True)
-    return deepspeed.checkpointing.checkpoint
 
 
 def _norm(engine: DynamicPipelineEngine) -> float:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import TiedLayerSpec
 
 from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.cli.trying.moves import RandomMoves
@@ -20,6 +19,7 @@ from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, NO_FL
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.host.differences import dropout_rates, find_dropout
 from dynpipe_ds.host.optimizers.native_adam import is_compiled_for_cpu
+from dynpipe_ds.host.specs import tied_key
 from dynpipe_ds.messages.values import tensors_in
 
 
@@ -161,7 +161,8 @@ def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
 def _facts(engine: Any) -> dict[str, Any]:
     """What may be a reason for other bits, and what the table says."""
     module, layers = engine.module, layers_of(engine.module)
-    tied = [spec.key for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec) and i in layers]
+    keys = [tied_key(spec) for i, spec in enumerate(module._layer_specs) if i in layers]
+    tied = [key for key in keys if key is not None]
     return {
         "rank": engine.global_rank, "world": dist.get_world_size(), "stages": engine.num_stages,
         "replica": f"{engine.grid.get_data_parallel_rank()}.{engine.grid.get_slice_parallel_rank()}",

@@ -19,11 +19,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer, Room, StageOptimizer
 from dynpipe_ds.host.optimizers.supported import check_flat
-from dynpipe_ds.migration.packing import WRAPPER_ATTRIBUTES
 from dynpipe_ds.ranks.agreement import together
 
 BUCKET_ELEMENTS = 2**22
@@ -231,7 +231,7 @@ class _ParameterSnapshot:
 
 
 def _forget_wrapper(parameter: nn.Parameter) -> None:
-    for name in WRAPPER_ATTRIBUTES & vars(parameter).keys():
+    for name in PARAMETER_MARKS & vars(parameter).keys():
         delattr(parameter, name)
     parameter.grad = None
     if not parameter.requires_grad:
