@@ -124,7 +124,7 @@ def test_profiles_and_simulation() -> None:
 def test_migration_refuses_what_can_not_run() -> None:
     """Before anything is packed or sent."""
     engine = SimpleNamespace(
-        stage_id=0, stage_optimizer=None,
+        stage_id=0, stage_optimizer=None, optimizer=object(),
         module=SimpleNamespace(placement=Placement.from_boundaries((0, 3, 6)), local_layers=dict),
     )
     with pytest.raises(ValueError, match="use a placement made by Placement.from_boundaries"):
