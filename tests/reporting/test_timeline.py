@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,9 @@ def test_a_trace_has_a_thread_a_stage_and_an_arrow_a_message(tmp_path: Path) -> 
     for key, start in starts.items():
         step = 1 if key.startswith("activation") else -1
         assert ends[key]["tid"] == start["tid"] + step and ends[key]["ts"] > start["ts"]
+
+
+def test_the_plotting_library_is_loaded_for_pictures_only() -> None:
+    """Every rank imports the package."""
+    code = "import sys, dynpipe_ds.reporting, dynpipe_ds.cli.main; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
