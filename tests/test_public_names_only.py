@@ -12,10 +12,6 @@ from tests.test_public_api import ROOT, api
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for name in ("scenarios", "benchmarks") for path in (ROOT / name).rglob("*.py")
 )
-# The replay on paper decides as the engine does. It goes when the engine's decisions are one pure value of their own.
-NOT_PUBLIC_YET = {
-    "benchmarks/replay/predict.py": {"dynpipe_ds.config.parse_config", "dynpipe_ds.decide.controller.Controller"},
-}
 # Private names of DeepSpeed's, of which these benchmarks are about.
 OF_DEEPSPEED = {
     "benchmarks/replay/run.py": {"_INSTRUCTION_MAP"},
@@ -74,7 +70,7 @@ def test_public_names_only(file: str) -> None:
     ours = {name for name in imported(tree) if name.split(".")[0] == "dynpipe_ds"}
     # What is reached through a public name, a class's method say, is checked where names are private.
     wrong = {name for name in ours - public() if name.rpartition(".")[0] not in PUBLIC_VALUES}
-    assert wrong == NOT_PUBLIC_YET.get(file, set()), f"import public names (docs/api.md), not {', '.join(wrong)}"
+    assert not wrong, f"import public names (docs/api.md), not {', '.join(wrong)}"
     looked_at = set(private(tree)) - OF_PYTHON
     assert looked_at == OF_DEEPSPEED.get(file, set()), f"{', '.join(looked_at)}: private attributes of other objects"
 

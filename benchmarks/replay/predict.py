@@ -17,8 +17,7 @@ from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_b
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
-from dynpipe_ds.config import parse_config
-from dynpipe_ds.decide.balancer import Balancer
+from dynpipe_ds.decide import Balancer
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.simulation import simulate
 
@@ -40,8 +39,7 @@ def predict(
         Its result, of kind ``"simulation"``; ``wall_s`` has neither profiling nor moving in it.
     """
     trace, method = case.load_trace(), METHODS[case.method]
-    config = parse_config({"dynamic_pipeline": method.section(case.every, case.speeds)})
-    balancer = Balancer(config)
+    balancer = Balancer.from_section(method.section(case.every, case.speeds))
     boundaries = first_boundaries(method, trace, case.num_stages)
     result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(boundaries), replicas=replicas)
     overheads = {"message_s": message_s, "late_s": late_s, "step_s": step_s}

@@ -83,11 +83,10 @@ def rank_state(training: Training) -> Plain:
     Args:
         training: what is saved or takes it in.
     """
-    overhead, engine = training.overhead, training.stage.pipeline.engine
+    overhead = training.overhead
     return {
         "random": _random_streams(),
-        "micro_offset": engine.module.micro_offset,
-        "micro_steps": engine.micro_steps,
+        **training.stage.pipeline.micro_batch_counters(),
         "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
         **training.profiler.state_dict(),
         "attributes": {i: _attributes(layer) for i, layer in training.stage.local_layers().items()},
@@ -103,9 +102,7 @@ def restore_rank(training: Training, state: Plain, *, same_stages: bool) -> None
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
     _set_random_streams(state["random"])
-    engine = training.stage.pipeline.engine
-    engine.module.micro_offset = state["micro_offset"]
-    engine.micro_steps = state["micro_steps"]
+    training.stage.pipeline.set_micro_batch_counters(state)
     for key, seconds in state["overhead"].items():
         setattr(training.overhead, key, seconds)
     training.profiler.load_state_dict(state if same_stages and training.balancer.newest else {})

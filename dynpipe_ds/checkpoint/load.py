@@ -60,7 +60,6 @@ class Loading:
     ) -> None:
         self._training = training
         self._stage = training.stage
-        self._engine = training.stage.pipeline.engine
         self._module = training.stage.module
         self._root = Path(load_dir) / tag
         self._strict = strict
@@ -256,26 +255,26 @@ class Loading:
             raise self._failure(str(error), harmless=False) from error
 
     def _load_optimizer(self) -> None:
-        engine, optimizer = self._engine, self._stage.optimizer
+        pipeline, optimizer = self._stage.pipeline, self._stage.optimizer
         if optimizer is None:
             return
         flat = isinstance(optimizer, FlatOptimizer)
         if not self._with_optimizer:
             if flat:
-                take_weights(engine)
+                take_weights(pipeline)
             return
         parameters = named_parameters(self._stage.local_layers())
         states = {parameters[key]: state for key, state in self._states.items() if key in parameters}
         restore_state(optimizer, states, self._settings, self._template)
         if flat:
-            take_settings(engine, stage_state_dict(self._manifest, self._reader, self._home))
+            take_settings(pipeline, stage_state_dict(self._manifest, self._reader, self._home))
 
     def _load_counters(self) -> None:
-        engine, checkpoint = self._engine, self._checkpoint
-        take_worlds(engine, checkpoint, module_only=self._module_only)
+        pipeline, checkpoint = self._stage.pipeline, self._checkpoint
+        take_worlds(pipeline, checkpoint, module_only=self._module_only)
         if self._module_only:
             return
-        take_counters(engine, checkpoint, with_scheduler=self._with_scheduler)
+        take_counters(pipeline, checkpoint, with_scheduler=self._with_scheduler)
         if self._manifest.is_ours:
             restore_common(self._training, self._common, same_stages=self._same_stages)
             restore_rank(self._training, self._rank_state, same_stages=self._same_stages)

@@ -75,7 +75,7 @@ def refuse_unsupported(pipeline: Pipeline) -> None:
     Raises:
         ValueError: naming the setting.
     """
-    found = not_covered(pipeline.engine)
+    found = not_covered(pipeline)
     if found:
         raise ValueError(
             f"checkpoints of a dynamic pipeline don't cover {' and '.join(found)}; train without that, or without "
@@ -101,7 +101,7 @@ class Saving:
     ) -> None:
         self._training = training
         self._stage = training.stage
-        self._engine = training.stage.pipeline.engine
+        self._pipeline = training.stage.pipeline
         self._save_dir = Path(save_dir)
         self._tag = tag
         self._client_state = client_state
@@ -173,9 +173,9 @@ class Saving:
             (self._folder / EXTRAS_FOLDER).mkdir()
 
     def _write_files(self) -> dict[str, FileEntry]:
-        with recording(self._engine, self._folder) as writer:
+        with recording(self._pipeline, self._folder) as writer:
             write_files(
-                self._engine, self._save_dir, str(self._folder.relative_to(self._save_dir)), tag=self._tag,
+                self._pipeline, self._save_dir, str(self._folder.relative_to(self._save_dir)), tag=self._tag,
                 client_state=self._client_state, exclude_frozen=self._exclude_frozen,
             )
             self._write_our_files(writer)
@@ -227,11 +227,10 @@ class Saving:
 
     def _describe(self) -> tuple[Any, ...]:
         """This rank's share of the manifest."""
-        engine = self._engine
-        path = self._relative(model_file(engine, self._save_dir, self._tag))
+        path = self._relative(model_file(self._pipeline, self._save_dir, self._tag))
         flat = None
         if isinstance(self._stage.optimizer, FlatOptimizer):
-            flat = self._relative(optimizer_file(engine, self._save_dir, self._tag))
+            flat = self._relative(optimizer_file(self._pipeline, self._save_dir, self._tag))
         described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
         return self._stage.stage_id, self._replica, path, flat, *described
 
@@ -245,7 +244,7 @@ class Saving:
         for i, module in stage.local_layers().items():
             file = self._our_layer_file(i)
             if i not in left_out:
-                file = self._relative(layer_file(self._engine, self._target, i))
+                file = self._relative(layer_file(self._pipeline, self._target, i))
             trainable = {name: p.requires_grad for name, p in module.named_parameters()}
             forms = tensor_forms(module.state_dict())
             if self._exclude_frozen and i not in left_out:
@@ -259,8 +258,8 @@ class Saving:
             return ()
         keys = {parameter: key for key, parameter in named_parameters(stage.local_layers()).items()}
         return tuple(
-            Slot(keys.get(parameter), group, stage.pipeline.engine.param_names[parameter])
-            for group, members in enumerate(saved_parameters(stage.pipeline.engine))
+            Slot(keys.get(parameter), group, stage.pipeline.name_of(parameter))
+            for group, members in enumerate(saved_parameters(stage.pipeline))
             for parameter in members
         )
 

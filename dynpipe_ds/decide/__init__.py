@@ -1,1 +1,5 @@
 """When to move, and where to: pure functions of profiles and costs."""
+
+from dynpipe_ds.decide.balancer import Balancer, Decision
+
+__all__ = ["Balancer", "Decision"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 from typing import Any, Literal
 
-from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
 from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches, evidence_for, noise_of
 from dynpipe_ds.decide.history import History
 from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
@@ -90,6 +90,21 @@ class Balancer:
         self.pinned = tuple(sorted(set(pinned)))
         self._start(config)
 
+    @classmethod
+    def from_section(cls, section: Mapping[str, Any]) -> Balancer:
+        """Make the balancer of an engine, to decide without one.
+
+        Args:
+            section: the ``"dynamic_pipeline"`` section, as in the JSON.
+
+        Returns:
+            A balancer without profiles.
+
+        Raises:
+            ValueError: if it can't be used, with all problems.
+        """
+        return cls(parse_config({SECTION: section}))
+
     def _start(self, config: DynamicPipelineConfig) -> None:
         self._config = config
         self._history = History(config)
@@ -107,6 +122,9 @@ class Balancer:
 
         Args:
             batch: number of the next batch, counted from 0.
+
+        Returns:
+            The same on every rank.
         """
         return self._sampling.wants(batch) or self._next_end(batch) - batch < self._config.profile_batches
 
@@ -210,6 +228,9 @@ class Balancer:
             profile: to choose by, at unit speed; by default :meth:`smoothed`.
             heed_memory: whether ``memory_cap_bytes`` counts.
 
+        Returns:
+            The plan.
+
         Raises:
             ValueError: if no partition satisfies the constraints.
             RuntimeError: if no batch was profiled yet.
@@ -235,6 +256,9 @@ class Balancer:
             boundaries: checked.
             current: the present ones.
             profile: to judge by; ``None`` if nothing was profiled yet.
+
+        Returns:
+            The plan.
         """
         if profile is None:
             return Plan(boundaries, bottleneck=0.0)
@@ -374,6 +398,9 @@ class Balancer:
 
         Args:
             batch: number of the batch just finished, counted from 0.
+
+        Returns:
+            True until the hold has ended.
         """
         return batch + 1 < self._held_until
 

@@ -17,24 +17,25 @@ from dynpipe_ds.checkpoint.full_disk import naming_full_disk, stored_bytes
 from dynpipe_ds.checkpoint.manifest import FileEntry
 from dynpipe_ds.checkpoint.plain import plain
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.host.pipeline import Pipeline
 
 # Entries of DeepSpeed's file that it takes in itself and does not hand to the user.
 _TAKEN = ("module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 _OF_FLAT_OPTIMIZERS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
-def not_covered(engine: Any) -> list[str]:
+def not_covered(pipeline: Pipeline) -> list[str]:
     """What an engine trains with that checkpoints of a dynamic pipeline don't cover.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
     """
     found = {
-        "tensor parallelism": engine.grid.get_slice_parallel_world_size() > 1,
-        '"checkpoint": {"use_node_local_storage": true}': engine.use_node_local_storage(),
-        "a checkpoint writer that finishes later": engine.checkpoint_engine.is_decoupled(),
-        "DeepSpeed's own MoE layers": engine.has_moe_layers,
-        "optimizer state on NVMe": engine.zero_nvme_offload_optimizer(),
+        "tensor parallelism": pipeline.engine.grid.get_slice_parallel_world_size() > 1,
+        '"checkpoint": {"use_node_local_storage": true}': pipeline.engine.use_node_local_storage(),
+        "a checkpoint writer that finishes later": pipeline.engine.checkpoint_engine.is_decoupled(),
+        "DeepSpeed's own MoE layers": pipeline.engine.has_moe_layers,
+        "optimizer state on NVMe": pipeline.engine.zero_nvme_offload_optimizer(),
     }
     return [name for name, present in found.items() if present]
 
@@ -89,41 +90,41 @@ class RecordingWriter:
 
 
 @contextmanager
-def recording(engine: Any, root: Path) -> Iterator[RecordingWriter]:
+def recording(pipeline: Pipeline, root: Path) -> Iterator[RecordingWriter]:
     """Let what an engine writes within be noted.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         root: the checkpoint's folder.
     """
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = writer = RecordingWriter(own, root)
+    own = pipeline.engine.checkpoint_engine
+    pipeline.engine.checkpoint_engine = writer = RecordingWriter(own, root)
     try:
         yield writer
     finally:
-        engine.checkpoint_engine = own
+        pipeline.engine.checkpoint_engine = own
 
 
 def write_files(
-    engine: Any, save_dir: Path, name: str, *, tag: str, client_state: dict[str, Any], exclude_frozen: bool
+    pipeline: Pipeline, save_dir: Path, name: str, *, tag: str, client_state: dict[str, Any], exclude_frozen: bool
 ) -> None:
     """The steps of DeepSpeed's ``save_checkpoint``, without the barriers that a failing rank never reaches.
 
     Args:
-        engine: the dynamic pipeline engine, while it is :func:`recording`.
+        pipeline: the engine, while it is :func:`recording`.
         save_dir: folder of all checkpoints.
         name: of the folder in it to write into.
         tag: what the checkpoint will be called.
         client_state: the user's own values.
         exclude_frozen: whether to leave out parameters that need no gradient.
     """
-    own = engine.checkpoint_engine.inner
+    own = pipeline.engine.checkpoint_engine.inner
     own.create(CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=False))
-    engine._save_checkpoint(
+    pipeline.engine._save_checkpoint(
         str(save_dir), name, client_state=client_state, exclude_frozen_parameters=exclude_frozen
     )
-    if engine.save_zero_checkpoint:
-        engine._save_zero_checkpoint(str(save_dir), name)
+    if pipeline.engine.save_zero_checkpoint:
+        pipeline.engine._save_zero_checkpoint(str(save_dir), name)
     own.commit(CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=False))
 
 
@@ -140,77 +141,78 @@ def _compact(value: Any) -> Any:
 # -- where what is ----------------------------------------------------------------------------
 
 
-def model_file(engine: Any, save_dir: Path, tag: str) -> Path:
+def model_file(pipeline: Pipeline, save_dir: Path, tag: str) -> Path:
     """The file of this stage with all but its layers, and without ZeRO its optimizer's state.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         save_dir: folder of all checkpoints.
         tag: name of the checkpoint.
     """
-    return Path(engine._get_ckpt_name(str(save_dir), tag))
+    return Path(pipeline.engine._get_ckpt_name(str(save_dir), tag))
 
 
-def optimizer_file(engine: Any, save_dir: Path, tag: str) -> Path:
+def optimizer_file(pipeline: Pipeline, save_dir: Path, tag: str) -> Path:
     """The file of this rank's share of a flat optimizer's state.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         save_dir: folder of all checkpoints.
         tag: name of the checkpoint.
     """
-    return Path(engine._get_zero_ckpt_name(str(save_dir), tag))
+    return Path(pipeline.engine._get_zero_ckpt_name(str(save_dir), tag))
 
 
-def layer_file(engine: Any, target: Path, layer: int) -> Path:
+def layer_file(pipeline: Pipeline, target: Path, layer: int) -> Path:
     """The file of one layer of this stage.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         target: the checkpoint's folder.
         layer: its index.
     """
-    return Path(engine.module.ckpt_layer_path(str(target), layer - engine.module._local_start))
+    return Path(pipeline.engine.module.ckpt_layer_path(str(target), layer - pipeline.engine.module._local_start))
 
 
-def saved_parameters(engine: Any) -> list[list[nn.Parameter]]:
+def saved_parameters(pipeline: Pipeline) -> list[list[nn.Parameter]]:
     """The parameters of every group, in the order in which the optimizer's state is saved.
 
     Args:
-        engine: the dynamic pipeline engine, with an optimizer.
+        pipeline: the engine, with an optimizer.
     """
-    wrapper = engine.optimizer
-    if isinstance(engine.stage_optimizer, FlatOptimizer):
-        groups: Any = wrapper.bf16_groups if engine.using_bf16_optimizer else wrapper.bit16_groups
+    wrapper = pipeline.engine.optimizer
+    if isinstance(pipeline.engine.stage_optimizer, FlatOptimizer):
+        groups: Any = wrapper.bf16_groups if pipeline.engine.using_bf16_optimizer else wrapper.bit16_groups
     else:
-        groups = [group["params"] for group in engine.stage_optimizer.groups.optimizer.param_groups]
+        groups = [group["params"] for group in pipeline.engine.stage_optimizer.groups.optimizer.param_groups]
     return [list(members) for members in groups]
 
 
 # -- reading ----------------------------------------------------------------------------------
 
 
-def take_worlds(engine: Any, checkpoint: Mapping[str, Any], *, module_only: bool) -> None:
+def take_worlds(pipeline: Pipeline, checkpoint: Mapping[str, Any], *, module_only: bool) -> None:
     """Tell an engine how many ranks the checkpoint that it loaded was saved by.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         checkpoint: content of :func:`model_file`.
         module_only: whether nothing but weights is loaded.
     """
-    engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
+    pipeline.engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
     if not module_only:
-        engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
+        pipeline.engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
 
 
-def take_counters(engine: Any, checkpoint: Mapping[str, Any], *, with_scheduler: bool) -> None:
+def take_counters(pipeline: Pipeline, checkpoint: Mapping[str, Any], *, with_scheduler: bool) -> None:
     """Put back an engine's counters, and the state of what follows them.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         checkpoint: content of :func:`model_file`.
         with_scheduler: whether the learning-rate scheduler follows.
     """
+    engine = pipeline.engine
     if with_scheduler and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
     if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and "random_ltd" in checkpoint:
@@ -222,26 +224,26 @@ def take_counters(engine: Any, checkpoint: Mapping[str, Any], *, with_scheduler:
     engine.skipped_steps = checkpoint["skipped_steps"]
 
 
-def take_weights(engine: Any) -> None:
+def take_weights(pipeline: Pipeline) -> None:
     """Renew the master weights of a flat optimizer from the model's.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
     """
-    engine.optimizer._restore_from_bit16_weights()
+    pipeline.engine.optimizer._restore_from_bit16_weights()
 
 
-def take_settings(engine: Any, stored: Mapping[str, Any]) -> None:
+def take_settings(pipeline: Pipeline, stored: Mapping[str, Any]) -> None:
     """Put back what a flat optimizer keeps besides its parameters' state.
 
     Args:
-        engine: the dynamic pipeline engine.
+        pipeline: the engine.
         stored: the optimizer's state, from :func:`optimizer_file`.
     """
-    engine.optimizer.clip_grad = stored.get("clip_grad", engine.optimizer.clip_grad)
+    pipeline.engine.optimizer.clip_grad = stored.get("clip_grad", pipeline.engine.optimizer.clip_grad)
     for name in _OF_FLAT_OPTIMIZERS:
-        if name in stored and hasattr(engine.optimizer, name):
-            setattr(engine.optimizer, name, stored[name])
+        if name in stored and hasattr(pipeline.engine.optimizer, name):
+            setattr(pipeline.engine.optimizer, name, stored[name])
 
 
 def client_values(

@@ -72,7 +72,10 @@ def _taken_apart(engine: Any, buffer_id: int, is_told: bool) -> tuple[Crossing |
     try:
         return Crossing.of(outputs, may_want=is_told and _has_anything_to_train(engine, buffer_id))
     except CantCross as error:
-        links_of(engine).refusals.append(cant_leave(engine, str(error)))
+        module = engine.module
+        links_of(engine).refusals.append(cant_leave(
+            str(error), stage=module.stage_id, boundaries=module.boundaries, names=module.layer_names()
+        ))
         return None, []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -168,6 +168,14 @@ class Pipeline:
         for i, placeholder in enumerate(self.placeholders):
             self.engine.param_names[placeholder] = f"placeholder.{i}"
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """What DeepSpeed calls a parameter of this stage.
+
+        Args:
+            parameter: in its optimizer.
+        """
+        return str(self.engine.param_names[parameter])
+
     def clip_gradients(self) -> None:
         """Clip by one norm over all stages (DeepSpeed's counts the first stage only)."""
         assert self._norm is not None
@@ -199,6 +207,19 @@ class Pipeline:
             self.engine.optimizer.zero_grad()
 
     # -- its data -----------------------------------------------------------------------------
+
+    def micro_batch_counters(self) -> dict[str, int]:
+        """What seeds and accumulation follow from, by name."""
+        return {"micro_offset": int(self.engine.module.micro_offset), "micro_steps": int(self.engine.micro_steps)}
+
+    def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from other counters.
+
+        Args:
+            counters: what :meth:`micro_batch_counters` gave; more is left alone.
+        """
+        self.engine.module.micro_offset = counters["micro_offset"]
+        self.engine.micro_steps = counters["micro_steps"]
 
     @property
     def num_steps(self) -> int:

@@ -7,7 +7,6 @@ return such a value, so that all ranks forbid the same cuts.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -60,18 +59,20 @@ def check_cuts(boundaries: Sequence[int], obstacles: Mapping[int, str], names: S
             )
 
 
-def cant_leave(engine: Any, what: str) -> str:
+def cant_leave(what: str, *, stage: int, boundaries: Sequence[int], names: Sequence[str]) -> str:
     """Why a stage's outputs can't be sent.
 
     Args:
-        engine: of the stage.
         what: they hold.
+        stage: its number.
+        boundaries: of the partition.
+        names: of the layers.
     """
-    names, cut = engine.module.layer_names(), engine.partition[engine.stage_id + 1]
+    cut = boundaries[stage + 1]
     who = f"layer {cut - 1} ({names[cut - 1]}) returns" if cut else "the data have"
     is_inside = 0 < cut < len(names)
     remedy = f"keep layers {cut - 1} and {cut} on one stage (pin=[{cut}])" if is_inside else "fill all stages"
     return (
-        f"{who} {what}, which can't be sent from stage {engine.stage_id} to the next; {remedy}, or let it return what "
+        f"{who} {what}, which can't be sent from stage {stage} to the next; {remedy}, or let it return what "
         f"can: {_SENT}"
     )
