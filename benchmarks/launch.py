@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import deepspeed
 import torch
+
+from scenarios.launch import free_port
 
 
 def environment() -> str:
@@ -28,13 +29,6 @@ def environment() -> str:
 def _lines(path: str) -> list[str]:
     file = Path(path)
     return file.read_text().splitlines() if file.exists() else []
-
-
-def free_port() -> int:
-    """A port that no other run on this machine uses now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def launch(module: str, num_ranks: int, *args: str) -> None:

@@ -23,6 +23,7 @@ if not is_command_line():  # `dynpipe doctor` must run where nothing may be trai
 from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
 from dynpipe_ds.engine import DynamicPipelineEngine, engine_class  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
+from dynpipe_ds.host.install import init_distributed  # noqa: E402
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
@@ -50,6 +51,7 @@ __all__ = [
     "RepackError",
     "RepackEvent",
     "StageProfile",
+    "init_distributed",
     "keep_in_checkpoints",
     "register_partitioner",
 ]

@@ -13,14 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from dynpipe_ds.partition.registry import known_capabilities
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.sections import Section, key, parse_bytes, read_section, show
 
 SECTION = "dynamic_pipeline"
 """Key of the section in the DeepSpeed JSON."""
-
-CAP_BLIND_PARTITIONERS = ("uniform", "balanced")
-"""Built-in partitioners that honour neither a memory cap nor stage speeds."""
 
 
 def _each_parse_bytes(value: object) -> object:
@@ -312,10 +310,11 @@ def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
 
 
 def _cap_blindness(config: DynamicPipelineConfig, partitioner: str, shown: str) -> Iterable[str]:
-    if partitioner not in CAP_BLIND_PARTITIONERS:
+    can = known_capabilities(partitioner)
+    if can is None:  # one that is registered later
         return
-    for name in ("memory_cap_bytes", "stage_speeds"):
-        if getattr(config, name) is not None:
+    for name, honours in (("memory_cap_bytes", can.memory_caps), ("stage_speeds", can.speeds)):
+        if not honours and getattr(config, name) is not None:
             yield (
                 f"{name} = {getattr(config, name)}, {shown}: this partitioner can't honour it; use "
                 f"'optimal' or 'diffusion', or remove {name}"

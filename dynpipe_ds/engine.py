@@ -107,6 +107,16 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """What moves the optimizer's state; ``None`` where there is no optimizer."""
         return None if self._training is None else self._training.stage.optimizer
 
+    def micro_batch_seconds(self) -> dict[int, tuple[list[float], list[float]]]:
+        """Seconds of this stage's layers in each micro-batch of the newest profiled batch, by global layer index.
+
+        A profile has their means. Where work varies within a batch, a pipeline waits for the longer ones.
+
+        Returns:
+            Forward and backward seconds, M each; empty before the first batch.
+        """
+        return self._need_training("micro_batch_seconds").profiler.recorder.by_micro_batch()
+
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by global layer index; function layers are left out."""
         if self._training is not None:

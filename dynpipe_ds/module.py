@@ -15,7 +15,7 @@ from dynpipe_ds.host.module import MovableModule
 from dynpipe_ds.host.specs import layer_name, tied_key
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.migration.surroundings import Held, Surroundings
-from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.placement import check_boundaries
 from dynpipe_ds.ranks.agreement import together
 from dynpipe_ds.telling import log
 

@@ -2,8 +2,9 @@
 
 One file or folder a dynamism, and what all of them share: the GPT layers (:mod:`scenarios.gpt`),
 the data (:mod:`scenarios.data`), the interface to the training loop (:mod:`scenarios.scenario`),
-the comparison of a static with a dynamic pipeline (:mod:`scenarios.compare`) and the training
-entry (:mod:`scenarios.train`).
+the kernels (:mod:`scenarios.kernels`), the comparison of a static with a dynamic pipeline
+(:mod:`scenarios.compare`), the training entry (:mod:`scenarios.train`) and what it came to
+(:mod:`scenarios.report`).
 """
 
 from scenarios.ranks import is_entry, quieten

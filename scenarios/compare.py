@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.reporting.table import RunSummary, perplexity
 from scenarios.data import BatchShape, TokenBatches, Tokens, ValidationBatches
-from scenarios.recording import Recording, new_recording, record_profile, record_rebalance
-from scenarios.scenario import Report, Scenario, build_layers, build_scenario
+from scenarios.recording import Measurements
+from scenarios.report.comparison import RunSummary, perplexity
+from scenarios.scenario import Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 from scenarios.validation import Validator
 
 # Batches at the end of a run whose stage times the picture shows.
 _LAST = 5
-
-# Attributes of a run that its checkpoints hold besides the engine's and the scenario's state.
-_MEASURED = (
-    "losses", "batches_s", "timed_s", "timed_batches", "timed_overheads_s", "last_tokens_per_s", "bubbles", "stages_s",
-    "rebalanced_at", "reports", "resumed_at", "recording", "validations",
-)  # fmt: skip
 
 
 @dataclass
@@ -50,40 +44,16 @@ class Contender:
         engine: trains the model.
         scenario: changes it.
         data: the batches.
-        losses: loss of every batch.
-        batches_s: seconds of every batch on this rank.
-        timed_s: seconds of all timed windows, from barrier to barrier.
-        timed_batches: number of batches in them.
-        last_tokens_per_s: throughput of the last of them.
-        bubbles: bubble ratio of every timed batch that was profiled.
-        stages_s: busy seconds of every stage, for every profiled batch.
-        rebalanced_at: batches after which the partition changed.
-        reports: what the scenario reported after every batch.
-        recording: what the report page shows of the layers.
-        timed_overheads_s: seconds spent profiling, planning and migrating in the timed windows.
-        resumed_at: batches after which the run was continued from a checkpoint.
+        measured: so far.
         validator: evaluates data that is not trained on; ``None`` if there is none.
-        validations: after how many batches what loss and perplexity were found, for each evaluation.
     """
 
     label: str
     engine: DynamicPipelineEngine
     scenario: Scenario
     data: TokenBatches
-    losses: list[float] = field(default_factory=list)
-    batches_s: list[float] = field(default_factory=list)
-    timed_s: float = 0.0
-    timed_batches: int = 0
-    last_tokens_per_s: float | None = None
-    bubbles: list[float] = field(default_factory=list)
-    stages_s: list[list[float]] = field(default_factory=list)
-    rebalanced_at: list[int] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
-    recording: Recording = field(default_factory=new_recording)
-    timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    resumed_at: list[int] = field(default_factory=list)
+    measured: Measurements = field(default_factory=Measurements)
     validator: Validator | None = None
-    validations: list[dict[str, float]] = field(default_factory=list)
 
     def train_window(self, batches: Sequence[int], *, timed: bool) -> Iterator[int]:
         """Train some batches, yielding each one's index when it is done.
@@ -99,28 +69,30 @@ class Contender:
                 paused_s += self.validate()
             yield batch
         if timed:
+            measured = self.measured
             window_s = _now_s() - start_s - paused_s
-            self.timed_s += window_s
-            self.timed_batches += len(batches)
-            self.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
-            ends_s = zip(self.timed_overheads_s, before_s, _overheads_s(self.engine), strict=True)
-            self.timed_overheads_s = [sum_s + after - before for sum_s, before, after in ends_s]
+            measured.timed_s += window_s
+            measured.timed_batches += len(batches)
+            measured.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
+            ends_s = zip(measured.timed_overheads_s, before_s, _overheads_s(self.engine), strict=True)
+            measured.timed_overheads_s = [sum_s + after - before for sum_s, before, after in ends_s]
 
     def _train(self, batch: int, *, timed: bool) -> None:
         """Train one batch and note what was measured."""
+        measured = self.measured
         start_s, known = time.perf_counter(), self.engine.last_batch_profile
         self.scenario.before_batch(self.engine, batch)
         loss = self.engine.train_batch(self.data.micro_batches(batch))
         self.scenario.after_batch(self.engine, batch)
-        self.reports.append(self.scenario.report(self.engine))
-        self.losses.append(float(loss))
-        self.batches_s.append(time.perf_counter() - start_s)
+        measured.reports.append(self.scenario.report(self.engine))
+        measured.losses.append(float(loss))
+        measured.batches_s.append(time.perf_counter() - start_s)
         profile = self.engine.last_batch_profile
         if profile is not None and profile is not known:  # not every batch is profiled
-            self.stages_s.append([stage.busy_s for stage in profile.stages])
-            record_profile(self.recording, batch, profile)
+            measured.stages_s.append([stage.busy_s for stage in profile.stages])
+            measured.recording.add_profile(batch, profile)
             if timed:
-                self.bubbles.append(profile.bubble_ratio)
+                measured.bubbles.append(profile.bubble_ratio)
 
     def validate(self) -> float:
         """Evaluate what is not trained on, if anything, unless this moment is evaluated already; collective.
@@ -128,17 +100,19 @@ class Contender:
         Returns:
             Seconds that it took, from barrier to barrier.
         """
-        trained = len(self.losses)
-        if self.validator is None or (self.validations and self.validations[-1]["after"] == trained):
+        measured = self.measured
+        trained = len(measured.losses)
+        if self.validator is None or (measured.validations and measured.validations[-1]["after"] == trained):
             return 0.0
         start_s = _now_s()
         loss = self.validator.evaluate()
-        self.validations.append({"after": trained, "loss": loss, "perplexity": perplexity(loss)})
+        measured.validations.append({"after": trained, "loss": loss, "perplexity": perplexity(loss)})
         return _now_s() - start_s
 
     def notes(self) -> dict[str, float | int | str]:
         """Return the short values of the scenario's last report."""
-        last = self.reports[-1] if self.reports else {}
+        reports = self.measured.reports
+        last = reports[-1] if reports else {}
         return {name: value for name, value in last.items() if isinstance(value, (float, int, str))}
 
     def save(self, folder: Path, tag: str) -> None:
@@ -151,8 +125,7 @@ class Contender:
         Raises:
             CheckpointError: on every rank, if any could not do its part.
         """
-        measured = {name: getattr(self, name) for name in _MEASURED}
-        state = {"scenario": self.scenario.state_dict(), "measured": measured}
+        state = {"scenario": self.scenario.state_dict(), "measured": asdict(self.measured)}
         self.engine.save_checkpoint(str(folder / self.label), tag, {"run": state}, save_latest=False)
 
     def load(self, folder: Path, tag: str) -> None:
@@ -169,32 +142,33 @@ class Contender:
         assert client_state is not None
         state = client_state["run"]
         self.scenario.load_state_dict(state["scenario"])
-        for name, value in state["measured"].items():
-            setattr(self, name, value)
-        self.resumed_at.append(len(self.losses))
+        self.measured = Measurements.from_values(state["measured"])
+        self.measured.resumed_at.append(len(self.measured.losses))
 
     def last_stages_s(self) -> list[float]:
         """Return the busy seconds a batch of each stage: medians of the last batches."""
-        last = [times for times in self.stages_s[-_LAST:] if len(times) == len(self.stages_s[-1])]
+        stages_s = self.measured.stages_s
+        last = [times for times in stages_s[-_LAST:] if len(times) == len(stages_s[-1])]
         return [statistics.median(times) for times in zip(*last, strict=True)]
 
     def summary(self) -> RunSummary:
         """Sum up the run. Called on all ranks; the result is right on all of them."""
-        profiling_s, planning_s, migrating_s = _largest(self.timed_overheads_s, self.engine.device)
-        resumed = ", ".join(map(str, self.resumed_at))
+        measured = self.measured
+        profiling_s, planning_s, migrating_s = _largest(measured.timed_overheads_s, self.engine.device)
+        resumed = ", ".join(map(str, measured.resumed_at))
         return RunSummary(
             label=self.label,
-            tokens=self.timed_batches * self.data.shape.tokens,
-            seconds=_largest([self.timed_s], self.engine.device)[0],
-            losses=tuple(self.losses),
+            tokens=measured.timed_batches * self.data.shape.tokens,
+            seconds=_largest([measured.timed_s], self.engine.device)[0],
+            losses=tuple(measured.losses),
             boundaries=tuple(self.engine.partition),
-            bubble_ratio=statistics.mean(self.bubbles) if self.bubbles else None,
+            bubble_ratio=statistics.mean(measured.bubbles) if measured.bubbles else None,
             profiling_s=profiling_s,
             planning_s=planning_s,
             migrating_s=migrating_s,
-            last_tokens_per_s=self.last_tokens_per_s,
-            num_rebalances=len(self.rebalanced_at),
-            validation_losses=tuple(found["loss"] for found in self.validations),
+            last_tokens_per_s=measured.last_tokens_per_s,
+            num_rebalances=len(measured.rebalanced_at),
+            validation_losses=tuple(found["loss"] for found in measured.validations),
             notes=self.notes() | ({"resumed after batch": resumed} if resumed else {}),
         )
 
@@ -207,8 +181,8 @@ def _now_s() -> float:
 
 
 def _overheads_s(engine: DynamicPipelineEngine) -> tuple[float, float, float]:
-    spent = engine.overhead
-    return spent.profiling_s, spent.planning_s, spent.migrating_s
+    overhead = engine.overhead
+    return overhead.profiling_s, overhead.planning_s, overhead.migrating_s
 
 
 def _largest(values: Sequence[float], device: torch.device) -> list[float]:
@@ -272,7 +246,7 @@ def build_contender(
         replica=engine.mpu.get_data_parallel_rank(),
     )
     data = TokenBatches(
-        tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size, shuffle=settings.data_shuffle
+        tokens, shape, seed=settings.seed, vocab_size=settings.model.vocab_size, shuffle=settings.data.shuffle
     )
     scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"
@@ -282,8 +256,8 @@ def build_contender(
             validation, shape, vocab_size=settings.model.vocab_size, max_batches=settings.run.validate_batches
         )
         contender.validator = Validator(engine, evaluated, every=settings.run.validate_every)
-    engine.on_rebalance(lambda event: contender.rebalanced_at.append(len(contender.losses)))
-    engine.on_rebalance(lambda event: record_rebalance(contender.recording, event))
+    engine.on_rebalance(lambda event: contender.measured.rebalanced_at.append(len(contender.measured.losses)))
+    engine.on_rebalance(lambda event: contender.measured.recording.add_rebalance(event))
     return contender
 
 
@@ -302,10 +276,10 @@ def train_in_turns(
     """
     for number, window in enumerate(settings.run.windows()):
         for contender in contenders if number % 2 == 0 else reversed(contenders):
-            left = [batch for batch in window if batch >= len(contender.losses)]
+            left = [batch for batch in window if batch >= len(contender.measured.losses)]
             if not left:
                 continue
-            timed = window.start >= settings.run.warmup_batches and left[0] not in contender.resumed_at
+            timed = window.start >= settings.run.warmup_batches and left[0] not in contender.measured.resumed_at
             for batch in contender.train_window(left, timed=timed):
                 yield contender, batch
             after_turn()

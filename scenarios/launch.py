@@ -47,7 +47,7 @@ def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettin
         arguments: its arguments.
         settings: where.
     """
-    places = ["--hostfile", settings.hostfile] if settings.hostfile else ["--master_port", str(_free_port())]
+    places = ["--hostfile", settings.hostfile] if settings.hostfile else ["--master_port", str(free_port())]
     return [
         sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--quiet",
         "--num_accelerators", str(settings.num_accelerators), *places, "--module", module, *arguments,
@@ -94,7 +94,7 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> i
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that no other job on this machine uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

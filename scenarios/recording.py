@@ -1,22 +1,26 @@
-"""What a run records for its report: seconds of every layer over training, partitions, re-partitions.
-
-A recording is plain values, for JSON and checkpoints alike, and its size is bounded: when it has
-:data:`MOST_ROWS` rows, neighbours are averaged and every row stands for twice as many batches.
-"""
+"""What is measured of a run while it trains, as plain values for checkpoints and ``results.json`` alike."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
-from dynpipe_ds import PipelineProfile, RebalanceEvent
+from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
+from scenarios.scenario import Report
 
 MOST_ROWS = 512
 _DIGITS = 8  # of seconds
 
 
-class Recording(TypedDict):
-    """Values of one run.
+@dataclass
+class Recording:
+    """Seconds of every layer over training, partitions, re-partitions; what the report page shows of the layers.
+
+    Its size is bounded: when it has :data:`MOST_ROWS` rows, neighbours are averaged and every row stands for twice
+    as many batches.
 
     Attributes:
         names: name of every layer.
@@ -30,71 +34,136 @@ class Recording(TypedDict):
         rebalances: :class:`~dynpipe_ds.RebalanceEvent` as dictionaries.
     """
 
-    names: list[str]
-    num_micro_batches: int
-    batches_a_row: int
-    first_batches: list[int]
-    forward_s: list[list[float]]
-    backward_s: list[list[float]]
-    open_rows: list[list[Any]]
-    partitions: list[list[Any]]
-    rebalances: list[dict[str, Any]]
+    names: list[str] = field(default_factory=list)
+    num_micro_batches: int = 1
+    batches_a_row: int = 1
+    first_batches: list[int] = field(default_factory=list)
+    forward_s: list[list[float]] = field(default_factory=list)
+    backward_s: list[list[float]] = field(default_factory=list)
+    open_rows: list[list[Any]] = field(default_factory=list)
+    partitions: list[list[Any]] = field(default_factory=list)
+    rebalances: list[dict[str, Any]] = field(default_factory=list)
 
+    # -- while the run trains -----------------------------------------------------------------
 
-def new_recording() -> Recording:
-    """Return a recording of nothing."""
-    return {
-        "names": [], "num_micro_batches": 1, "batches_a_row": 1, "first_batches": [], "forward_s": [],
-        "backward_s": [], "open_rows": [], "partitions": [], "rebalances": [],
-    }  # fmt: skip
+    def add_profile(self, batch: int, profile: PipelineProfile) -> None:
+        """Take in the profile of one batch.
 
+        Args:
+            batch: index of the batch.
+            profile: as measured, not smoothed.
+        """
+        self.names = [layer.name for layer in profile.layers]
+        self.num_micro_batches = profile.num_micro_batches
+        boundaries = list(profile.boundaries)
+        if not self.partitions or self.partitions[-1][1] != boundaries:
+            self.partitions.append([batch, boundaries])
+        forward_s = [layer.forward_s for layer in profile.layers]
+        self.open_rows.append([batch, forward_s, [layer.backward_s for layer in profile.layers]])
+        if len(self.open_rows) >= self.batches_a_row:
+            self._close_row()
+        if len(self.first_batches) >= MOST_ROWS:
+            self._halve()
 
-def record_profile(recording: Recording, batch: int, profile: PipelineProfile) -> None:
-    """Take in the profile of one batch.
+    def add_rebalance(self, event: RebalanceEvent) -> None:
+        """Take in a change of partition.
 
-    Args:
-        recording: is changed.
-        batch: index of the batch.
-        profile: as measured, not smoothed.
-    """
-    recording["names"] = [layer.name for layer in profile.layers]
-    recording["num_micro_batches"] = profile.num_micro_batches
-    boundaries = list(profile.boundaries)
-    if not recording["partitions"] or recording["partitions"][-1][1] != boundaries:
-        recording["partitions"].append([batch, boundaries])
-    forward_s = [layer.forward_s for layer in profile.layers]
-    recording["open_rows"].append([batch, forward_s, [layer.backward_s for layer in profile.layers]])
-    if len(recording["open_rows"]) >= recording["batches_a_row"]:
-        _close_row(recording)
-    if len(recording["first_batches"]) >= MOST_ROWS:
-        _halve(recording)
+        Args:
+            event: as the engine tells it.
+        """
+        values = dataclasses.asdict(event)
+        self.rebalances.append({**values, "before": list(event.before), "after": list(event.after)})
 
+    def _close_row(self) -> None:
+        batches, forward_s, backward_s = zip(*self.open_rows, strict=True)
+        self.first_batches.append(batches[0])
+        self.forward_s.append(_mean(forward_s))
+        self.backward_s.append(_mean(backward_s))
+        self.open_rows = []
 
-def record_rebalance(recording: Recording, event: RebalanceEvent) -> None:
-    """Take in a change of partition.
+    def _halve(self) -> None:
+        self.batches_a_row *= 2
+        self.first_batches = self.first_batches[::2]
+        for rows in (self.forward_s, self.backward_s):
+            rows[:] = [_mean(rows[i : i + 2]) for i in range(0, len(rows), 2)]
 
-    Args:
-        recording: is changed.
-        event: as the engine tells it.
-    """
-    values = dataclasses.asdict(event)
-    recording["rebalances"].append({**values, "before": list(event.before), "after": list(event.after)})
+    # -- when it is over ----------------------------------------------------------------------
 
+    def seconds(self, row: int) -> list[float]:
+        """Forward and backward seconds of every layer.
 
-def _close_row(recording: Recording) -> None:
-    batches, forward_s, backward_s = zip(*recording["open_rows"], strict=True)
-    recording["first_batches"].append(batches[0])
-    recording["forward_s"].append(_mean(forward_s))
-    recording["backward_s"].append(_mean(backward_s))
-    recording["open_rows"] = []
+        Args:
+            row: index of the row.
+        """
+        return [f + b for f, b in zip(self.forward_s[row], self.backward_s[row], strict=True)]
 
+    def rows_of(self, batches: range) -> list[int]:
+        """Indices of the rows that lie in some batches wholly.
 
-def _halve(recording: Recording) -> None:
-    recording["batches_a_row"] *= 2
-    recording["first_batches"] = recording["first_batches"][::2]
-    for rows in (recording["forward_s"], recording["backward_s"]):
-        rows[:] = [_mean(rows[i : i + 2]) for i in range(0, len(rows), 2)]
+        Args:
+            batches: consecutive batches.
+        """
+        last = self.batches_a_row - 1
+        return [i for i, first in enumerate(self.first_batches) if first in batches and first + last in batches]
+
+    def profile_at_the_end(self, num_rows: int) -> PipelineProfile:
+        """Medians of the last rows, for the simulator; it knows times only.
+
+        Args:
+            num_rows: how many.
+        """
+        ways = [zip(*rows[-num_rows:], strict=True) for rows in (self.forward_s, self.backward_s)]
+        layers = tuple(
+            LayerProfile(name, median(forward), median(backward), 0, 0, 0, 0, 0)
+            for name, forward, backward in zip(self.names, *ways, strict=True)
+        )
+        boundaries = tuple(self.partitions[-1][1])
+        return PipelineProfile(self.first_batches[-1], boundaries, self.num_micro_batches, layers, ())
 
 
 def _mean(rows: Any) -> list[float]:
     return [round(sum(column) / len(rows), _DIGITS) for column in zip(*rows, strict=True)]
+
+
+@dataclass
+class Measurements:
+    """Everything that is measured of a run on this rank; the one list of it.
+
+    Attributes:
+        losses: loss of every batch.
+        batches_s: seconds of every batch on this rank.
+        timed_s: seconds of all timed windows, from barrier to barrier.
+        timed_batches: number of batches in them.
+        timed_overheads_s: seconds spent profiling, planning and migrating in them.
+        last_tokens_per_s: throughput of the last of them.
+        bubbles: bubble ratio of every timed batch that was profiled.
+        stages_s: busy seconds of every stage, for every profiled batch.
+        rebalanced_at: batches after which the partition changed.
+        reports: what the scenario reported after every batch.
+        resumed_at: batches after which the run was continued from a checkpoint.
+        recording: what the report page shows of the layers.
+        validations: after how many batches what loss and perplexity were found, for each evaluation.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    batches_s: list[float] = field(default_factory=list)
+    timed_s: float = 0.0
+    timed_batches: int = 0
+    timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    last_tokens_per_s: float | None = None
+    bubbles: list[float] = field(default_factory=list)
+    stages_s: list[list[float]] = field(default_factory=list)
+    rebalanced_at: list[int] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    resumed_at: list[int] = field(default_factory=list)
+    recording: Recording = field(default_factory=Recording)
+    validations: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Measurements:
+        """Undo ``dataclasses.asdict``.
+
+        Args:
+            values: what it gave.
+        """
+        return cls(**{**values, "recording": Recording(**values["recording"])})

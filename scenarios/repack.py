@@ -20,11 +20,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from dynpipe_ds import RepackEvent
-from dynpipe_ds.reporting.plots import save_workers
-from dynpipe_ds.reporting.table import format_table, same_bits
+from dynpipe_ds.reporting import format_table
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_data
 from scenarios.entry import start
+from scenarios.report.comparison import same_bits
+from scenarios.report.pictures import save_workers
 from scenarios.settings import Settings
 from scenarios.train import choose_threads, describe, refresh_s, start_distributed
 
@@ -77,7 +78,7 @@ def train(settings: Settings, tokens: Tokens, *, repack: bool) -> Run:
     for batch in tqdm(batches, desc=label, unit="batch", disable=rank != 0, mininterval=refresh_s()):
         run.workers.append(dist.get_world_size())
         _train_batch(contender, batch)
-    run.losses, run.batches_s = contender.losses, contender.batches_s
+    run.losses, run.batches_s = contender.measured.losses, contender.measured.batches_s
     contender.engine.destroy()  # re-packing replaces the process groups that it uses
     return run
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks import together
 from scenarios.compare import Contender
 from scenarios.settings import Settings
 
@@ -41,6 +41,9 @@ _OF_BATCH = tuple(
     f"deepspeed.{key}"
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 )
+
+
+_SHOWN = {"scenario": "scenario.name", "scenario_settings": "scenario"}
 
 
 class InterruptedRunError(Exception):
@@ -93,7 +96,7 @@ class JobCheckpoints:
                 contender.load(self._folder, stored["tag"])
         except CheckpointError as error:
             raise ValueError(f"{error}; start anew with run.resume=false, or with another output_dir") from error
-        trained = [len(contender.losses) for contender in self._contenders]
+        trained = [len(contender.measured.losses) for contender in self._contenders]
         self._saved_after = min(trained)
         self.newest = str(self._folder)
         return trained
@@ -169,7 +172,7 @@ class JobCheckpoints:
         Raises:
             InterruptedRunError: on every rank, if any was asked to end.
         """
-        trained = [len(contender.losses) for contender in self._contenders]
+        trained = [len(contender.measured.losses) for contender in self._contenders]
         if min(trained) == self._settings.run.batches:
             return
         ending = torch.tensor([int(self._asked_to_end)], device=self._device)
@@ -214,7 +217,7 @@ class JobCheckpoints:
             "settings": json.loads(json.dumps(dataclasses.asdict(self._settings), default=str)),
             "num_stages": len(self._contenders[0].engine.partition) - 1,
             "samples": shape.samples,
-            "trained": {contender.label: len(contender.losses) for contender in self._contenders},
+            "trained": {contender.label: len(contender.measured.losses) for contender in self._contenders},
         }
 
 
@@ -222,7 +225,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Name nested values by their path; the scenario's settings as the command line has them."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        path = prefix + {"scenario": "scenario.name", "scenario_settings": "scenario"}.get(key, key)
+        path = prefix + _SHOWN.get(key, key)
+        if not prefix and key.startswith("data_"):  # as a job's file had it before these were one value
+            path = f"data.{key.removeprefix('data_')}"
         flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return flat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ class Settings:
         model: size and kind of the GPT, or a model folder.
         scenario: name of the dynamism.
         scenario_settings: its keyword arguments.
-        data_path, data_dtype, …: as in :class:`DataSettings`, each with ``data_`` before its name.
+        data: what it trains on.
         deepspeed: the DeepSpeed configuration, with its ``dynamic_pipeline`` section.
         partition_method: the static partition, where the dynamic one starts from.
         dynamic_partition_method: where it starts instead; ``None`` for there.
@@ -143,27 +143,13 @@ class Settings:
     model: GPTConfig | PretrainedModel
     scenario: str
     scenario_settings: Mapping[str, Any]
-    data_path: str | None
-    data_dtype: str | None
+    data: DataSettings
     deepspeed: Mapping[str, Any]
     partition_method: str | list[int]
     run: RunSettings
     seed: int
     output_dir: Path
     dynamic_partition_method: str | list[int] | None = None
-    data_format: str | None = None
-    data_text_key: str = "text"
-    data_tokenizer: str = "bytes"
-    data_end_of_document: str | None = None
-    data_max_tokens: int | None = None
-    data_shuffle: str = "every_epoch"
-    data_validation: float = 0.0
-    data_validation_by: str | None = None
-
-    @property
-    def data(self) -> DataSettings:
-        """Which data; raises ``ValueError`` if a value does not fit."""
-        return DataSettings(**{field.name: getattr(self, f"data_{field.name}") for field in fields(DataSettings)})
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any]) -> Settings:
@@ -192,17 +178,14 @@ class Settings:
             problems.append(str(error))
         if problems:
             raise ValueError("; ".join(problems))
-        data = {f"data_{name}": value for name, value in asdict(sections["data"]).items()}
         scenario = dict(config["scenario"])
         return cls(
-            model=sections["model"],
+            **sections,
             scenario=str(scenario.pop("name")),
             scenario_settings=scenario,
             deepspeed=merge(base, config["ds"]),
-            run=sections["run"],
             output_dir=Path(config["output_dir"]),
             **{name: config[name] for name in _PLAIN},
-            **data,
         )
 
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
@@ -237,5 +220,5 @@ class Settings:
 
 _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # DeepSpeed only asserts what they are
 _PLAIN = ("seed", "partition_method", "dynamic_partition_method")
-_KEYS = ("model", "data", "scenario", "deepspeed", "ds", "run", "output_dir", "launch", *_PLAIN)
-"""What ``conf/config.yaml`` holds; ``launch`` is for the process that starts the ranks."""
+_KEYS = (*(field.name for field in fields(Settings) if field.name != "scenario_settings"), "ds", "launch")
+"""What ``conf/config.yaml`` holds: ``ds`` is laid over ``deepspeed``, ``launch`` is for who starts the ranks."""

@@ -27,16 +27,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
-from dynpipe_ds import FatalError
-from dynpipe_ds.host.install import init_distributed
-from dynpipe_ds.ranks.fatal import naming_lost_ranks
-from dynpipe_ds.ranks.heartbeat import start_heartbeat
-from dynpipe_ds.reporting.plots import save_comparison
-from dynpipe_ds.reporting.table import RunSummary, comparison_table, same_bits
+from dynpipe_ds import FatalError, init_distributed
+from dynpipe_ds.ranks import explaining_lost_ranks
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
 from scenarios.ranks import hear_warnings, rank
+from scenarios.report.comparison import RunSummary, comparison_table, same_bits
+from scenarios.report.pictures import save_comparison
 from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import SECTION, Settings, merge
 
@@ -101,24 +99,24 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
         dynamic.engine.on_rebalance(lambda event: tqdm.write(str(event), file=sys.stdout))
     notes: dict[str, Any] = {}
     # Once a window, since what a router does changes from batch to batch.
-    told_after = {window[-1] for window in settings.run.windows()}
+    says_after = {window[-1] for window in settings.run.windows()}
     bar = tqdm(
-        total=2 * settings.run.batches, initial=sum(len(contender.losses) for contender in contenders),
+        total=2 * settings.run.batches, initial=sum(len(contender.measured.losses) for contender in contenders),
         unit="batch", disable=not first, mininterval=refresh_s(),
     )  # fmt: skip
     with bar:
         for contender, batch in train_in_turns(contenders, settings, checkpoints.after_turn):
-            if first and contender is dynamic and batch in told_after and contender.notes() != notes:
+            if first and contender is dynamic and batch in says_after and contender.notes() != notes:
                 notes = contender.notes()
-                told = ", ".join(f"{name}: {value}" for name, value in notes.items())
-                tqdm.write(f"after batch {batch + 1}: {told}", file=sys.stdout)
-            rate = contender.data.shape.tokens / contender.batches_s[-1]
+                values = ", ".join(f"{name}: {value}" for name, value in notes.items())
+                tqdm.write(f"after batch {batch + 1}: {values}", file=sys.stdout)
+            rate = contender.data.shape.tokens / contender.measured.batches_s[-1]
             bar.set_description(f"{contender.label:>7}", refresh=False)
             bar.set_postfix_str(
-                f"loss {contender.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
+                f"loss {contender.measured.losses[-1]:.3f}, {rate:,.0f} tokens/s", refresh=False
             )
             bar.update()
-            found = contender.validations[-1] if contender.validations else {}
+            found = contender.measured.validations[-1] if contender.measured.validations else {}
             if first and found.get("after") == batch + 1:
                 values = f"loss {found['loss']:.6f}, perplexity {found['perplexity']:.2f}"
                 tqdm.write(f"after batch {batch + 1}: {contender.label} validation {values}", file=sys.stdout)
@@ -149,16 +147,10 @@ def describe(settings: Settings) -> dict[str, Any]:
 def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
     """Return what was measured in a run as values that JSON can hold."""
     return {
+        **dataclasses.asdict(contender.measured),
         **dataclasses.asdict(summary),
         "tokens_per_s": summary.tokens_per_s,
         "final_loss": summary.final_loss,
-        "batches_s": contender.batches_s,
-        "stages_s": contender.stages_s,
-        "rebalanced_at": contender.rebalanced_at,
-        "resumed_at": contender.resumed_at,
-        "validations": contender.validations,
-        "reports": contender.reports,
-        "recording": contender.recording,
     }
 
 
@@ -176,14 +168,14 @@ def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[Run
     table = comparison_table(runs[0], runs[1])
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}\n")
-    if static.stages_s and dynamic.stages_s:
+    if static.measured.stages_s and dynamic.measured.stages_s:
         picture = save_comparison(
             folder / "stage_times.png",
             static_stages_s=static.last_stages_s(),
             dynamic_stages_s=dynamic.last_stages_s(),
-            static_batches_s=static.batches_s,
-            dynamic_batches_s=dynamic.batches_s,
-            rebalanced_at=dynamic.rebalanced_at,
+            static_batches_s=static.measured.batches_s,
+            dynamic_batches_s=dynamic.measured.batches_s,
+            rebalanced_at=dynamic.measured.rebalanced_at,
             title=f"scenario={settings.scenario}",
         )
         print(f"picture of the stage times: {picture}")
@@ -221,7 +213,7 @@ def run(settings: Settings) -> None:
             save(settings, contenders, runs)
         checkpoints.discard()
     except RuntimeError:
-        with naming_lost_ranks(start_heartbeat(), "the job was trained", lambda: checkpoints.newest):
+        with explaining_lost_ranks("the job was trained", lambda: checkpoints.newest):
             raise
     dist.destroy_process_group()
 

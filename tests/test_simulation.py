@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,8 +13,8 @@ import pytest
 from deepspeed.runtime.pipe import schedule as theirs
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import (
-    Instruction,
     Interval,
     ScheduleName,
     Sends,
@@ -29,8 +29,7 @@ from dynpipe_ds.simulation import (
     simulate,
     streams_of,
 )
-from dynpipe_ds.simulation.schedules import Op
-from dynpipe_ds.simulation.streams import run_streams
+from dynpipe_ds.simulation.streams import run_order
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SENDS: tuple[Sends, ...] = get_args(Sends)
@@ -38,8 +37,7 @@ SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (4, 1), (4, 8),
 
 
 def reference(workload: Workload, schedule: ScheduleName, sends: Sends = "rendezvous") -> Simulation:
-    streams = streams_of(schedule, workload.num_micro_batches, workload.num_stages)
-    return run_streams(workload, streams, sends=sends)
+    return simulate(workload, order_of(schedule, workload.num_micro_batches, workload.num_stages), sends=sends)
 
 
 def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches: int, *, varying: bool) -> Workload:
@@ -306,41 +304,32 @@ def test_recorded_profile_round_trip(tmp_path: Path) -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
-def test_streams_are_deepspeeds(num_stages: int, num_micro_batches: int) -> None:
-    """Its instructions name a buffer, not a micro-batch; each kind handles the micro-batches in order."""
-    for stage, stream in enumerate(streams_of("1f1b", num_micro_batches, num_stages)):
-        counts = dict.fromkeys(Op, 0)
-        expected = []
-        for command in chain.from_iterable(theirs.TrainSchedule(num_micro_batches, num_stages, stage)):
-            op = THEIR_OPS.get(type(command))
-            if op is not None:
-                expected.append(Instruction(op, counts[op]))
-                counts[op] += 1
-        assert stream == expected
+def test_an_order_of_ones_own() -> None:
+    """One micro-batch after the other: nothing overlaps, so the seconds add up."""
+    serial = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
+    workload = Workload([1.0, 3.0], [2.0, 4.0], 2, activation_link_s=0.5, activation_bytes=[10, 7])
+    for sends in SENDS:
+        result = simulate(workload, serial, sends=sends)
+        assert result.makespan_s == 2 * (1 + 0.5 + 3 + 4 + 2) and not result.timeline
+        assert [stage.peak_micro_batches for stage in result.stages] == [1, 1]
+    assert simulate(workload, serial, timeline=True).timeline
+    assert streams_of("gpipe", 2, 2) == [list(stream) for stream in order_of("gpipe", 2, 2).stages]
 
 
-THEIR_OPS = {
-    theirs.ForwardPass: Op.FORWARD,
-    theirs.BackwardPass: Op.BACKWARD,
-    theirs.SendActivation: Op.SEND_ACTIVATION,
-    theirs.RecvActivation: Op.RECV_ACTIVATION,
-    theirs.SendGrad: Op.SEND_GRADIENT,
-    theirs.RecvGrad: Op.RECV_GRADIENT,
-}
-
-
-def test_streams_that_do_not_fit_are_refused() -> None:
-    workload = Workload([1.0, 1.0], [1.0, 1.0], 1)
-    sends = [Instruction(Op.FORWARD, 0), Instruction(Op.SEND_ACTIVATION, 0)]
-    with pytest.raises(ValueError, match="stage 0 waits for ever in send_activation of micro-batch 0"):
-        run_streams(workload, [sends, []])
-    with pytest.raises(ValueError, match="stage 1 waits for ever in recv_activation"):
-        run_streams(workload, [[], [Instruction(Op.RECV_ACTIVATION, 0)]], sends="buffered")
-    with pytest.raises(ValueError, match="activation over boundary 0: micro-batch 0 meets micro-batch 1"):
-        run_streams(workload, [sends, [Instruction(Op.RECV_ACTIVATION, 1)]])
-    with pytest.raises(ValueError, match="1 streams for 2 stages"):
-        run_streams(workload, [sends])
+def test_orders_that_do_not_fit_are_refused() -> None:
+    workload = Workload([1.0, 1.0], [1.0, 1.0], 2)
+    serial = "RA0 F0 B0 SG0 RA1 F1 B1 SG1"
+    both_send = Order.parse(f"F0 SA0 F1 SA1 RG0 B0 RG1 B1 | {serial}")
+    with pytest.raises(ValueError, match="stage 0 waits for ever in send_activation of micro-batch 1"):
+        simulate(workload, both_send)
+    assert simulate(workload, both_send, sends="buffered").makespan_s > 0
+    crossed = Order.parse(f"F1 SA1 F0 SA0 RG0 B0 RG1 B1 | {serial}")
+    with pytest.raises(ValueError, match="activation over boundary 0: micro-batch 1 meets micro-batch 0"):
+        simulate(workload, crossed, sends="buffered")
+    with pytest.raises(ValueError, match="an order of 1 stages and 2 micro-batches for a workload of 2 and 2"):
+        run_order(workload, order_of("1f1b", 2, 1))
+    with pytest.raises(ValueError, match="schedule = '2f2b': must be '1f1b' or 'gpipe'"):
+        simulate(workload, "2f2b")  # type: ignore[arg-type]
 
 
 def test_wrong_numbers_are_refused() -> None:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.launch import environment, launch
 from benchmarks.overhead.migration import OPTIMIZERS
+from benchmarks.ranks import start_rank
 
 COMPARED = ("AdamW", "ZeRO-1", "bf16 + ZeRO-1")
 
@@ -114,11 +115,7 @@ def main() -> None:
         print(environment())
         launch("benchmarks.checkpoint.main", 2, *(f"--{k}={v}" for k, v in vars(options).items()))
         return
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        init_distributed()
+    start_rank()
     first = dist.get_rank() == 0
     if first:
         print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")

@@ -6,8 +6,6 @@ python -m benchmarks.expert_parallel.main [--tokens 1024 --hidden 256 --experts 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import statistics
 import time
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import environment, launch
+from benchmarks.ranks import start_rank
 from scenarios.gpt import GPTConfig
 from scenarios.moe import ExpertConfig, MoEMLP, set_expert_group
 from scenarios.moe.routing import Assignment, token_choice
@@ -78,11 +77,7 @@ def main() -> None:
         print(environment())
         launch("benchmarks.expert_parallel.main", 2, *[f"--{k}={v}" for k, v in vars(options).items()])
         return
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        init_distributed()
+    start_rank()
     seconds = measure(options)
     if dist.get_rank() == 0:
         print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")

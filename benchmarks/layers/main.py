@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.launch import environment
 from benchmarks.layers.case import measure
-from dynpipe_ds.reporting.table import format_table
+from dynpipe_ds.reporting import format_table
 
 # Modules benchmarks.layers.<name>, each with cases() -> list[Case].
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, start_rank, take
+from benchmarks.ranks import argument_list, leave, start_rank, take
 from benchmarks.record import COLOURS, HATCHES, RESULTS, environment, new_figure, save, save_figure, table
 from benchmarks.scenarios.contenders import read_settings
 
@@ -44,22 +44,22 @@ def measure(scenario: str, options: argparse.Namespace, *, always: bool) -> dict
     overrides = [f"scenario={scenario}", *SCENARIOS[scenario], *([] if always else EVERY_BATCH), *options.set]
     settings = read_settings(overrides)
     run = build_contender(settings, load_tokens(vocab_size=settings.model.vocab_size), dynamic=not always)
-    engine, seconds, spent = run.engine, [], [0.0] * len(PARTS)
+    engine, seconds, at_start_s = run.engine, [], [0.0] * len(PARTS)
     start = engine.partition
     other = (start[0], start[1] + 1, *start[2:])
     moves: list[Any] = []
     engine.on_rebalance(moves.append)
     for batch in range(WARM_UP + options.batches):
         if batch == WARM_UP:
-            spent = [getattr(engine.overhead, f"{part}_s") for part in PARTS]
+            at_start_s = [getattr(engine.overhead, f"{part}_s") for part in PARTS]
             moves.clear()
-        before_s = run.timed_s
+        before_s = run.measured.timed_s
         for _ in run.train_window(range(batch, batch + 1), timed=True):
             if always:
                 engine.repartition(start if batch % 2 else other)
-        seconds.append(run.timed_s - before_s)
+        seconds.append(run.measured.timed_s - before_s)
     now = [getattr(engine.overhead, f"{part}_s") for part in PARTS]
-    own_s = [b - a for a, b in zip(spent, now, strict=True)]
+    own_s = [b - a for a, b in zip(at_start_s, now, strict=True)]
     overhead_s = torch.tensor(own_s, dtype=torch.float64, device=engine.device)
     dist.all_reduce(overhead_s, op=dist.ReduceOp.MAX)
     layer_s = statistics.median(layer.seconds for layer in engine.profile.layers[1:-1])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
 from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
 from scenarios.compare import silence
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
 from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
 from scenarios.compare import silence
 
@@ -49,12 +49,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(256, (2, options.length + 1))
     batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    spent_s = 0.0
+    before_s = 0.0
     for number in range(2 * options.batches + WARM_UP):
         # on, off, off, on: a drift of the machine hurts both alike
         engine.profiling = number % 4 in (0, 3)
         if number == WARM_UP:
-            spent_s = engine.overhead.profiling_s
+            before_s = engine.overhead.profiling_s
         start_s = now_s()
         engine.train_batch(batches)
         if number >= WARM_UP:
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "hidden": options.hidden, "with_s": seconds[True], "without_s": seconds[False],
         "layer_s": statistics.median(layer.seconds for layer in engine.profile.layers[1:-1]),
-        "accounted_s": engine.overhead.profiling_s - spent_s,
+        "accounted_s": engine.overhead.profiling_s - before_s,
     }
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
 from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
 from scenarios.compare import silence
 
@@ -63,12 +63,12 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
     batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
     wall_s: dict[str, list[float]] = {name: [] for name in engines}
     cpu_s: dict[str, list[float]] = {name: [] for name in engines}
-    spent: dict[str, list[float]] = {}
+    before_s: dict[str, list[float]] = {}
     num_profiles = dict.fromkeys(SECTIONS, 0)
     names = list(engines)
     for number in range(WARM_UP + rounds):
         if number == WARM_UP:
-            spent = {name: _spent(engines[name]) for name in SECTIONS}
+            before_s = {name: _overhead_s(engines[name]) for name in SECTIONS}
         shift = number // 2 % len(names)
         order = names[shift:] + names[:shift]
         for name in order if number % 2 == 0 else reversed(order):
@@ -87,14 +87,14 @@ def measure(model: str, rounds: int) -> dict[str, Any]:
     return {
         "model": model, "wall_s": wall_s, "cpu_s": cpu_s, "num_profiles": num_profiles,
         "spent_s": {
-            name: [after - before for before, after in zip(spent[name], _spent(engines[name]), strict=True)]
+            name: [after - before for before, after in zip(before_s[name], _overhead_s(engines[name]), strict=True)]
             for name in SECTIONS
         },
         "partitions": {name: list(engines[name].partition) for name in SECTIONS},
     }
 
 
-def _spent(engine: Any) -> list[float]:
+def _overhead_s(engine: Any) -> list[float]:
     return [engine.overhead.profiling_s, engine.overhead.planning_s]
 
 

@@ -90,7 +90,7 @@ def plot_predictions(path: Path, comparisons: Sequence[Any], goal: float) -> Non
     places = np.arange(len(comparisons))
     axes.axhspan(-100 * goal, 100 * goal, color="#E8E8E8", label=f"goal: within {goal:.0%}")
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.plot(places, [100 * c.told_error for c in comparisons], "s", color="#E69F00", label="as told")
+    axes.plot(places, [100 * c.declared_error for c in comparisons], "s", color="#E69F00", label="as told")
     axes.plot(places, [100 * c.error for c in comparisons], "o", color="#0072B2", label="with overheads")
     axes.plot(places, [100 * c.own_error for c in comparisons], "^", color="#009E73", label="from its own profile")
     names = [f"{c.case.trace.split(':')[1]}\n{c.case.num_stages} stages" for c in comparisons]

@@ -12,8 +12,8 @@ from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenar
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
 from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
-from benchmarks.replay.predict import ideal_s, told_s
-from dynpipe_ds.reporting.timeline import save_gantt
+from benchmarks.replay.predict import ideal_s, simulated_s
+from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import simulate
 
 STATIC_LABELS = [m.label for m in STATIC]
@@ -101,7 +101,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
         "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
-    longer = [run.wall_s / told_s(run) for run in results if run.kind == "replay"]
+    longer = [run.wall_s / simulated_s(run) for run in results if run.kind == "replay"]
     if longer:
         report.notes.append(
             f"Everything but the layers (messages, the engine, other work on the machine, overheads) makes the runs "
@@ -133,16 +133,16 @@ def heat_maps(report: Report, results: Sequence[Result]) -> list[str]:
         if num_stages != stages or OPTIMAL not in runs:
             continue
         run, name = runs[OPTIMAL], scenario_of(trace)
-        case, told, parts = run.case, run.case.load_trace(), run.boundaries_by_batch()
-        costs = 1e3 * np.array([told.at(b, case.num_batches).seconds for b in range(case.num_batches)])
+        case, trace, parts = run.case, run.case.load_trace(), run.boundaries_by_batch()
+        costs = 1e3 * np.array([trace.at(b, case.num_batches).seconds for b in range(case.num_batches)])
         title = f"{name}, {blocks_of(run)} blocks, {num_stages} stages: told layer times and {OPTIMAL}'s cuts (replay)"
         names.append(f"layers_{name}_quick.png" if report.quick else f"layers_{name}.png")
         plot_heat_map(report.folder / names[-1], costs, parts, title=title)
         last = case.num_batches - 1
-        moment = told.at(last, case.num_batches)
+        moment = trace.at(last, case.num_batches)
         timelines = {}
-        for label, cuts in (("static uniform", run.first_boundaries), (OPTIMAL, parts[-1])):
-            timelines[label] = simulate(case.workload(moment, cuts, last), timeline=True).timeline
+        for label, boundaries in (("static uniform", run.first_boundaries), (OPTIMAL, parts[-1])):
+            timelines[label] = simulate(case.workload(moment, boundaries, last), timeline=True).timeline
         names.append(names[-1].replace("layers_", "timeline_"))
         save_gantt(report.folder / names[-1], timelines, title=f"{name}: the last batch, simulated from the told times")
     return names
@@ -160,9 +160,9 @@ def bubbles(report: Report, results: Sequence[Result]) -> None:
     for (trace, num_stages, _), runs in grouped(results).items():
         name, uniform = scenario_of(trace), runs[UNIFORM]
         static = best(runs.values(), STATIC_LABELS)
-        told = static.case.load_trace()
-        changed = next((b.batch for b in told.batches if b.batch), told.num_batches)
-        dense = static.bubbles[1 : max(2, changed * static.case.num_batches // told.num_batches)]
+        trace = static.case.load_trace()
+        changed = next((b.batch for b in trace.batches if b.batch), trace.num_batches)
+        dense = static.bubbles[1 : max(2, changed * static.case.num_batches // trace.num_batches)]
         bars = {
             "before it changes": median(dense), "static uniform": uniform.last_bubble(),
             "best static": static.last_bubble(),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import environment, launch
+from benchmarks.ranks import start_rank
 
 WARMUP = 4  # pairs that are not counted
 
@@ -108,11 +109,8 @@ def main() -> None:
         flags = ["--unprofiled"] if options.unprofiled else []
         launch("benchmarks.plain.main", 2, *[f"--{k}={v}" for k, v in values.items()], *flags)
         return
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
+    start_rank()
     with contextlib.redirect_stdout(io.StringIO()):
-        init_distributed()
         dynamic, plain = (build(options, dynamic=kind) for kind in (True, False))
     dynamic.profiling = not options.unprofiled
     micro_batch = dynamic.train_micro_batch_size_per_gpu()
@@ -126,9 +124,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         print(row("wall time", wall))
         print(row("CPU time of both ranks", cpu))
-        spent = dynamic.overhead
-        print(f"own accounting: profiling {spent.profiling_s / sum(d for d, _ in wall):.2%}, planning "
-              f"{spent.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
+        overhead = dynamic.overhead
+        print(f"own accounting: profiling {overhead.profiling_s / sum(d for d, _ in wall):.2%}, planning "
+              f"{overhead.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
     dist.destroy_process_group()
 
 

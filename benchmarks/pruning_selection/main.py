@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import statistics
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.launch import environment, launch
+from benchmarks.ranks import start_rank
 from scenarios.pruning.gathering import keep_largest_by_gathering
 from scenarios.pruning.selection import Masks, keep_largest
 
@@ -69,11 +69,7 @@ def main() -> None:
         millions = [str(value) for value in options.millions]
         launch("benchmarks.pruning_selection.main", 2, "--millions", *millions, "--repeats", str(options.repeats))
         return
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):
-        init_distributed()
+    start_rank()
     rank, group = dist.get_rank(), dist.group.WORLD
     if rank == 0:
         print("| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |")

@@ -163,11 +163,11 @@ class Case:
         """
         factors = self.micro_batch_factors(moment, batch, replica)
         slow = 1.0 / np.array(self.speeds)[:, None]
-        cuts = list(pairwise(boundaries))
+        spans = list(pairwise(boundaries))
 
         def stages(seconds: Sequence[float]) -> np.ndarray:
             table = np.array(seconds)[:, None] * factors
-            return slow * np.array([table[low:high].sum(0) for low, high in cuts])
+            return slow * np.array([table[low:high].sum(0) for low, high in spans])
 
         trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
         forward_s = stages(moment.forward_s) + late_s[0]

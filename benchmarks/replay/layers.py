@@ -44,14 +44,14 @@ class _Wait(torch.autograd.Function):
     ) -> Tensor:
         until = _FORWARDS.until(layer, micro_batch, forward_s)
         ctx.save_for_backward(x, weight)
-        ctx.told = layer, micro_batch, backward_s
+        ctx.waits = layer, micro_batch, backward_s
         y = x * (1.0 + weight.mean())
         _wait(until)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        until = _BACKWARDS.until(*ctx.told)
+        until = _BACKWARDS.until(*ctx.waits)
         x, weight = ctx.saved_tensors
         to_x = gradient * (1.0 + weight.mean()) if ctx.needs_input_grad[0] else None
         to_weight = None

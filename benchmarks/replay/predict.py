@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.replay.case import METHODS, WARM_UP, Case, Move, Result, first_boundaries
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.trace import as_profile
+from dynpipe_ds import PipelineProfile
 from dynpipe_ds.config import parse_config
 from dynpipe_ds.decide.balancer import Balancer
-from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.simulation import simulate
 
@@ -80,17 +80,18 @@ def ideal_s(case: Case, replicas: int = 1) -> float:
         at_unit_speed = replace(case, speeds=(1.0,) * case.num_stages)
         profile = _measured(at_unit_speed, trace, moment, anything, batch, replicas)
         costs = profile.costs("time")
-        cuts = {
+        partitions = {
             tuple(optimal(costs, case.num_stages, speeds=case.speeds).boundaries),
             tuple(simulated(costs, case.num_stages, speeds=case.speeds, profile=profile).boundaries),
         }
         seconds += min(
-            max(simulate(case.workload(moment, cut, batch, replica=r)).batch_s for r in range(replicas)) for cut in cuts
+            max(simulate(case.workload(moment, parts, batch, replica=r)).batch_s for r in range(replicas))
+            for parts in partitions
         )
     return seconds
 
 
-def told_s(result: Result) -> float:
+def simulated_s(result: Result) -> float:
     """Simulated seconds of a run's timed batches on the partitions that it had: layers as told, nothing else.
 
     Args:

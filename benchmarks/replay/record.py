@@ -88,13 +88,10 @@ def record(settings: Settings, command: str) -> Trace:
         command: for the trace's source.
     """
     from scenarios.compare import build_contender
-    from scenarios.data import load_tokens
+    from scenarios.data import load_corpus
     from scenarios.scenario import gather_by_layer
 
-    tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
-        max_tokens=settings.data_max_tokens,
-    )
+    tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     contender = build_contender(settings.profiling_every_batch(), tokens, dynamic=False)
     engine, batches = contender.engine, []
     kind = "cpu" if engine.device.type == "cpu" else "gpu"

@@ -24,7 +24,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import environment, free_port, launch
+from benchmarks.launch import environment, launch
+from benchmarks.ranks import now_s, start_rank
 from benchmarks.replay.case import (
     METHODS,
     PARAMETERS_A_LAYER,
@@ -37,6 +38,7 @@ from benchmarks.replay.case import (
 )
 from benchmarks.replay.layers import WIDTH, ReplayLayer, loss_fn, micro_batches
 from benchmarks.traces import TraceBatch
+from scenarios.launch import free_port
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
@@ -80,15 +82,15 @@ class Replay:
         message_s = one_way_s(self.engine)
         for batch in range(case.num_batches):
             if batch == WARM_UP:
-                began, spent, first_moves = _now_s(), self._overheads(), len(self.moves)
+                began, before, first_moves = now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
             start_s = time.perf_counter()
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
             batches_s.append(time.perf_counter() - start_s)
             profiles.append(self.engine.last_batch_profile)
-        wall_s = _now_s() - began
-        profiling_s, planning_s = (b - a for a, b in zip(spent, self._overheads(), strict=True))
+        wall_s = now_s() - began
+        profiling_s, planning_s = (b - a for a, b in zip(before, self._overheads(), strict=True))
         return Result(
             case=case, kind="replay", wall_s=wall_s, batches_s=batches_s,
             bubbles=[profile.bubble_ratio for profile in profiles],
@@ -206,11 +208,6 @@ def one_way_s(engine: Any, rounds: int = 20) -> list[float]:
     return list(found.tolist())
 
 
-def _now_s() -> float:
-    dist.barrier()
-    return time.perf_counter()
-
-
 def replay_all(cases: Sequence[Case], out: Path) -> None:
     """Run cases one after the other on this rank; the first rank writes a line for each when it is done.
 
@@ -218,14 +215,10 @@ def replay_all(cases: Sequence[Case], out: Path) -> None:
         cases: all with as many stages as there are ranks.
         out: file of JSON lines.
     """
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
     _wake_first()
     for case in cases:
+        start_rank()  # a world of its own for every run: an engine makes process groups and never gives them back
         with contextlib.redirect_stdout(io.StringIO()):
-            # A world of its own for every run: an engine makes process groups and never gives them back.
-            init_distributed()
             result = Replay(case).run()
         if dist.get_rank() == 0:
             with out.open("a") as file:

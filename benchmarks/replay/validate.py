@@ -41,7 +41,7 @@ class Comparison:
     Args:
         case: the run.
         measured_s: median seconds of its timed batches.
-        told_error: median relative error of the prediction from declared seconds alone.
+        declared_error: median relative error of the prediction from declared seconds alone.
         error: the same with overheads.
         own_error: the same from what this run's own profile says of each stage, as a controller has it.
         worst_error: the largest of any batch.
@@ -51,7 +51,7 @@ class Comparison:
 
     case: Case
     measured_s: float
-    told_error: float
+    declared_error: float
     error: float
     own_error: float
     worst_error: float
@@ -86,7 +86,7 @@ def compare(result: Result, calibration: Result) -> Comparison:
         calibration: a run of the same launch.
     """
     case, trace, parts = result.case, result.case.load_trace(), result.boundaries_by_batch()
-    told, full, own, bubbles = [], [], [], []
+    declared, full, own, bubbles = [], [], [], []
     for batch in range(WARM_UP, case.num_batches):
         moment = trace.at(batch, case.num_batches)
         plain = simulate(case.workload(moment, parts[batch], batch))
@@ -102,11 +102,11 @@ def compare(result: Result, calibration: Result) -> Comparison:
         ))
         measured_s = result.engine_s[batch]
         own.append(profiled.batch_s / measured_s - 1)
-        told.append(plain.batch_s / measured_s - 1)
+        declared.append(plain.batch_s / measured_s - 1)
         full.append(whole.batch_s / measured_s - 1)
         bubbles.append(whole.bubble_ratio)
     return Comparison(
-        case, median(result.engine_s[WARM_UP:]), median(told), median(full), median(own), max(full, key=abs),
+        case, median(result.engine_s[WARM_UP:]), median(declared), median(full), median(own), max(full, key=abs),
         median(result.bubbles[WARM_UP:]), median(bubbles),
     )
 
@@ -152,7 +152,7 @@ def row(c: Comparison) -> str:
     """
     return (
         f"| {c.case.num_stages} | {c.case.num_micro_batches} | {c.case.trace} | {c.measured_s:.3f} "
-        f"| {c.told_error:+.1%} | {c.error:+.1%} ({c.worst_error:+.1%}) | {c.own_error:+.1%} | {c.bubble:.3f} "
+        f"| {c.declared_error:+.1%} | {c.error:+.1%} ({c.worst_error:+.1%}) | {c.own_error:+.1%} | {c.bubble:.3f} "
         f"| {c.predicted_bubble:.3f} |"
     )
 

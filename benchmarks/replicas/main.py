@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.launch import environment, launch
+from benchmarks.ranks import start_rank
 
 LAYER_MEGABYTES = 4.2  # of 1024 x 1024 floats and as many biases as outputs
 
@@ -73,11 +74,8 @@ def measure(engine: Any, megabytes: float, num_repeats: int) -> list[list[tuple[
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    from dynpipe_ds.host.install import init_distributed
-
-    torch.set_num_threads(1)
+    start_rank()
     with contextlib.redirect_stdout(io.StringIO()):
-        init_distributed()
         engine = build()
     for megabytes in options.megabytes:
         theirs, ours = measure(engine, megabytes, options.repeats)

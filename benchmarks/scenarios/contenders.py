@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks.scenarios.micro_batches import by_micro_batch, on_all_stages
+from benchmarks.scenarios.micro_batches import of_all_layers, on_all_stages
 from scenarios.compare import Contender, build_contender
-from scenarios.data import Tokens, load_tokens
+from scenarios.data import load_corpus
 from scenarios.settings import Settings, config_folder
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
@@ -57,7 +57,7 @@ def settings_of(run: str, settings: Settings) -> tuple[Settings, bool]:
 
 
 @dataclass
-class Measured:
+class TimedRun:
     """One of the runs while it is trained.
 
     Attributes:
@@ -76,40 +76,36 @@ class Measured:
 
     def train(self, window: range, *, timed: bool) -> None:
         """Train a window of batches."""
-        before_s = self.contender.timed_s
+        before_s = self.contender.measured.timed_s
         for _ in self.contender.train_window(window, timed=timed):
-            engine = self.contender.engine
-            profile = engine.last_batch_profile
+            profile = self.contender.engine.last_batch_profile
             self.profiles.append(profile)
             self.micro_batches_s.append(
-                by_micro_batch(engine.dynamic.profiler.recorder.marks, len(profile.layers), profile.num_micro_batches)
+                of_all_layers(self.contender.engine, len(profile.layers), profile.num_micro_batches)
             )
         if timed:
-            self.windows_s.append(self.contender.timed_s - before_s)
+            self.windows_s.append(self.contender.measured.timed_s - before_s)
 
 
-def build_runs(settings: Settings) -> dict[str, Measured]:
+def build_runs(settings: Settings) -> dict[str, TimedRun]:
     """Build the runs; they read the same data.
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
     """
-    tokens: Tokens = load_tokens(
-        settings.data_path, dtype=settings.data_dtype, vocab_size=settings.model.vocab_size,
-        max_tokens=settings.data_max_tokens,
-    )
-    runs: dict[str, Measured] = {}
+    tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
+    runs: dict[str, TimedRun] = {}
     for name in RUNS:
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:
             continue
         contender.label = name
-        runs[name] = Measured(contender)
+        runs[name] = TimedRun(contender)
         _time_hooks(runs[name])
     return runs
 
 
-def _time_hooks(run: Measured) -> None:
+def _time_hooks(run: TimedRun) -> None:
     """Add up what the scenario does between batches: training needs it, wherever the stages end."""
     scenario: Any = run.contender.scenario
 
@@ -127,7 +123,7 @@ def _time_hooks(run: Measured) -> None:
     scenario.after_batch = timed(scenario.after_batch, False)
 
 
-def train_in_turns(runs: Mapping[str, Measured], settings: Settings) -> None:
+def train_in_turns(runs: Mapping[str, TimedRun], settings: Settings) -> None:
     """Train all runs in alternating windows; each window begins with another run, in both directions."""
     names = list(runs)
     for number, window in enumerate(settings.run.windows()):
@@ -137,20 +133,20 @@ def train_in_turns(runs: Mapping[str, Measured], settings: Settings) -> None:
             runs[name].train(window, timed=window.start >= settings.run.warmup_batches)
 
 
-def as_values(run: Measured) -> dict[str, Any]:
+def as_values(run: TimedRun) -> dict[str, Any]:
     """What was measured as values that JSON can hold; collective, since overheads differ between ranks."""
     contender, summary = run.contender, run.contender.summary()
     hooks_s = torch.tensor(run.hooks_s, dtype=torch.float64, device=contender.engine.device)
     dist.all_reduce(hooks_s, op=dist.ReduceOp.MIN)  # the others contain waiting
     return {
         "windows_s": run.windows_s,
-        "losses": contender.losses,
+        "losses": contender.measured.losses,
         "hooks_s": hooks_s.tolist(),
         "tokens_per_batch": contender.data.shape.tokens,
         "profiling_s": summary.profiling_s,
         "planning_s": summary.planning_s,
         "migrating_s": summary.migrating_s,
-        "rebalanced_at": contender.rebalanced_at,
+        "rebalanced_at": contender.measured.rebalanced_at,
         "boundaries": [list(profile.boundaries) for profile in run.profiles],
         "layers_s": [[[x.forward_s, x.backward_s] for x in profile.layers] for profile in run.profiles],
         "micro_batches_s": on_all_stages(run.micro_batches_s) if run.contender.label == OURS else [],

@@ -7,14 +7,15 @@ from itertools import combinations, pairwise
 from math import comb, fsum
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.simulation import Workload, simulate
-from dynpipe_ds.simulation.workload import FloatArray
 
 MOST_PARTITIONS = 2000  # as many are tried one by one; beyond, the partitioners' best is taken
 
+FloatArray = NDArray[np.float64]
 Layers = Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]] | FloatArray
 """Forward and backward seconds of every layer: of any micro-batch, or a list of each micro-batch's."""
 
@@ -71,7 +72,7 @@ def best(batches: Sequence[Layers], num_micro_batches: int, num_stages: int) -> 
         first = optimal(costs, num_stages).boundaries
         profile = PipelineProfile(0, first, num_micro_batches, layers, ())
         candidates = [first, simulated(costs, num_stages, profile=profile).boundaries]
-    return min(candidates, key=lambda cut: sum(batch_s(table, cut, num_micro_batches, no_step) for table in tables))
+    return min(candidates, key=lambda parts: sum(batch_s(table, parts, num_micro_batches, no_step) for table in tables))
 
 
 def ideal_s(
@@ -107,6 +108,6 @@ def window_s(
         num_micro_batches: M.
     """
     return fsum(
-        batch_s(layers, cut, num_micro_batches, [min(step)] * len(step)) + hook_s
-        for layers, cut, step, hook_s in zip(batches, boundaries, steps_s, hooks_s, strict=True)
+        batch_s(layers, parts, num_micro_batches, [min(step)] * len(step)) + hook_s
+        for layers, parts, step, hook_s in zip(batches, boundaries, steps_s, hooks_s, strict=True)
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import launch
-from benchmarks.overhead.ranks import argument_list, leave, start_rank, take
+from benchmarks.ranks import argument_list, leave, start_rank, take
 from benchmarks.record import RESULTS, environment, save
 from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline

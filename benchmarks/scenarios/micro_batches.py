@@ -1,4 +1,4 @@
-"""Seconds of every layer in every micro-batch: what a batch's marks say before they are added up to a profile.
+"""Seconds of every layer in every micro-batch: what is measured before it is added up to a profile.
 
 Layers take longer in one micro-batch than in another (tokens leave early, experts are picked, a machine is disturbed),
 and a pipeline waits for the slower one each time, wherever its stages end. The ideal has to know.
@@ -12,29 +12,22 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD
+from dynpipe_ds import DynamicPipelineEngine
 
 DIGITS = 7  # of seconds: a tenth of a microsecond
 
 
-def by_micro_batch(
-    marks: Sequence[tuple[int, int, float]], num_layers: int, num_micro_batches: int
-) -> list[list[list[float]]]:
+def of_all_layers(engine: DynamicPipelineEngine, num_layers: int, num_micro_batches: int) -> list[list[list[float]]]:
     """Seconds by layer, forward and backward, and micro-batch; zero where this rank does not have the layer.
 
     Args:
-        marks: of a batch, ``BatchRecorder.marks``: kind, layer, seconds until the next one.
+        engine: has profiled the batch.
         num_layers: L.
         num_micro_batches: M.
     """
     table = np.zeros((num_layers, 2, num_micro_batches))
-    number = {FORWARD: -1, BACKWARD: -1}
-    before = None
-    for kind, layer, seconds in marks:
-        if kind in number:
-            number[kind] += kind != before
-            table[layer, int(kind == BACKWARD), number[kind]] += seconds
-        before = kind
+    for layer, seconds in engine.micro_batch_seconds().items():
+        table[layer] = seconds
     rounded: list[list[list[float]]] = table.round(DIGITS).tolist()
     return rounded
 

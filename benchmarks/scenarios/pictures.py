@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.record import new_figure, save_figure
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.summary import summarise
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.reporting.timeline import around_move, save_chrome_trace, save_gantt
+from dynpipe_ds import LayerProfile, PipelineProfile
+from dynpipe_ds.reporting import around_move, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
 _BARS = ((DENSE, "#999999", ".."), (UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))
@@ -118,8 +118,10 @@ def save_timeline(name: str, values: Mapping[str, Any], path: Path) -> Path:
     return save_gantt(path, panels, title=f"{name.replace('_', ' ')}: batches, simulated from the measured layers")
 
 
-def _timeline(run: Mapping[str, Any], layers_s: Sequence[Sequence[float]], cut: Sequence[int]) -> Sequence[Interval]:
+def _timeline(
+    run: Mapping[str, Any], layers_s: Sequence[Sequence[float]], boundaries: Sequence[int]
+) -> Sequence[Interval]:
     """A batch of a run on some partition."""
     layers = tuple(LayerProfile(f"layer {i}", f, b, 0, 0, 0, 0, 0) for i, (f, b) in enumerate(layers_s))
-    profile = PipelineProfile(0, tuple(cut), run["num_micro_batches"], layers, ())
-    return simulate(Workload.from_profile(profile, cut, step_s=min(run["steps_s"][-1])), timeline=True).timeline
+    profile = PipelineProfile(0, tuple(boundaries), run["num_micro_batches"], layers, ())
+    return simulate(Workload.from_profile(profile, boundaries, step_s=min(run["steps_s"][-1])), timeline=True).timeline

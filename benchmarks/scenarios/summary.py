@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.record import table
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s, window_s
-from dynpipe_ds.reporting.table import same_bits
+from scenarios.report.comparison import same_bits
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def summarise(values: Mapping[str, Any]) -> Summary:
     best = max(statics, key=lambda name: at_end[name].median)
     ideals = [ideal(runs[OURS], window) for window in windows]
     ours_s = runs[OURS]["windows_s"]
-    spent_s = sum(runs[OURS][f"{what}_s"] for what in ("profiling", "planning", "migrating"))
+    overhead_s = sum(runs[OURS][f"{what}_s"] for what in ("profiling", "planning", "migrating"))
     return Summary(
         tokens_per_s=at_end,
         whole_tokens_per_s=whole,
@@ -97,7 +97,7 @@ def summarise(values: Mapping[str, Any]) -> Summary:
         share=Spread.of([ideals[i][0] / ours_s[i] for i in late]),
         cut_share=Spread.of([ideals[i][0] / _own_s(runs[OURS], windows[i]) for i in late]),
         whole_share=sum(seconds for seconds, _ in ideals) / sum(ours_s),
-        overhead=spent_s / sum(ours_s),
+        overhead=overhead_s / sum(ours_s),
         ideal_boundaries=ideals[-1][1],
         equal_bits=all(same_bits(runs[name]["losses"], runs[OURS]["losses"]) for name in statics),
     )

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds import LayerProfile, PipelineProfile
 
 FORMAT = "dynpipe_ds.trace"
 FORMAT_VERSION = 1  # raised when a key changes its meaning

@@ -30,9 +30,8 @@ from dynpipe_ds.host.optimizer_files import (
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
-from dynpipe_ds.migration.moves import stage_of
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
-from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.placement import check_boundaries
 from dynpipe_ds.ranks.agreement import first_error
 from dynpipe_ds.telling import log
 
@@ -187,7 +186,7 @@ class Loading:
         """Everything this rank will need in the wanted partition."""
         manifest, stage = self._manifest, self._stage.stage_id
         first, stop = partition[stage], partition[stage + 1]
-        old_stages = sorted({stage_of(layer, manifest.partition) for layer in range(first, stop)})
+        old_stages = sorted({manifest.placement.stage_of(layer) for layer in range(first, stop)})
         self._home = stage if self._same_stages else (old_stages or [manifest.num_stages - 1])[0]
         self._replica = self._stage.pipeline.replica % manifest.num_replicas
         self._checkpoint = self._reader.read(manifest.model_files[self._home])

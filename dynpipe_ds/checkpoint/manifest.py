@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynpipe_ds.placement import Placement
+
 MANIFEST_FILE = "dynamic_pipeline.json"
 EXTRAS_FOLDER = "dynamic_pipeline"
 FORMAT = "dynpipe_ds checkpoint"
@@ -140,9 +142,14 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
 
     @property
+    def placement(self) -> Placement:
+        """Which stage of those that wrote it held each layer."""
+        return Placement.from_boundaries(self.partition)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages that wrote it."""
-        return len(self.partition) - 1
+        return self.placement.num_stages
 
     @property
     def is_ours(self) -> bool:

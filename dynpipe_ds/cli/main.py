@@ -7,14 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import dynpipe_ds
-from dynpipe_ds.cli import doctor, plan, profile, report, simulate, try_script
+from dynpipe_ds.cli import doctor, plan, profile, simulate, try_script
 from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError, add_json, show
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 _MORE = """
 Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers
-cost?), plan (where to cut?), simulate (who waits for whom?), then train, then report (what happened?).
+cost?), plan (where to cut?), simulate (who waits for whom?), then train.
 """
 
 
@@ -27,7 +27,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
     add_json(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (doctor, try_script, profile, plan, simulate, report):
+    for command in (doctor, try_script, profile, plan, simulate):
         command.add_parser(commands)
     return parser
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -41,8 +40,10 @@ from dynpipe_ds.partition import (
     partitioner_names,
     run_partitioner,
 )
-from dynpipe_ds.reporting.table import UNKNOWN, format_table
+from dynpipe_ds.reporting import format_table
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+
+_UNKNOWN = "n/a"
 
 _MORE = """
 Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
@@ -205,16 +206,12 @@ class _Case:
 
     def plan(self, partitioner: str) -> Plan:
         """What a partitioner chooses."""
-        function, config = get_partitioner(partitioner), self.config
-        extra: dict[str, Any] = {"profile": self.profile}
-        if self.cost == "time":  # links are in seconds
-            extra |= self.links
-        known = inspect.signature(function).parameters
+        config, links = self.config, self.links if self.cost == "time" else {}  # they are in seconds
         return run_partitioner(
-            function, self.costs, self.num_stages, current=self.current, layer_bytes=self.profile.moved_bytes(),
+            get_partitioner(partitioner), self.costs, self.num_stages, profile=self.profile, **links,
+            current=self.current, layer_bytes=self.profile.moved_bytes(),
             memory=self.memory if config.memory_cap_bytes is not None else None, pinned=config.pinned_cuts,
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
-            **{name: value for name, value in extra.items() if name in known},
         )
 
     def outcome(self, boundaries: Sequence[int]) -> Simulation:
@@ -295,7 +292,7 @@ def _text(case: _Case, values: Mapping[str, Any], others: Sequence[Mapping[str, 
 def _prediction(case: _Case, values: Mapping[str, Any]) -> str:
     above = f"the slowest stage is {percent(values['imbalance'])} above a perfect balance"
     if not case.has_times:
-        return f"a batch     {UNKNOWN}: the profile has no times; {above}"
+        return f"a batch     {_UNKNOWN}: the profile has no times; {above}"
     return f"a batch     {milliseconds(values['batch_s'])} ms, bubble {percent(values['bubble_ratio'])}; {above}"
 
 
@@ -333,12 +330,12 @@ def _other_table(case: _Case, others: Sequence[Mapping[str, Any]]) -> str:
     for other in others:
         if "error" in other:
             mark = f"({len(notes) + 1})"
-            rows.append([other["partitioner"], UNKNOWN, UNKNOWN, UNKNOWN, mark])
+            rows.append([other["partitioner"], _UNKNOWN, _UNKNOWN, _UNKNOWN, mark])
             notes.append(f"{mark} {other['error']}")
             continue
         times = [milliseconds(other["batch_s"]), percent(other["bubble_ratio"])]
         rows.append([
-            other["partitioner"], *(times if case.has_times else [UNKNOWN] * 2), mebibytes(other["peak_bytes"]),
+            other["partitioner"], *(times if case.has_times else [_UNKNOWN] * 2), mebibytes(other["peak_bytes"]),
             brackets(other["boundaries"]),
         ])  # fmt: skip
     return "\n".join([format_table(rows), *notes])

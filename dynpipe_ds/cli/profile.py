@@ -27,7 +27,7 @@ from dynpipe_ds.cli.command import (
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.reporting.table import format_table
+from dynpipe_ds.reporting import format_table
 
 _MORE = """
 MODEL is package.module:function. The function takes no arguments and returns (layers, (inputs, labels)) or

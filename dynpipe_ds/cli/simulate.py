@@ -25,7 +25,7 @@ from dynpipe_ds.cli.command import (
 )
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.reporting.table import format_table
+from dynpipe_ds.reporting import format_table, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 
 WIDTH = 96
@@ -127,13 +127,9 @@ def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) ->
     """Write the picture (all partitions) and the trace (the first one)."""
     files = []
     if arguments.gantt:
-        from dynpipe_ds.reporting.timeline import save_gantt  # half a second, only for pictures
-
         timelines = {name: outcome.timeline for name, outcome in outcomes.items()}
         files.append(str(save_gantt(arguments.gantt, timelines, title="One simulated batch")))
     if arguments.trace:
-        from dynpipe_ds.reporting.timeline import save_chrome_trace
-
         name, outcome = next(iter(outcomes.items()))
         files.append(str(save_chrome_trace(arguments.trace, outcome.timeline, name=name)))
     return files

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, seconds, whole
-from dynpipe_ds.cli.trying.processes import START
+from dynpipe_ds.cli.trying.processes import START, leaving_in_order
 from dynpipe_ds.cli.trying.text import text_of, values_of
 from dynpipe_ds.cli.trying.trial import Plan, carry_out
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> Result:
     plan = Plan(
         command, arguments.batches, arguments.move_every, arguments.seed, arguments.timeout, not arguments.no_reasons
     )
-    with _folder(arguments.folder) as folder:
+    with leaving_in_order(), _folder(arguments.folder) as folder:
         trial = carry_out(plan, folder, _teller())
         if sys.stderr.isatty():
             print(file=sys.stderr)  # below the line that was written over and over

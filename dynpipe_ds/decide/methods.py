@@ -19,7 +19,6 @@ from dynpipe_ds.partition import (
     partitioner_names,
     plan_from_boundaries,
     run_partitioner,
-    wants_profile,
 )
 
 COSTS: tuple[Cost, ...] = ("time", "parameters")
@@ -125,11 +124,9 @@ class PartitionMethod:
         costs = _known_costs(profile, self.cost or "time")
         layer_bytes = profile.moved_bytes()
         if self.partitioner is not None:
-            partitioner = get_partitioner(self.partitioner)
-            extra = {"profile": profile} if wants_profile(partitioner) else {}
             return run_partitioner(
-                partitioner, costs, num_stages, current=current, layer_bytes=layer_bytes,
-                memory=memory, pinned=pinned, speeds=speeds, allow_empty=allow_empty, **extra,
+                get_partitioner(self.partitioner), costs, num_stages, profile=profile, current=current,
+                layer_bytes=layer_bytes, memory=memory, pinned=pinned, speeds=speeds, allow_empty=allow_empty,
             )
         chosen: Any = self.boundaries if self.function is None else self.function(profile, num_stages)
         boundaries = check_boundaries(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.order import planned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
@@ -89,7 +90,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         begin(self)
-        super()._exec_schedule(pipe_schedule)
+        super()._exec_schedule(planned(pipe_schedule))
         refuse_together(self)  # in evaluation; in training it was done before the step
 
     def set_dataloader(self, loader: Any) -> None:

@@ -32,6 +32,7 @@ from dynpipe_ds.host.passing import (
     unless_left_out,
     unless_refused,
     unless_replica_refuses,
+    with_flags,
 )
 from dynpipe_ds.measure import recorder as profiling
 from dynpipe_ds.messages.values import tensors_in
@@ -196,16 +197,14 @@ def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
     for instruction, function in engine_class._INSTRUCTION_MAP.items():  # type: ignore[attr-defined]
         if getattr(function, "__module__", None) == PipelineEngine.__module__:
             continue
-        if instruction in _REPLACEABLE:
-            functions[instruction] = function
-        elif instruction in _OURS:
+        if instruction in _OURS and instruction not in _REPLACEABLE:
             raise ValueError(
                 f"{engine_class.__name__}._INSTRUCTION_MAP has {function.__qualname__} for {instruction.__name__}, "
                 "which dynamic_pipeline replaces by its own so that losses do not depend on the cut; leave DeepSpeed's "
                 f"there (of the built-in ones only {', '.join(i.__name__ for i in _REPLACEABLE)} may be replaced)"
             )
-        else:
-            functions[instruction] = function
+        for_buffer = issubclass(instruction, schedule.BufferOpInstruction)
+        functions[instruction] = with_flags(function) if for_buffer else function
     for instruction, guard in _GUARDS.items():
         functions[instruction] = guard(functions[instruction])
     return {i: _timed(_OURS[i][0], function) if i in _OURS else function for i, function in functions.items()}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec, layer_name, tied_key
 from dynpipe_ds.measure.recorder import BatchRecorder
 from dynpipe_ds.migration.transport import exchange
+from dynpipe_ds.placement import Placement
 
 Layers = Mapping[int, nn.Module]
 
@@ -79,9 +80,14 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         return type(self).get_additional_losses is not PipelineModule.get_additional_losses
 
     @property
+    def placement(self) -> Placement:
+        """Which stage holds each layer now."""
+        return Placement.from_boundaries(self.parts)
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         """The present partition, ``S + 1`` boundaries."""
-        return tuple(int(b) for b in self.parts)
+        return self.placement.boundaries
 
     # -- layers -------------------------------------------------------------------------------
 
@@ -97,14 +103,17 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         """Layer index of every parameter on this stage."""
         return {p: layer for layer, module in self._layers.items() for p in module.parameters()}
 
-    def install(self, boundaries: Sequence[int], layers: Layers) -> None:
+    def install(self, placement: Placement | Sequence[int], layers: Layers) -> None:
         """Make this stage consist of the given layers.
 
         Args:
-            boundaries: ``S + 1`` boundaries of the whole pipeline.
+            placement: that of the whole pipeline, or its ``S + 1`` boundaries.
             layers: the modules of this stage by layer index.
+
+        Raises:
+            ValueError: if a stage would hold several ranges of layers.
         """
-        old = self._layers
+        old, boundaries = self._layers, Placement.of(placement).boundaries
         for layer in self.local_indices():
             self._modules.pop(str(layer), None)
         self.tied_modules.clear()

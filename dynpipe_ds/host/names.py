@@ -147,11 +147,15 @@ NEEDED: dict[str, Needed] = {
     ),
     "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
     "deepspeed.runtime.pipe.schedule": _needed(
+        "BufferOpInstruction PipeSchedule TrainSchedule",
         hooks=(
             "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceTiedGrads "
             "ReduceGrads OptimizerStep"
         ),
         begins="TrainSchedule",
+    ),
+    "deepspeed.runtime.pipe.schedule:PipeSchedule": _needed(
+        "num_pipe_buffers", attributes="micro_batches stage_id stages", hooks="steps", begins="__iter__ __next__"
     ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(attributes="_param_dict bfloat16_config"),

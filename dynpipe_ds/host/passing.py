@@ -7,12 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynpipe_ds.messages.crossing import FIRST_BYTES, Crossing, Links, Passage
 from dynpipe_ds.messages.layouts import Layout, same_memory
 from dynpipe_ds.messages.obstacles import cant_leave
-from dynpipe_ds.messages.values import CantCross, put_together, take_apart
+from dynpipe_ds.messages.values import CantCross, put_together, take_apart, tensors_in
 from dynpipe_ds.migration.transport import exchange, exchange_bytes
 from dynpipe_ds.ranks.agreement import anywhere, first_error
 
@@ -161,6 +161,32 @@ class HandedOver:
         handed: Sequence[Tensor] = _HandOver.apply(*wanting) if wanting else ()  # type: ignore[no-untyped-call]
         given = {id(received): tensor for received, tensor in zip(wanting, handed, strict=True)}
         return put_together(structure, [given.get(id(tensor), tensor) for tensor in tensors])
+
+
+def with_flags(forward: Callable[..., None]) -> Callable[..., None]:
+    """Let a forward pass of the user's own give layers what was received with its flags.
+
+    A copy made under ``no_grad`` has none, and some kernels choose by them in evaluation, too.
+
+    Args:
+        forward: an instruction that is not ours, for a micro-batch's buffer.
+    """
+
+    @wraps(forward)
+    def run(engine: Any, buffer_id: int, **kwargs: Any) -> None:
+        received = [] if engine.is_first_stage() else tensors_in(engine.pipe_buffers["inputs"][buffer_id])
+
+        def flag(_module: nn.Module, given: Any) -> None:
+            copies = tensors_in(given)
+            if torch.is_grad_enabled() or [t.shape for t in copies] != [t.shape for t in received]:
+                return  # autograd's copies have flags; what is no copy is not known
+            for copy, tensor in zip(copies, received, strict=True):
+                copy.requires_grad_(tensor.requires_grad)
+
+        with engine.module.register_forward_pre_hook(flag):
+            forward(engine, buffer_id=buffer_id, **kwargs)
+
+    return run
 
 
 # -- gradients --------------------------------------------------------------------------------

@@ -12,11 +12,12 @@ import statistics
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from itertools import pairwise
 from operator import index
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast
+
+from dynpipe_ds.placement import Placement
 
 FORMAT = "dynpipe_ds.profile"
 FORMAT_VERSION = 1  # raised when a key of the saved profile changes its meaning
@@ -155,12 +156,21 @@ class PipelineProfile:
         if self.num_micro_batches < 1:
             raise ValueError(f"profile: num_micro_batches = {self.num_micro_batches}: must be >= 1")
         if self.boundaries:
-            _check_cover(self.boundaries, len(self.layers))
+            Placement.from_boundaries(self.boundaries, num_layers=len(self.layers))
         if self.stages and len(self.boundaries) != len(self.stages) + 1:
             raise ValueError(
                 f"profile: boundaries = {self.boundaries} name {len(self.boundaries) - 1} stages, "
                 f"but there are {len(self.stages)} stage profiles"
             )
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage held each layer, the boundaries as a value.
+
+        Raises:
+            ValueError: when no partition exists yet.
+        """
+        return Placement.from_boundaries(self.boundaries, num_layers=len(self.layers))
 
     @property
     def bubble_ratio(self) -> float:
@@ -200,14 +210,14 @@ class PipelineProfile:
 
     def stage_seconds(
         self,
-        boundaries: Sequence[int] | None = None,
+        boundaries: Placement | Sequence[int] | None = None,
         *,
         speeds: Sequence[float] | None = None,
     ) -> list[float]:
         """Forward and backward seconds of one micro-batch on every stage.
 
         Args:
-            boundaries: S+1 layer indices; ``None``: the profile's own.
+            boundaries: S+1 layer indices, or any placement; ``None``: the profile's own.
             speeds: S relative speeds to divide by, when layer times are :meth:`at_unit_speed`.
 
         Returns:
@@ -216,10 +226,8 @@ class PipelineProfile:
         Raises:
             ValueError: when there are no boundaries, or they don't cover the layers.
         """
-        cuts = tuple(self.boundaries if boundaries is None else boundaries)
-        _check_cover(cuts, len(self.layers))
-        costs = self.costs("time")
-        sums = [math.fsum(costs[low:high]) for low, high in pairwise(cuts)]
+        placement = self.placement if boundaries is None else Placement.of(boundaries, num_layers=len(self.layers))
+        sums = [math.fsum(costs) for costs in placement.by_stage(self.costs("time"))]
         return sums if speeds is None else [s / v for s, v in zip(sums, speeds, strict=True)]
 
     def at_unit_speed(self, speeds: Sequence[float]) -> PipelineProfile:
@@ -238,10 +246,10 @@ class PipelineProfile:
             raise ValueError(
                 f"speeds = {list(speeds)}: need one for each stage of boundaries {self.boundaries}"
             )
+        by_layer = [speeds[stage] for stage in self.placement.layer_stages]
         layers = tuple(
             replace(layer, forward_s=layer.forward_s * speed, backward_s=layer.backward_s * speed)
-            for (low, high), speed in zip(pairwise(self.boundaries), speeds, strict=True)
-            for layer in self.layers[low:high]
+            for layer, speed in zip(self.layers, by_layer, strict=True)
         )
         return replace(self, layers=layers)
 
@@ -358,16 +366,6 @@ _COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
     "ema": _ema,
 }
-
-
-def _check_cover(boundaries: Sequence[int], num_layers: int) -> None:
-    """Boundaries name at least one stage, never fall, and cover every layer once."""
-    covers = len(boundaries) >= 2 and boundaries[0] == 0 and boundaries[-1] == num_layers
-    if not covers or any(low > high for low, high in pairwise(boundaries)):
-        raise ValueError(
-            f"boundaries = {tuple(boundaries)}: must rise from 0 to the number of layers, "
-            f"{num_layers}"
-        )
 
 
 def _from_json(data: object) -> PipelineProfile:

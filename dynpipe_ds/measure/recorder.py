@@ -182,6 +182,18 @@ class BatchRecorder:
         self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
         return _summarise(self.marks, self._num_forwards)
 
+    def by_micro_batch(self) -> dict[int, tuple[list[float], list[float]]]:
+        """Seconds of every layer in each micro-batch of the last batch that was stopped: forward and backward."""
+        found: dict[int, tuple[list[float], list[float]]] = {}
+        micro_batch, before = {FORWARD: -1, BACKWARD: -1}, TRANSFER
+        for kind, layer, seconds in self.marks:
+            if kind in micro_batch:
+                micro_batch[kind] += kind != before
+                ways = found.setdefault(layer, ([0.0] * self._num_forwards, [0.0] * self._num_forwards))
+                ways[kind][micro_batch[kind]] += seconds
+            before = kind
+        return found
+
     def _see(self, layer: int, value: Any) -> None:
         """Note a value that can't be sent, looked at in the first micro-batch and when it is of another type."""
         if self._phase == FORWARD and (self._num_forwards == 1 or type(value) is not self._types.get(layer)):

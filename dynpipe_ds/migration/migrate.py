@@ -30,6 +30,7 @@ from dynpipe_ds.migration.packing import (
 )
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.telling import warn
 
 if TYPE_CHECKING:
@@ -56,17 +57,22 @@ class Migration:
 
     Args:
         stage: what is here of the model.
-        target: ``S + 1`` wanted boundaries, the same on every rank.
+        target: the wanted placement, or its ``S + 1`` boundaries; the same on every rank.
         buffer_bytes: largest transfer buffer for one partner.
+
+    Raises:
+        ValueError: if the target is of another number of layers, or no partition.
     """
 
-    def __init__(self, stage: Stage, target: Sequence[int], *, buffer_bytes: int) -> None:
+    def __init__(self, stage: Stage, target: Placement | Sequence[int], *, buffer_bytes: int) -> None:
         assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
         self._stage = stage
         self._module = stage.module
         self._optimizer = stage.optimizer
-        self._before = self._module.boundaries
-        self._target = tuple(target)
+        self._before: Placement = self._module.placement
+        self._target = Placement.of(target, num_layers=self._before.num_layers)
+        boundaries = self._before.boundaries, self._target.boundaries  # refused here if it can't be run
+        self._what = "changing the partition from {} to {}".format(*boundaries)
         self._buffer_bytes = buffer_bytes
         self._old_layers: dict[int, nn.Module] = self._module.local_layers()
         moves = plan_moves(self._before, self._target)
@@ -85,9 +91,7 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
-        change = Transaction(
-            self._optimizer, self._stage.device, f"changing the partition from {self._before} to {self._target}"
-        )
+        change = Transaction(self._optimizer, self._stage.device, self._what)
         packages: dict[int, Package] = {}
         error: Exception | None = None
         try:
@@ -170,7 +174,7 @@ class Migration:
     def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
         tensors = {layer: empty_tensors(s, self._stage.device) for layer, s in skeletons.items()}
         entries = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
-        start = self._before[self._stage.stage_id]
+        start = self._before.boundaries[self._stage.stage_id]
         front = [entry for layer in sorted(entries) if layer < start for entry in entries[layer]]
         back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
         return _Coming(tensors, [*front, *back], self._optimizer.make_room(self._departed, front, back))

@@ -1,10 +1,11 @@
-"""What has to move: the difference of two partitions, as values."""
+"""What has to move: the difference of two placements, as values."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dynpipe_ds.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -45,25 +46,20 @@ class Move:
             raise ValueError(f"{text!r} is not a move; the form is layer:source>destination") from None
 
 
-def stage_of(layer: int, boundaries: Sequence[int]) -> int:
-    """Stage that holds a layer.
+def plan_moves(before: Placement | Sequence[int], after: Placement | Sequence[int]) -> tuple[Move, ...]:
+    """List the layers whose stage differs between two placements, in layer order.
 
     Args:
-        layer: global layer index.
-        boundaries: ``S + 1`` boundaries.
-    """
-    return bisect_right(boundaries, layer) - 1
-
-
-def plan_moves(before: Sequence[int], after: Sequence[int]) -> tuple[Move, ...]:
-    """List the layers whose stage differs between two partitions, in layer order.
-
-    Args:
-        before: ``S + 1`` boundaries of the present partition.
-        after: ``S + 1`` boundaries of the wanted one.
+        before: the present placement, or the ``S + 1`` boundaries of a partition.
+        after: the wanted one, of as many layers; it may have another number of stages.
 
     Returns:
-        The moves; empty when the partitions agree.
+        The moves; empty when the placements agree.
+
+    Raises:
+        ValueError: when one of them is none, or they are of different models.
     """
-    stages = ((layer, stage_of(layer, before), stage_of(layer, after)) for layer in range(before[-1]))
-    return tuple(Move(layer, old, new) for layer, old, new in stages if old != new)
+    present = Placement.of(before)
+    wanted = Placement.of(after, num_layers=present.num_layers)
+    stages = zip(present.layer_stages, wanted.layer_stages, strict=True)
+    return tuple(Move(layer, old, new) for layer, (old, new) in enumerate(stages) if old != new)

@@ -8,29 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dynpipe_ds.partition.memory import StageMemory
-from dynpipe_ds.partition.plan import Plan
-from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.partitioner import Refined, cuts_of, partitioner
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.partition.repair import fill_empty_stages
-from dynpipe_ds.partition.uniform import uniform_cuts
+from dynpipe_ds.partition.uniform import uniform
 
 DEFAULT_GAMMA_SHARE = 0.01
 
 
-def diffusion(
-    costs: Sequence[float],
-    num_stages: int,
-    *,
-    current: Sequence[int] | None = None,
-    layer_bytes: Sequence[int] | None = None,
-    memory: StageMemory | None = None,
-    pinned: Sequence[int] = (),
-    speeds: Sequence[float] | None = None,
-    allow_empty: bool = False,
-    gamma: float | None = None,
-    max_rounds: int | None = None,
-) -> Plan:
+@partitioner()
+def diffusion(problem: Problem, *, gamma: float | None = None, max_rounds: int | None = None) -> Refined:
     """Improve a partition by local exchanges until nothing improves.
 
     From the paper (Wahib, Soyturk, Unat 2025, "Balanced and Elastic End-to-end Training of Dynamic
@@ -48,39 +35,17 @@ def diffusion(
     The result is a local optimum: neighbours that differ by less than a layer pass nothing on, so
     a slope along the pipeline can remain. :func:`optimal` is never worse.
 
+    It starts from the current partition; without one, or if that has another number of stages, from the
+    uniform one. Cuts that are pinned first move to the nearest allowed ones, and empty stages that are not
+    allowed are filled by the least shift. A stage takes no layers beyond its cap. The plan's rounds are
+    those that exchanged something.
+
     Args:
-        costs: Cost of every layer, in any unit; finite and >= 0.
-        num_stages: ``S``.
-        current: Boundaries now in use, the starting point; without it, or if it has another
-            number of stages, the uniform partition. Cuts that are pinned move to the nearest
-            allowed ones, and empty stages that are not allowed are filled by the least shift.
-        layer_bytes: Bytes that moving each layer costs.
-        memory: Memory that layers need and stages have. A stage takes no layers beyond its cap.
-        pinned: Cut positions ``c`` that are forbidden: layers ``c - 1`` and ``c`` stay together.
-        speeds: Relative speed of every stage; a load is cost divided by speed.
-        allow_empty: Whether a stage may give away its last layer.
+        problem: The problem.
         gamma: Where to stop, in the unit of the costs. Default: 0.01 of the total cost; then,
             with equal speeds, the bottleneck is within 1% of the mean stage cost.
         max_rounds: Limit on the rounds. Default: :func:`round_bound`.
-
-    Returns:
-        The plan, with the number of rounds that exchanged something.
-
-    Raises:
-        InfeasiblePartitionError: Fewer layers than stages, or the result exceeds a cap because
-            the starting point did.
-        ValueError: An argument is wrong; the message has the value and the rule.
     """
-    problem = prepare(
-        costs,
-        num_stages,
-        current=current,
-        layer_bytes=layer_bytes,
-        memory=memory,
-        pinned=pinned,
-        speeds=speeds,
-        allow_empty=allow_empty,
-    )
     total = math.ldexp(problem.load[-1], -problem.scale_bits)
     gamma = _check_gamma(gamma, total)
     if max_rounds is None:
@@ -90,8 +55,7 @@ def diffusion(
     limit = math.ldexp(gamma, problem.scale_bits)
     while rounds < max_rounds and exchange.potential > limit and exchange.round():
         rounds += 1
-    problem.require_fit(exchange.cuts, "diffusion")
-    return problem.plan(exchange.cuts, rounds)
+    return Refined(exchange.cuts, rounds)
 
 
 def potential(loads: Sequence[float]) -> float:
@@ -147,7 +111,7 @@ def _check_gamma(gamma: float | None, total: float) -> float:
 
 def _starting_cuts(problem: Problem) -> list[int]:
     if problem.current is None or len(problem.current) != problem.num_stages + 1:
-        return uniform_cuts(problem)
+        return cuts_of(uniform, problem)
     cuts = problem.snap(problem.current)
     return cuts if problem.allow_empty else fill_empty_stages(cuts, problem.num_groups)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
-from dynpipe_ds.partition.plan import plain_ints
+from dynpipe_ds.placement import plain_ints
+from dynpipe_ds.schedule.makers import in_flight
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StageMemory:
         Returns:
             ``min(M, S - stage)``.
         """
-        return min(self.num_micro_batches, num_stages - stage)
+        return in_flight("1f1b", self.num_micro_batches, num_stages, stage)
 
     def caps(self, num_stages: int) -> tuple[int, ...]:
         """Cap of every stage.

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import accumulate
 
 from dynpipe_ds.partition.infeasible import explain
-from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.nearest import nearest_cuts
-from dynpipe_ds.partition.plan import InfeasiblePartitionError, Plan
-from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.partitioner import partitioner
+from dynpipe_ds.partition.plan import InfeasiblePartitionError
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.partition.reach import Range, Reach, ReachSearch
 
 
-def optimal(
-    costs: Sequence[float],
-    num_stages: int,
-    *,
-    current: Sequence[int] | None = None,
-    layer_bytes: Sequence[int] | None = None,
-    memory: StageMemory | None = None,
-    pinned: Sequence[int] = (),
-    speeds: Sequence[float] | None = None,
-    allow_empty: bool = False,
-) -> Plan:
+@partitioner()
+def optimal(problem: Problem) -> list[int]:
     """Partition with the smallest bottleneck, and among those the nearest to the current one.
 
     Objective: over all contiguous partitions that keep the memory caps, the pinned cuts and the
@@ -41,38 +30,12 @@ def optimal(
     nearest partition, are ours. ``O(S log L)`` a probe, about 20 probes, and ``O(S L log L)``
     for the nearest partition.
 
-    Args:
-        costs: Cost of every layer, in any unit; finite and >= 0. Sums are exact in a fixed point
-            of 52 bits.
-        num_stages: ``S``.
-        current: Boundaries now in use.
-        layer_bytes: Bytes that moving each layer costs; None: only layers are counted.
-        memory: Memory that layers need and stages have; None for no cap.
-        pinned: Cut positions ``c`` that are forbidden: layers ``c - 1`` and ``c`` stay together.
-        speeds: Relative speed of every stage, 1.0 normal, 0.5 half as fast.
-        allow_empty: Whether a stage may hold no layer.
-
-    Returns:
-        The plan.
-
-    Raises:
-        InfeasiblePartitionError: Fewer layers than stages, or no partition keeps the caps.
-        ValueError: An argument is wrong; the message has the value and the rule.
+    Costs are summed exactly, in a fixed point of 52 bits.
     """
-    problem = prepare(
-        costs,
-        num_stages,
-        current=current,
-        layer_bytes=layer_bytes,
-        memory=memory,
-        pinned=pinned,
-        speeds=speeds,
-        allow_empty=allow_empty,
-    )
     bottleneck, cuts = _smallest_bottleneck(problem)
     if problem.current is not None:
-        cuts = nearest_cuts(problem, problem.thresholds(bottleneck))
-    return problem.plan(cuts)
+        return nearest_cuts(problem, problem.thresholds(bottleneck))
+    return cuts
 
 
 def _smallest_bottleneck(problem: Problem) -> tuple[float, list[int]]:

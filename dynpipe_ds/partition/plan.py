@@ -1,11 +1,11 @@
-"""The plan value, the rules that boundaries keep, and the error for an unsolvable request."""
+"""The plan value, and the error for an unsolvable request."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
+
+from dynpipe_ds.placement import Placement
 
 _TEXT = re.compile(
     r"(?P<boundaries>\d+(?:\|\d+)+) bottleneck=(?P<bottleneck>\S+)"
@@ -38,6 +38,11 @@ class Plan:
     bottleneck_before: float | None = None
     bytes_to_move: int = 0
     rounds: int = 0
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage is to hold each layer."""
+        return Placement.from_boundaries(self.boundaries)
 
     @property
     def num_stages(self) -> int:
@@ -88,80 +93,3 @@ class Plan:
             bytes_to_move=int(match["bytes"] or 0),
             rounds=int(match["rounds"] or 0),
         )
-
-
-def check_boundaries(
-    boundaries: Sequence[int],
-    *,
-    num_layers: int,
-    num_stages: int,
-    pinned: Sequence[int] = (),
-    allow_empty: bool = False,
-) -> tuple[int, ...]:
-    """Check boundaries against the rules of a partition.
-
-    Args:
-        boundaries: Any sequence of integers, NumPy's included.
-        num_layers: ``L``; the last boundary.
-        num_stages: ``S``; one less than the number of boundaries.
-        pinned: Cut positions that are forbidden.
-        allow_empty: Whether a stage may hold no layer.
-
-    Returns:
-        The boundaries as plain ints.
-
-    Raises:
-        ValueError: A rule is broken; the message has the value and the rule.
-    """
-    cuts = plain_ints("boundaries", boundaries)
-    if len(cuts) != num_stages + 1:
-        raise ValueError(
-            f"boundaries {cuts} have {len(cuts)} entries; {num_stages} stages need "
-            f"{num_stages + 1} (num_stages + 1)"
-        )
-    if cuts[0] != 0 or cuts[-1] != num_layers:
-        raise ValueError(
-            f"boundaries {cuts} run from {cuts[0]} to {cuts[-1]}; they must start at 0 and end "
-            f"at the number of layers, {num_layers}"
-        )
-    _check_order(cuts, allow_empty)
-    forbidden = set(cuts[1:-1]) & set(plain_ints("pinned", pinned))
-    if forbidden:
-        cut = min(forbidden)
-        raise ValueError(
-            f"boundaries {cuts} cut at {cut}, between layers {cut - 1} and {cut}; "
-            "that cut is pinned, both layers must be on one stage"
-        )
-    return cuts
-
-
-def plain_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    """Turn integers of any kind into plain ints.
-
-    Args:
-        name: What the values are, for the message.
-        values: Ints or objects that convert exactly, such as NumPy's.
-
-    Returns:
-        The same numbers as plain ints.
-
-    Raises:
-        ValueError: Not a sequence of integers.
-    """
-    try:
-        return tuple(index(value) for value in values)
-    except TypeError as error:
-        raise ValueError(f"{name} {values!r} must be a sequence of integers") from error
-
-
-def _check_order(cuts: tuple[int, ...], allow_empty: bool) -> None:
-    for stage, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        if end < first:
-            raise ValueError(
-                f"boundaries {cuts} fall from {first} to {end} at stage {stage}; they must increase"
-            )
-        if end == first and not allow_empty:
-            raise ValueError(
-                f"boundaries {cuts} leave stage {stage} empty ({first} to {end}); every stage "
-                "needs a layer unless empty stages are allowed"
-            )

@@ -11,13 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynpipe_ds.partition.memory import StageMemory
-from dynpipe_ds.partition.plan import (
-    InfeasiblePartitionError,
-    Plan,
-    check_boundaries,
-    plain_ints,
-)
+from dynpipe_ds.partition.plan import InfeasiblePartitionError, Plan
 from dynpipe_ds.partition.problem import Problem
+from dynpipe_ds.placement import check_boundaries, plain_ints
 
 _COST_BITS = 51  # the integer total stays below 2**52: a float64 holds every sum exactly
 _MAX_BYTES = 2**60  # int64 sums of byte counts stay clear of overflow
@@ -62,6 +58,7 @@ def prepare(
     prefix = [0, *np.cumsum(integers).tolist()]
     old = None if current is None else _check_current(current, num_layers)
     return Problem(
+        costs=tuple(costs),
         starts=starts,
         num_stages=num_stages,
         load=[prefix[start] for start in starts],

@@ -21,6 +21,7 @@ class Problem:
     """A checked request; ``K`` groups of layers on ``S`` stages.
 
     Attributes:
+        costs: Cost of every layer as it was given.
         starts: ``K + 1`` layer indices; group ``k`` holds ``starts[k] <= layer < starts[k + 1]``.
         num_stages: ``S``.
         load: Prefix sums of the groups' integer costs, ``K + 1`` entries.
@@ -36,6 +37,7 @@ class Problem:
         activation: Prefix sums of the groups' activation bytes; empty likewise.
     """
 
+    costs: tuple[float, ...]
     starts: tuple[int, ...]
     num_stages: int
     load: list[int]

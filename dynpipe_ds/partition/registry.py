@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 from dynpipe_ds.partition.balanced import balanced
 from dynpipe_ds.partition.diffusion import diffusion
 from dynpipe_ds.partition.optimal import optimal
-from dynpipe_ds.partition.plan import Plan, check_boundaries
+from dynpipe_ds.partition.partitioner import SHARED, BuiltIn, Capabilities, capabilities_of, solve
+from dynpipe_ds.partition.plan import Plan
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.simulated import simulated
 from dynpipe_ds.partition.uniform import uniform
+from dynpipe_ds.placement import check_boundaries
 
 Partitioner = Callable[..., "Plan | Sequence[int]"]
 """``f(costs, num_stages, *, current, layer_bytes, memory, pinned, speeds, allow_empty)``."""
@@ -26,8 +27,6 @@ _partitioners: dict[str, Partitioner] = {
     "diffusion": diffusion,
     "simulated": simulated,
 }
-
-_SHARED = ("current", "layer_bytes", "memory", "pinned", "speeds", "allow_empty")
 
 
 @overload
@@ -43,8 +42,10 @@ def register_partitioner(name: str, fn: Any = None) -> Any:
 
     The function is called as ``fn(costs, num_stages, *, current, layer_bytes, memory, pinned,
     speeds, allow_empty)`` and returns a :class:`Plan` or boundaries. It must decide alike on every
-    rank: from its arguments only. One that names a parameter ``profile`` also gets the
-    :class:`~dynpipe_ds.PipelineProfile` that the costs are from. ::
+    rank: from its arguments only. Its parameters say what it can do: an option that it does not name
+    (or take by ``**options``) is left out, and a configuration that sets memory caps or speeds for a
+    partitioner without ``memory`` or ``speeds`` is refused. One that names a parameter ``profile`` also
+    gets the :class:`~dynpipe_ds.PipelineProfile` that the costs are from. ::
 
         @register_partitioner("first_heavy")
         def first_heavy(costs, num_stages, **options):
@@ -105,10 +106,12 @@ def wants_profile(fn: Partitioner) -> bool:
     Returns:
         True if it does.
     """
-    try:
-        return "profile" in inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # written in C, without a signature
-        return False
+    return "profile" in capabilities_of(fn).named
+
+
+def known_capabilities(name: str) -> Capabilities | None:
+    """What a partitioner makes use of, by its name; None if no such partitioner is known yet."""
+    return capabilities_of(_partitioners[name]) if name in _partitioners else None
 
 
 def run_partitioner(
@@ -123,7 +126,8 @@ def run_partitioner(
         fn: A partitioner; may return a plan or boundaries.
         costs: Cost of every layer.
         num_stages: ``S``.
-        **options: The keyword arguments of a partitioner.
+        **options: The keyword arguments of a partitioner. ``profile``, ``activation_link_s`` and
+            ``gradient_link_s`` may be given in any case; only a partitioner that names them gets them.
 
     Returns:
         The plan.
@@ -132,9 +136,12 @@ def run_partitioner(
         InfeasiblePartitionError: The partitioner found no partition, or one that exceeds a cap.
         ValueError: An argument is wrong, or the boundaries break a rule.
     """
-    shared = {name: value for name, value in options.items() if name in _SHARED}
-    problem = prepare(costs, num_stages, **shared)
-    result = fn(costs, num_stages, **options)
+    problem = prepare(costs, num_stages, **{name: options[name] for name in SHARED if name in options})
+    can = capabilities_of(fn)
+    if hasattr(fn, "algorithm"):
+        own = {name: value for name, value in options.items() if name not in SHARED and can.takes(name)}
+        return solve(cast(BuiltIn, fn), problem, **own)
+    result = fn(costs, num_stages, **{name: value for name, value in options.items() if can.takes(name)})
     boundaries, rounds = (
         (result.boundaries, result.rounds) if isinstance(result, Plan) else (result, 0)
     )
@@ -148,7 +155,9 @@ def run_partitioner(
             allow_empty=problem.allow_empty,
         )
     except ValueError as error:
-        raise ValueError(f"partitioner {name!r}: {error}") from error
+        untold = [rule for rule in ("pinned", "allow_empty") if not can.takes(rule)]
+        remedy = f" (to know what is allowed it needs a parameter {' and '.join(untold)})" if untold else ""
+        raise ValueError(f"partitioner {name!r}: {error}{remedy}") from error
     cuts = problem.snap(checked)
     problem.require_fit(cuts, name)
     return problem.plan(cuts, rounds)

@@ -8,10 +8,8 @@ from itertools import accumulate
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.optimal import optimal
-from dynpipe_ds.partition.plan import Plan
-from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.partitioner import Refined, cuts_of, partitioner
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.simulation.waves import makespans
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, frozen_boundaries, table
@@ -26,20 +24,14 @@ _MOST_AT_ONCE = 512  # partitions of one round: beyond, NumPy gains nothing by d
 Cuts = tuple[int, ...]
 
 
+@partitioner()
 def simulated(
-    costs: Sequence[float],
-    num_stages: int,
+    problem: Problem,
     *,
     profile: PipelineProfile | None = None,
     activation_link_s: Seconds = 0.0,
     gradient_link_s: Seconds = 0.0,
-    current: Sequence[int] | None = None,
-    layer_bytes: Sequence[int] | None = None,
-    memory: StageMemory | None = None,
-    pinned: Sequence[int] = (),
-    speeds: Sequence[float] | None = None,
-    allow_empty: bool = False,
-) -> Plan:
+) -> Refined:
     """Refine the partition with the smallest bottleneck until no small change shortens the batch.
 
     The bottleneck decides a batch of many micro-batches; of few, filling and draining count as well, and
@@ -52,41 +44,21 @@ def simulated(
     With links that take time, costs must be seconds (``cost = "time"``).
 
     Args:
-        costs: Cost of every layer, finite and >= 0.
-        num_stages: ``S``.
+        problem: The problem.
         profile: Tells the number of micro-batches and which share of a layer's cost is forward; None: as
             many micro-batches as stages, and :data:`FORWARD_SHARE`.
         activation_link_s: Seconds of a micro-batch's activations over every boundary.
         gradient_link_s: The same for the gradients.
-        current: Boundaries now in use.
-        layer_bytes: Bytes that moving each layer costs; None: only layers are counted.
-        memory: Memory that layers need and stages have; None for no cap.
-        pinned: Cut positions ``c`` that are forbidden.
-        speeds: Relative speed of every stage.
-        allow_empty: Whether a stage may hold no layer.
-
-    Returns:
-        The plan; its bottleneck may be larger than that of ``optimal``.
-
-    Raises:
-        InfeasiblePartitionError: As ``optimal``.
-        ValueError: An argument is wrong; the message has the value and the rule.
     """
-    shared = {
-        "current": current, "layer_bytes": layer_bytes, "memory": memory, "pinned": pinned,
-        "speeds": speeds, "allow_empty": allow_empty,
-    }
-    problem = prepare(costs, num_stages, **shared)  # type: ignore[arg-type]
-    start = optimal(costs, num_stages, **shared)  # type: ignore[arg-type]
+    costs, num_stages = problem.costs, problem.num_stages
+    starts = [tuple(cuts_of(optimal, problem))]
     if profile is not None and len(profile.layers) != len(costs):
         raise ValueError(f"the profile has {len(profile.layers)} layers, the costs {len(costs)}")
     batch = _Batch(problem, *_split(costs, profile), num_stages if profile is None else profile.num_micro_batches)
     batch.set_links(activation_link_s, gradient_link_s)
-    starts = [tuple(problem.snap(start.boundaries))]
     if (present := _present(problem, num_stages)) is not None:
         starts.insert(0, present)
-    cuts, rounds = _descend(batch, starts)
-    return problem.plan(cuts, rounds)
+    return Refined(*_descend(batch, starts))
 
 
 def _descend(batch: _Batch, starts: list[Cuts]) -> tuple[Cuts, int]:

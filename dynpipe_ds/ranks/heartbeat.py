@@ -192,6 +192,28 @@ def start_heartbeat() -> Heartbeat | None:
     return _heartbeat[1]
 
 
+@contextmanager
+def explaining_lost_ranks(doing: str, newest_checkpoint: NewestCheckpoint | None = None) -> Iterator[None]:
+    """Around collective calls of your own: a broken connection becomes an error that says which rank was lost.
+
+    The engine does this around its own. Entering is collective over all ranks before the first engine is made, and
+    local from then on, so ``except RuntimeError: with explaining_lost_ranks(...): raise`` is possible, too.
+
+    Args:
+        doing: what goes on inside, for the message: ``"the model was evaluated"``.
+        newest_checkpoint: returns the newest complete checkpoint, for the message; ``None`` where there is none.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        FatalError: if some rank failed where nothing can be undone, here or elsewhere, now or earlier.
+        RankLostError: if communication broke down inside because another rank was lost.
+    """
+    with fatal.naming_lost_ranks(start_heartbeat(), doing, newest_checkpoint or (lambda: None)):
+        yield
+
+
 def _start(listener: Listener | None) -> Heartbeat | None:
     why = None
     try:

@@ -1,4 +1,9 @@
-"""What a run looked like, as text and pictures; pure functions of plain values.
+"""Simulated batches as pictures and traces, and text tables; pure functions of plain values.
 
-Nothing is imported here, so that who wants a table does not load the plotting library.
+The plotting library is loaded when a picture is drawn, not before.
 """
+
+from dynpipe_ds.reporting.table import format_table
+from dynpipe_ds.reporting.timeline import around_move, chrome_trace, save_chrome_trace, save_gantt
+
+__all__ = ["around_move", "chrome_trace", "format_table", "save_chrome_trace", "save_gantt"]

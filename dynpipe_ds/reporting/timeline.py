@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.simulation import Interval
 
-# Okabe and Ito's palette, as in `plots`; lightness and hatches tell the kinds apart without colour.
+if TYPE_CHECKING:
+    from matplotlib.patches import Patch
+
+# Okabe and Ito's palette; lightness and hatches tell the kinds apart without colour.
 COLOURS: Mapping[str, str] = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -57,6 +56,9 @@ def save_gantt(
     Raises:
         ValueError: if there is nothing to draw.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, only for pictures
+    from matplotlib.figure import Figure
+
     panels = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     if not panels or not all(panels.values()):
         raise ValueError("there is a timeline without intervals; simulate with timeline=True")
@@ -140,6 +142,8 @@ def _panel_title(name: str, intervals: Sequence[Interval], per_second: float, un
 
 
 def _legend(labels: Sequence[str]) -> list[Patch]:
+    from matplotlib.patches import Patch
+
     kinds = {_LABELS[kind]: kind for kind in COLOURS}
     return [
         Patch(

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.placement import Placement
+from dynpipe_ds.schedule import Instruction, Order, ScheduleName, order_of
 from dynpipe_ds.simulation.outcome import Simulation
-from dynpipe_ds.simulation.schedules import ScheduleName, streams_of
-from dynpipe_ds.simulation.streams import run_streams
+from dynpipe_ds.simulation.streams import run_order
 from dynpipe_ds.simulation.waves import makespans, run_waves
 from dynpipe_ds.simulation.workload import Sends, Workload, frozen_boundaries, stage_seconds
 
 
 def simulate(
     workload: Workload,
-    schedule: ScheduleName = "1f1b",
+    schedule: ScheduleName | Order = "1f1b",
     *,
     sends: Sends = "rendezvous",
     timeline: bool = False,
@@ -25,7 +26,7 @@ def simulate(
 
     Args:
         workload: what every stage has to do; :meth:`Workload.from_profile` makes it from a profile.
-        schedule: ``"1f1b"``, which DeepSpeed runs, or ``"gpipe"``.
+        schedule: ``"1f1b"``, which DeepSpeed runs, ``"gpipe"``, or any :class:`~dynpipe_ds.schedule.Order`.
         sends: ``"rendezvous"`` as gloo's blocking messages do it, or ``"buffered"``.
         timeline: whether to list every interval (runs the instructions one by one, slower; the figures
             are the same to the bit).
@@ -34,23 +35,42 @@ def simulate(
         Makespan, the stages' accounts, and the timeline if asked for.
 
     Raises:
-        ValueError: for another schedule.
+        ValueError: for another schedule, or an order of another size or in which a stage waits for ever.
     """
+    if isinstance(schedule, Order):
+        return run_order(workload, schedule, sends=sends, timeline=timeline)
     if not timeline:
         return run_waves(workload, schedule, sends=sends)
-    streams = streams_of(schedule, workload.num_micro_batches, workload.num_stages)
-    return run_streams(workload, streams, sends=sends, timeline=True)
+    order = order_of(schedule, workload.num_micro_batches, workload.num_stages)
+    return run_order(workload, order, sends=sends, timeline=True)
+
+
+def streams_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> list[list[Instruction]]:
+    """The instructions of all stages, as lists; :func:`dynpipe_ds.schedule.order_of` gives them as a value.
+
+    Args:
+        schedule: ``"1f1b"``, DeepSpeed's ``TrainSchedule``, or ``"gpipe"``.
+        num_micro_batches: M.
+        num_stages: S.
+
+    Returns:
+        S lists of instructions.
+
+    Raises:
+        ValueError: for another schedule.
+    """
+    return [list(stream) for stream in order_of(schedule, num_micro_batches, num_stages).stages]
 
 
 def predicted_batches_s(
-    cases: Sequence[tuple[PipelineProfile, Sequence[int]]], *, speeds: Sequence[float] | None = None
+    cases: Sequence[tuple[PipelineProfile, Placement | Sequence[int]]], *, speeds: Sequence[float] | None = None
 ) -> list[float]:
     """Seconds that forwards and backwards of a batch would take, for many profiles or partitions at once.
 
     1F1B with links that take no time; the step is left out.
 
     Args:
-        cases: a profile (seconds of every layer, and M) and boundaries each; all have as many stages.
+        cases: a profile (seconds of every layer, and M) and boundaries, or a partition, each; all have as many stages.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
 
     Returns:
@@ -59,7 +79,10 @@ def predicted_batches_s(
     Raises:
         ValueError: when boundaries don't cover the layers.
     """
-    stages = [stage_seconds(profile, boundaries, speeds) for profile, boundaries in cases]
+    stages = [
+        stage_seconds(profile, Placement.of(boundaries, num_layers=len(profile.layers)), speeds)
+        for profile, boundaries in cases
+    ]
     forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
     frozen = np.array([frozen_boundaries(row) for row in backward_s.tolist()])
     num_micro_batches = np.array([profile.num_micro_batches for profile, _ in cases])

@@ -1,4 +1,4 @@
-"""The reference: run the instruction streams one instruction at a time, as the engine does.
+"""The reference: run an order one instruction at a time, as the engine does.
 
 A stage is one thread of work. A message has a channel: a boundary and a direction, and channels keep
 their order. The result does not depend on which stage is looked at first, since a stage only ever waits
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from dynpipe_ds.schedule import Instruction, Op, Order
 from dynpipe_ds.simulation.outcome import Interval, Kind, Payload, Simulation, StageOutcome
-from dynpipe_ds.simulation.schedules import Instruction, Op
 from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
@@ -19,18 +19,14 @@ _KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
 Channel = tuple[int, Payload]
 
 
-def run_streams(
-    workload: Workload,
-    streams: Sequence[Sequence[Instruction]],
-    *,
-    sends: Sends = "rendezvous",
-    timeline: bool = False,
+def run_order(
+    workload: Workload, order: Order, *, sends: Sends = "rendezvous", timeline: bool = False
 ) -> Simulation:
-    """Run every stage's stream with the dependencies of its messages.
+    """Run every stage's instructions with the dependencies of its messages.
 
     Args:
         workload: the seconds of everything.
-        streams: S lists of instructions; every micro-batch's forward and backward once on each stage.
+        order: what every stage runs.
         sends: when a send is over.
         timeline: whether to keep all intervals.
 
@@ -38,12 +34,16 @@ def run_streams(
         What it took.
 
     Raises:
-        ValueError: when the streams don't fit together: some stage waits for ever, or gets another
-            micro-batch than it expects.
+        ValueError: when the order is of another size, or its stages don't fit together: one waits for ever, or gets
+            another micro-batch than it expects.
     """
-    if len(streams) != workload.num_stages:
-        raise ValueError(f"{len(streams)} streams for {workload.num_stages} stages: give one for each stage")
-    run = _Run(workload, streams, sends, timeline)
+    sizes = [(of.num_stages, of.num_micro_batches) for of in (order, workload)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            "an order of {} stages and {} micro-batches for a workload of {} and {}: make one for this workload, "
+            "with order_of".format(*sizes[0], *sizes[1])
+        )
+    run = _Run(workload, order.stages, sends, timeline)
     run.to_the_end()
     return run.outcome()
 

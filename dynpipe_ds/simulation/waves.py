@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dynpipe_ds.schedule.makers import ScheduleName, check_schedule, in_flight
 from dynpipe_ds.simulation.outcome import Simulation, StageOutcome
-from dynpipe_ds.simulation.schedules import ScheduleName, check_schedule, in_flight
 from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
 
 

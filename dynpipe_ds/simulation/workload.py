@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import fsum
 from typing import Literal
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.placement import Placement
 
 FloatArray = npt.NDArray[np.float64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray
@@ -96,7 +96,7 @@ class Workload:
     def from_profile(
         cls,
         profile: PipelineProfile,
-        boundaries: Sequence[int] | None = None,
+        boundaries: Placement | Sequence[int] | None = None,
         *,
         num_micro_batches: int | None = None,
         activation_link_s: Seconds = 0.0,
@@ -108,7 +108,7 @@ class Workload:
 
         Args:
             profile: seconds and bytes of every layer.
-            boundaries: S + 1 layer indices; None: the profile's own.
+            boundaries: S + 1 layer indices, or a placement that is a partition; None: the profile's own.
             num_micro_batches: M; None: the profile's own.
             activation_link_s: as in the constructor.
             gradient_link_s: as in the constructor.
@@ -119,11 +119,10 @@ class Workload:
             The workload.
 
         Raises:
-            ValueError: when boundaries don't cover the layers, or a number is wrong.
+            ValueError: when boundaries don't cover the layers, a stage holds several ranges, or a number is wrong.
         """
-        cuts = tuple(profile.boundaries if boundaries is None else boundaries)
-        forward_s, backward_s = stage_seconds(profile, cuts, speeds)
-        held = profile.activation_bytes()
+        placement = profile.placement if boundaries is None else Placement.of(boundaries)
+        forward_s, backward_s = stage_seconds(profile, placement, speeds)
         return cls(
             forward_s,
             backward_s,
@@ -131,35 +130,34 @@ class Workload:
             activation_link_s=activation_link_s,
             gradient_link_s=gradient_link_s,
             step_s=step_s,
-            activation_bytes=[sum(held[low:high]) for low, high in pairwise(cuts)],
+            activation_bytes=[sum(held) for held in placement.by_stage(profile.activation_bytes())],
             frozen_boundaries=frozen_boundaries(backward_s),
         )
 
 
 def stage_seconds(
-    profile: PipelineProfile, boundaries: Sequence[int], speeds: Sequence[float] | None = None
+    profile: PipelineProfile, placement: Placement, speeds: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of a micro-batch on every stage of a partition.
 
     Args:
         profile: seconds of every layer.
-        boundaries: S + 1 layer indices.
+        placement: a partition.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
 
     Returns:
         S forward and S backward seconds, each sum rounded once.
 
     Raises:
-        ValueError: when boundaries don't cover the layers.
+        ValueError: when it is not one of the profile's layers, or a stage holds several ranges.
     """
-    profile.stage_seconds(boundaries)  # its check of the boundaries
-    factors = [1.0] * (len(boundaries) - 1) if speeds is None else speeds
-    stages = list(zip(pairwise(boundaries), factors, strict=True))
-    forward_s = [layer.forward_s for layer in profile.layers]
-    backward_s = [layer.backward_s for layer in profile.layers]
+    num_stages = len(Placement.of(placement, num_layers=len(profile.layers)).boundaries) - 1
+    factors = [1.0] * num_stages if speeds is None else speeds
+    forward_s = placement.by_stage([layer.forward_s for layer in profile.layers])
+    backward_s = placement.by_stage([layer.backward_s for layer in profile.layers])
     return (
-        [fsum(forward_s[low:high]) / speed for (low, high), speed in stages],
-        [fsum(backward_s[low:high]) / speed for (low, high), speed in stages],
+        [fsum(seconds) / speed for seconds, speed in zip(forward_s, factors, strict=True)],
+        [fsum(seconds) / speed for seconds, speed in zip(backward_s, factors, strict=True)],
     )
 
 

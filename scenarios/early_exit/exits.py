@@ -160,21 +160,21 @@ class ExitHead(Head):
 
     def take_audit(self) -> list[int]:
         """Return and clear what the auditors told: their number, then both rows of ``audit``."""
-        told: list[int] = [int(self.audited), *self.audit.flatten().tolist()]
+        counts: list[int] = [int(self.audited), *self.audit.flatten().tolist()]
         self.audit.zero_()
         self.audited.zero_()
-        return told
+        return counts
 
 
-def read_audit(told: Sequence[int]) -> Audit:
+def read_audit(counts: Sequence[int]) -> Audit:
     """Turn the summed numbers of :meth:`ExitHead.take_audit` into means.
 
     Args:
-        told: summed over replicas.
+        counts: summed over replicas.
     """
-    count = max(1, told[0])
-    blocks, differing = torch.tensor(told[1:], dtype=torch.float64).view(2, -1) / count
-    return Audit(blocks=blocks, differing=differing, count=told[0])
+    count = max(1, counts[0])
+    blocks, differing = torch.tensor(counts[1:], dtype=torch.float64).view(2, -1) / count
+    return Audit(blocks=blocks, differing=differing, count=counts[0])
 
 
 def exit_loss(output: tuple[Tensor, ...], labels: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# FlashAttention over rows of different lengths takes these only.
-_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+from scenarios.kernels import Task, choose
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class ActiveRows:
         return row * max(self.lengths) + place - starts[row]
 
 
-def kernel_name(device: torch.device, dtype: torch.dtype, *, visible: bool) -> str:
-    """Say which kernel :func:`attend` uses there."""
-    if device.type == "cpu":
-        return "SDPA row by row"
-    if dtype in _VARLEN_DTYPES and not visible:
-        return "FlashAttention varlen"
-    return "SDPA padded, masked" if visible else "SDPA padded"
+def task_of(*, visible: bool) -> Task:
+    """Say what is computed.
+
+    Args:
+        visible: whether tokens that left stay keys and values.
+    """
+    return "attention to all tokens" if visible else "attention among tokens that stayed"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rows: ActiveRows) -> Tensor:
@@ -78,7 +77,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: ActiveRows) -> Tensor:
         ``[n, heads, head_dim]``.
     """
     visible = k.shape[0] != q.shape[0]
-    kernel = kernel_name(q.device, q.dtype, visible=visible)
+    kernel = choose(task_of(visible=visible), q.device, q.dtype).name
     if kernel == "SDPA row by row":
         return attend_row_by_row(q, k, v, rows)
     if kernel == "FlashAttention varlen":

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import torch
 from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 from scenarios.early_exit.blocks import ExitBlock, ExitEmbedding
 from scenarios.early_exit.confidence import MEASURES, Decay, Measure, thresholds
 from scenarios.early_exit.exits import ExitHead, exit_loss, read_audit
-from scenarios.early_exit.rows import kernel_name
+from scenarios.early_exit.rows import task_of
 from scenarios.early_exit.state import ExitPlan
 from scenarios.gpt import Block, Embedding, GPTConfig, Head
+from scenarios.kernels import in_use
 from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 LossWeights = Literal["depth", "equal"]
@@ -70,7 +70,7 @@ class EarlyExit(Scenario):
     audit_every: int = 16
     plan: ExitPlan = field(init=False)
     _left: list[int] = field(init=False, default_factory=list)
-    _told: list[int] = field(init=False, default_factory=list)
+    _audited: list[int] = field(init=False, default_factory=list)
     _differing: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -179,14 +179,14 @@ class EarlyExit(Scenario):
         if self.calibrate == "never" or not self.plan.num_exits:
             return
         width = 1 + 2 * len(thresholds())
-        told = self._collect(engine, head and head.take_audit(), width)
-        self._told = [sum(both) for both in zip(self._told or [0] * width, told, strict=True)]
+        newest = self._collect(engine, head and head.take_audit(), width)
+        self._audited = [sum(both) for both in zip(self._audited or [0] * width, newest, strict=True)]
         ahead = batch + 1 - self.first_batch
         if ahead >= 0 and ahead % self.calibrate_every == 0:
-            self._choose(self._told)
-            self._told = []
+            self._choose(self._audited)
+            self._audited = []
         elif ahead <= -self.calibrate_every:
-            self._told = []  # of a model too young to say anything about the one that is calibrated
+            self._audited = []  # of a model too young to say anything about the one that is calibrated
 
     def _collect(self, engine: Engine, mine: list[int] | None, width: int) -> list[int]:
         """Give every rank the numbers of the last layer, summed over replicas."""
@@ -194,9 +194,9 @@ class EarlyExit(Scenario):
         values = {} if mine is None else {last: mine}
         return [int(value) for value in gather_by_layer(engine, values, width)[last].tolist()]
 
-    def _choose(self, told: list[int]) -> None:
+    def _choose(self, audited: list[int]) -> None:
         """Choose the threshold, from numbers that are the same on every rank."""
-        audit = read_audit(told)
+        audit = read_audit(audited)
         if self.calibrate == "share":
             chosen = audit.for_share(self.target_share, self.plan.blocks[-1])
         else:
@@ -220,7 +220,7 @@ class EarlyExit(Scenario):
         report: Report = {
             "threshold": round(self.threshold, 4),
             "tokens computed": f"{100 * sum(active) / (len(active) * tokens):.0f}%",
-            "kernel": _kernel(engine, visible=self.plan.visible),
+            "kernel": in_use(task_of(visible=self.plan.visible), engine),
             "tokens left after block": [left.get(block + 1, 0) for block in range(len(active))],
             "tokens computed in block": active,
         }
@@ -230,21 +230,14 @@ class EarlyExit(Scenario):
 
     def state_dict(self) -> State:
         """Return the calibrated threshold, and what the auditors have told since."""
-        return {"threshold": self.threshold, "differing": self._differing, "told": list(self._told)}
+        return {"threshold": self.threshold, "differing": self._differing, "told": list(self._audited)}
 
     def load_state_dict(self, state: State) -> None:
         """Take them back; the exits learn of the threshold before the next batch."""
-        self.threshold, self._differing, self._told = state["threshold"], state["differing"], list(state["told"])
+        self.threshold, self._differing, self._audited = state["threshold"], state["differing"], list(state["told"])
 
 
 def _local_head(engine: Engine) -> ExitHead | None:
     """Return the head, on the stage that has it."""
     heads = [layer for layer in engine.local_layers().values() if isinstance(layer, ExitHead)]
     return heads[0] if heads else None
-
-
-def _kernel(engine: Engine, *, visible: bool) -> str:
-    """Say which attention kernel this job's blocks use."""
-    layers: list[nn.Module] = list(engine.local_layers().values())
-    dtypes = [parameter.dtype for layer in layers for parameter in layer.parameters()]
-    return kernel_name(engine.device, dtypes[0] if dtypes else torch.float32, visible=visible)

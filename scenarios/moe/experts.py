@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scenarios.kernels import choose, sum_rows
+
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
@@ -19,28 +21,19 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return _summed(gradient, index, ctx.num_rows), None
+        return sum_rows(gradient, index, ctx.num_rows), None
 
 
 class _AddRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index)
-        return _summed(rows, index, num_rows)
+        return sum_rows(rows, index, num_rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         return gradient.index_select(0, index), None, None
-
-
-def _summed(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Add up rows by index in an order that does not change from run to run."""
-    total = rows.new_zeros(num_rows, rows.shape[1])
-    if rows.device.type == "cpu":
-        return total.index_add_(0, index, rows)
-    # On CUDA index_add_ is atomic, in any order; this one sorts first.
-    return total.index_put_((index,), rows, accumulate=True)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -51,24 +44,6 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 def add_rows(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
     """Add rows ``[N, hidden]`` up into ``[num_rows, hidden]``, where ``index`` says; the inverse of a gather."""
     return _AddRows.apply(rows, index, num_rows)
-
-
-def kernel_for(device: torch.device, dtype: torch.dtype, *sizes: int) -> str:
-    """Choose how experts are computed.
-
-    Args:
-        device: where the rows are.
-        dtype: of rows and weights.
-        *sizes: rows and columns of an expert's weights; the grouped product needs them in multiples of 8.
-
-    Returns:
-        ``"grouped_mm"``: one launch for all experts, PyTorch's grouped matrix product, where it has a kernel for
-        it; ``"loop"``: one product an expert.
-    """
-    if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
-        return "loop"
-    fits = torch.cuda.get_device_capability(device) >= (8, 0) and all(size % 8 == 0 for size in sizes)
-    return "grouped_mm" if fits else "loop"
 
 
 def run_experts(
@@ -82,7 +57,8 @@ def run_experts(
         up: weights of all experts, ``[E, width, hidden]``.
         down: the same, ``[E, hidden, width]``.
         experts: those that are computed.
-        kernel: see :func:`kernel_for`; ``None`` lets it choose.
+        kernel: ``"grouped_mm"``, one launch for all experts, or ``"loop"``, one product an expert; ``None`` for the
+            best of :mod:`scenarios.kernels`.
 
     Returns:
         ``down[e] @ gelu(up[e] @ row)`` for each row, ``[N, hidden]``.
@@ -94,7 +70,7 @@ def run_experts(
         # No product, but the graph is whole, so that gradients (and collectives in it) go on.
         expert = min(experts.start, len(up) - 1)
         return _mlp(rows, up.unbind(0)[expert], down.unbind(0)[expert])
-    if (kernel or kernel_for(rows.device, rows.dtype, *up.shape[1:])) == "grouped_mm":
+    if (kernel or choose("experts", rows.device, rows.dtype, *up.shape[1:]).name) == "grouped_mm":
         return _grouped(rows, counts, up[experts.start : experts.stop], down[experts.start : experts.stop])
     return _loop(rows, counts, up, down, experts)
 

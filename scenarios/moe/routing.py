@@ -156,18 +156,18 @@ def balanced(scores: Tensor, *, capacity: int) -> Tensor:
     """
     num_tokens, num_experts = scores.shape
     expert = torch.zeros(num_tokens, dtype=torch.int64, device=scores.device)
-    room = torch.full((num_experts,), capacity, dtype=torch.int64, device=scores.device)
+    free = torch.full((num_experts,), capacity, dtype=torch.int64, device=scores.device)
     waiting = torch.arange(num_tokens, device=scores.device)
     while len(waiting):
-        score, wish = scores[waiting].masked_fill(room == 0, -math.inf).max(dim=1)
+        score, wish = scores[waiting].masked_fill(free == 0, -math.inf).max(dim=1)
         order = score.argsort(descending=True, stable=True)
         order = order[wish[order].argsort(stable=True)]
         wanted = count_by_expert(wish, num_experts)
         wish, waiting = wish[order], waiting[order]
         place = torch.arange(len(wish), device=wish.device) - (wanted.cumsum(0) - wanted)[wish]
-        accepted = place < room[wish]
+        accepted = place < free[wish]
         expert[waiting[accepted]] = wish[accepted]
-        room = room - torch.minimum(wanted, room)
+        free = free - torch.minimum(wanted, free)
         waiting = waiting[~accepted]
     return expert
 

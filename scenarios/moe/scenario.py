@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from scenarios.gpt import Block, GPTConfig
-from scenarios.moe.experts import kernel_for
+from scenarios.kernels import in_use
 from scenarios.moe.layer import ExpertConfig, MoEBlock, MoEMLP, Routing
 from scenarios.moe.parallel import expert_group, expert_ranges, set_expert_group
 from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
@@ -121,11 +121,10 @@ class MixtureOfExperts(Scenario):
             return {}
         counts, wanted = self._load[:, : self.num_experts], routed[:, self.num_experts : -2]
         dropped = routed[:, -2].sum() / routed[:, -1].sum()
-        dtype = next((p.dtype for layer in engine.local_layers().values() for p in layer.parameters()), torch.float32)
         report: Report = {
             "busiest expert": f"{skew(wanted):.1f} of mean",
             "dropped": f"{100 * float(dropped):.0f}%",
-            "kernel": kernel_for(engine.device, dtype, *self._sizes),
+            "kernel": in_use("experts", engine, *self._sizes),
             "tokens per expert": [
                 [int(count) for count in row] if offered else []
                 for row, offered in zip(counts.tolist(), self._load[:, -1].tolist(), strict=True)

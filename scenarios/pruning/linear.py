@@ -10,7 +10,7 @@ copy) define what the layer computes:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,27 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds import ParameterReplacement
+from scenarios.kernels import Task, choose
 from scenarios.pruning.products import BlockProduct, CSRProduct, MaskedProduct, Pattern, Work, mask_of, pattern_of
 
 Structure = Literal["unstructured", "block"]
 
 _BUFFERS = ("mask", "rows", "columns", "rows_t", "columns_t", "order_t", "block_columns")
 
-# Sparsity from which one forward and backward of the smaller form is faster than the dense product, as
-# python -m benchmarks.layers.main --scenario pruning measures it. CUDA: dense products run on tensor cores,
-# cuSPARSE does not. 16-bit weights are computed in float32 as CSR, while their dense product is twice as fast.
-_CSR_CROSSOVER = {("cpu", torch.float32): 0.8, ("cpu", torch.bfloat16): 0.92, ("cuda", torch.float32): 0.98}
-_BLOCK_CROSSOVER = 0.35
-NEVER = 2.0
-
-
-def default_crossover(structure: Structure, weight: Tensor) -> float:
-    """Return the sparsity from which a weight is better off in the smaller form, on its device and in its type."""
-    if structure == "block":
-        return _BLOCK_CROSSOVER
-    if weight.device.type == "cpu" and not torch.backends.mkl.is_available():
-        return NEVER  # torch multiplies CSR on the CPU by MKL only
-    return _CSR_CROSSOVER.get((weight.device.type, weight.dtype), NEVER)
+TASKS: Mapping[Structure, Task] = {"unstructured": "pruned elements", "block": "pruned blocks"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +48,9 @@ class Form:
 
     def is_small(self, sparsity: float, weight: Tensor) -> bool:
         """Say whether a weight of this sparsity is stored without its zeros."""
-        crossover = default_crossover(self.structure, weight) if self.crossover is None else self.crossover
-        return sparsity >= crossover
+        if self.crossover is not None:
+            return sparsity >= self.crossover
+        return sparsity >= choose(TASKS[self.structure], weight.device, weight.dtype).pays_from
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scenarios.kernels import sum_rows
+
 # Said once by every rank, of an interface that has been there since torch 1.10.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 
@@ -246,7 +248,4 @@ def _gathered(xt: Tensor, columns: Tensor) -> Tensor:
 
 def _scattered(parts: Tensor, columns: Tensor, in_features: int) -> Tensor:
     """Add up the rows ``[groups * kept, tokens]`` that belong to the same column, always in the same order."""
-    total = parts.new_zeros(in_features, parts.shape[1])
-    if parts.is_cuda:  # index_add_ adds in any order there
-        return total.index_put_((columns.flatten(),), parts, accumulate=True)
-    return total.index_add_(0, columns.flatten(), parts)
+    return sum_rows(parts, columns.flatten(), in_features)

@@ -13,7 +13,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from scenarios.gpt import INIT_STD, MLP, Attention, GPTConfig
-from scenarios.pruning.linear import NEVER, Form, PrunableLinear, Structure
+from scenarios.kernels import NEVER, in_use
+from scenarios.pruning.linear import TASKS, Form, PrunableLinear, Structure
 from scenarios.pruning.schedule import CubicSchedule
 from scenarios.pruning.selection import Masks, Scores, Threshold, keep_largest
 from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
@@ -140,15 +141,10 @@ class Pruning(Scenario):
         return {
             "sparsity": round(1.0 - kept / max(total, 1), 3),
             "small weights": f"{num_small:.0f} of {num_weights:.0f}",
-            "kernel": self._kernel(engine.device) if num_small else "dense",
+            "kernel": in_use(TASKS[self.structure], engine) if num_small else "dense",
             "sparsity by layer": [round(1.0 - row[0] / row[1], 4) if row[1] else 0.0 for row in self._counts.tolist()],
             "multiply-adds by layer": [int(row[0]) for row in gather_by_layer(engine, work, 1).tolist()],
         }
-
-    def _kernel(self, device: torch.device) -> str:
-        if self.structure == "block":
-            return "gathered bmm"
-        return "CSR (cuSPARSE)" if device.type == "cuda" else "CSR (MKL)"
 
 
 def _count(engine: Engine) -> Tensor:

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scenarios.gpt import Attention, Block, GPTConfig, rotate
+from scenarios.kernels import Task, choose
 from scenarios.sparse_attention.hashing import draw_directions, hash_codes
 from scenarios.sparse_attention.kernels import (
-    Kernel,
-    best_kernel,
     count_pairs,
     flex_codes_attention,
     separate_codes_attention,
@@ -20,6 +19,7 @@ from scenarios.sparse_attention.kernels import (
 )
 
 Hashing = Literal["shared", "separate"]
+TASK: Task = "attention within hash buckets"
 
 
 class HashSparseAttention(Attention):
@@ -39,7 +39,7 @@ class HashSparseAttention(Attention):
     directions: Tensor
     pairs: Tensor
 
-    def __init__(self, config: GPTConfig, *, hashing: Hashing, kernel: Kernel | None = None) -> None:
+    def __init__(self, config: GPTConfig, *, hashing: Hashing, kernel: str | None = None) -> None:
         super().__init__(config)
         self.hashing = hashing
         self.kernel = kernel
@@ -100,7 +100,7 @@ class HashSparseAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: Tensor) -> Tensor:
         """Compute attention with the chosen kernel; shapes as in :mod:`scenarios.sparse_attention.kernels`."""
-        if (self.kernel or best_kernel(q.device, q.shape[-1])) == "flex":
+        if (self.kernel or choose(TASK, q.device, q.dtype, q.shape[-1]).name) == "flex":
             return flex_codes_attention(q, k, v, q_codes, k_codes)
         if self.hashing == "shared":
             return shared_codes_attention(q, k, v, q_codes, self.buckets)
@@ -116,7 +116,7 @@ class HashSparseBlock(Block):
         kernel: same.
     """
 
-    def __init__(self, config: GPTConfig, *, hashing: Hashing = "shared", kernel: Kernel | None = None) -> None:
+    def __init__(self, config: GPTConfig, *, hashing: Hashing = "shared", kernel: str | None = None) -> None:
         self._settings = {"hashing": hashing, "kernel": kernel}
         super().__init__(config)
 

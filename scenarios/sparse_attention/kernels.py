@@ -10,26 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from scenarios.sparse_attention.groups import lay_out, runs, size_class
-
-Kernel = Literal["sdpa", "flex"]
-
-# FlexAttention's kernels are tiled: nothing smaller is supported.
-_LEAST_FLEX_HEAD_DIM = 16
-
-
-def best_kernel(device: torch.device, head_dim: int) -> Kernel:
-    """Choose what computes attention: compiled FlexAttention on CUDA, SDPA by buckets elsewhere.
-
-    FlexAttention has no backward on a CPU.
-    """
-    return "flex" if device.type == "cuda" and head_dim >= _LEAST_FLEX_HEAD_DIM else "sdpa"
 
 
 def shared_codes_attention(q: Tensor, k: Tensor, v: Tensor, codes: Tensor, buckets: int) -> Tensor:

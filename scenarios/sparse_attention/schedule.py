@@ -11,9 +11,9 @@ from typing import get_args
 from deepspeed.pipe import LayerSpec
 
 from scenarios.gpt import Block, GPTConfig
+from scenarios.kernels import in_use, names
 from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
-from scenarios.sparse_attention.attention import Hashing, HashSparseAttention, HashSparseBlock
-from scenarios.sparse_attention.kernels import Kernel, best_kernel
+from scenarios.sparse_attention.attention import TASK, Hashing, HashSparseAttention, HashSparseBlock
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class SparseAttention(Scenario):
     hashing: Hashing = "shared"
     redraw_every: int = 0
     seed: int = 0
-    kernel: Kernel | str = "auto"
+    kernel: str = "auto"
     _sparse_layers: list[int] = field(init=False, default_factory=list)
     _model: GPTConfig = field(init=False)
     _batch: int = field(init=False, default=0)
@@ -45,8 +45,7 @@ class SparseAttention(Scenario):
     def __post_init__(self) -> None:
         """Refuse settings without a meaning, all problems at once."""
         problems = [*self._problems_of_schedule()]
-        for name, kind in {"hashing": Hashing, "kernel": Kernel}.items():
-            known = [*get_args(kind), *(["auto"] if name == "kernel" else [])]
+        for name, known in {"hashing": get_args(Hashing), "kernel": (*names(TASK), "auto")}.items():
             if getattr(self, name) not in known:
                 problems.append(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}")
         if self.redraw_every < 0:
@@ -58,8 +57,8 @@ class SparseAttention(Scenario):
         """Yield what is wrong with ``batches``, ``buckets`` and ``blocks``."""
         lengths = {name: len(getattr(self, name)) for name in ("batches", "buckets", "blocks")}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} has {n} entries" for name, n in lengths.items())
-            yield f"{told}: give one number of buckets and one share of blocks for each batch"
+            entries = ", ".join(f"{name} has {n} entries" for name, n in lengths.items())
+            yield f"{entries}: give one number of buckets and one share of blocks for each batch"
         if any(a >= b for a, b in zip([-1, *self.batches], self.batches, strict=False)):
             yield f"batches={list(self.batches)} must be increasing, from 0"
         for buckets in self.buckets:
@@ -107,12 +106,12 @@ class SparseAttention(Scenario):
         counted = {layer: attention.take_pairs() for layer, attention in local_attentions(engine)}
         pairs, dense = gather_by_layer(engine, counted, 2)[self._sparse_layers].unbind(1)
         buckets = [self.buckets_of(layer, self._batch) for layer in self._sparse_layers]
-        device_kernel = best_kernel(engine.device, self._model.hidden // self._model.heads)
+        best = in_use(TASK, engine, self._model.hidden // self._model.heads)
         return {
             "buckets": max(buckets),
             "sparse blocks": f"{sum(n > 1 for n in buckets)} of {len(buckets)}",
             "pairs computed": f"{round(20 * float(pairs.sum() / dense.sum().clamp(min=1))) / 20:.0%}",
-            "kernel": device_kernel if self.kernel == "auto" else self.kernel,
+            "kernel": best if self.kernel == "auto" else self.kernel,
             "buckets by block": buckets,
             "pairs by block": pairs.long().tolist(),
             "density by block": [round(value, 4) for value in (pairs / dense.clamp(min=1)).tolist()],

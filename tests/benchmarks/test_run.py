@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import readme, record
-from benchmarks.overhead import every_batch, migration, ranks
+from benchmarks import ranks, readme, record
+from benchmarks.overhead import every_batch, migration
 from benchmarks.overhead.main import PARTS
 from benchmarks.run import EXPERIMENTS, Experiment, keep, run
 

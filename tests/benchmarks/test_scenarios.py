@@ -25,9 +25,7 @@ from benchmarks.scenarios.contenders import (
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
-from benchmarks.scenarios.micro_batches import by_micro_batch
 from benchmarks.scenarios.summary import summarise
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER
 from tests.distributed.ranks import run_ranks
 
 EQUAL = [[1.0, 2.0]] * 4
@@ -66,17 +64,6 @@ def test_every_micro_batch_counts_by_itself() -> None:
     # stage 0: 0 to 3 and 3 to 4; stage 1: 3 to 4 and 4 to 7, by means 2 + 2 * 2 = 6
     assert batch_s(layers, (0, 1, 2), 2, [0.0, 0.0]) == pytest.approx(7)
     assert batch_s([[2.0, 0.0], [2.0, 0.0]], (0, 1, 2), 2, [0.0, 0.0]) == pytest.approx(6)
-
-
-def test_marks_by_micro_batch() -> None:
-    marks = [
-        (TRANSFER, -1, 9.0), (FORWARD, 1, 1.0), (FORWARD, 1, 0.5), (FORWARD, 2, 2.0), (LOAD, -1, 9.0),
-        (FORWARD, 1, 3.0), (BACKWARD, 2, 4.0), (BACKWARD, 1, 5.0), (TRANSFER, 0, 9.0), (BACKWARD, 1, 6.0),
-        (STEP, -1, 9.0),
-    ]
-    assert by_micro_batch(marks, 3, 2) == [
-        [[0.0, 0.0], [0.0, 0.0]], [[1.5, 3.0], [5.0, 6.0]], [[2.0, 0.0], [4.0, 0.0]],
-    ]
 
 
 def test_the_ideal_counts_steps_and_hooks_once() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "profile", "plan", "simulate", "report")
+COMMANDS = ("doctor", "profile", "plan", "simulate")
 _FOLLOWS = r"(?:^|\n)\s*(dynpipe [^\n]+)"
 
 
@@ -43,7 +43,7 @@ def test_the_commands_of_the_documentation_run(dynpipe: Command) -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("dynpipe ")]
-    assert len(lines) >= 8
+    assert len(lines) >= 7
     # What starts a script of the user's is run in test_try.py.
     for line in (line for line in lines if not line.startswith("dynpipe try ")):
         command, _, file = line.partition(" > ")
@@ -93,8 +93,6 @@ def test_help_names_every_command(dynpipe: Command) -> None:
         ("simulate profile.json --partition 0,4,8 --gantt x.gif", 2, "must end in one of .png"),
         ("simulate profile.json --partition 0,4,8 --activation-link-s -1", 2, "'-1' must be finite seconds"),
         ("simulate profile.json --partition 0,4,8 --activation-link-s 1,2", 2, "need one number, 1 numbers"),
-        ("report nowhere", 2, "nowhere: no such file; give the output folder"),
-        ("report outputs", 2, "results.json: no such file"),
         ("doctor --layers 8", 2, "--layers and --stages belong together"),
         ("doctor --port 70000", 2, "whole number from 1 to 65535"),
         ("doctor --config nowhere.json", 2, "nowhere.json: no such file"),

@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from dynpipe_ds.cli.main import INTERRUPTED
 from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.moves import RandomMoves
-from dynpipe_ds.cli.trying.outcome import Outcome, Process
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, read
 from dynpipe_ds.cli.trying.reasons import explain
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
@@ -166,6 +167,16 @@ def test_the_layout_at_a_cut_is_shown_to_be_the_reason(dynpipe: Command) -> None
 
 
 @pytest.mark.exhaustive
+def test_flags_under_no_grad_are_shown_to_be_the_reason(dynpipe: Command) -> None:
+    """As in qlora-pipe, whose mask wants a gradient in evaluation, too."""
+    done = dynpipe("--json", "try", "--batches", 5, *start("--flagged", "--evaluate"))
+    (reason,) = done.json["reasons"]
+    assert done.code == 0 and reason["shown"] and reason["text"].startswith("flags in evaluation"), done
+    assert way(done, STILL)["differs"].startswith("the result of evaluation 1 differs")
+    assert way(done, MOVING)["same_as_still"] and not way(done, MOVING)["equal"]
+
+
+@pytest.mark.exhaustive
 def test_a_script_that_is_not_repeatable(dynpipe: Command) -> None:
     done = dynpipe("try", "--batches", 3, *start("--not-repeatable"))
     assert done.code == 1 and "the script is not repeatable: two runs with DeepSpeed's class differ" in done.out, done
@@ -261,7 +272,7 @@ def outcome(
     events = {
         "engine": [known], "batch": [{"loss": [loss.hex()], "seconds": 0.1} for loss in losses], "evaluation": [],
         "end": [{"weights": {"3/weight": weight}, "state": {}}],
-        "crossing": [{"outputs": 1}], "strided": [{}] * known.pop("strided"),
+        "crossing": [{"outputs": 1}], "flagged": [], "strided": [{}] * known.pop("strided"),
     }  # fmt: skip
     return Outcome(Settings(which, 8, 2, 0, changes), [Process("here-1", events)])
 
@@ -335,6 +346,19 @@ def test_a_change_that_the_script_can_not_take_is_told() -> None:
     assert second.text == "not known: the script is repeatable, and dynpipe_ds differs from DeepSpeed's class"
 
 
+def test_causes_come_before_what_follows_from_them(tmp_path: Path) -> None:
+    """A rank that loses the connection raises before the launcher says why."""
+    said = [
+        {"type": "RuntimeError", "text": "[pair.cc:553] Connection closed by peer [127.0.0.1]:26509.", "at_s": 1.0},
+        {"type": "RankLostError", "text": "rank 0 ended while batch 2 was trained", "at_s": 2.0},
+        {"type": "ProcessRaisedException", "text": "\n-- Process 0:\nclosed by peer, ValueError: bad", "at_s": 3.0},
+    ]
+    events = "".join(json.dumps({"event": "error", **error}) + "\n" for error in said)
+    (tmp_path / "here-1.events").write_text(events, encoding="utf-8")
+    errors = read(tmp_path, Settings(DEEPSPEED, 8, 2, 0)).errors
+    assert [error.partition(":")[0] for error in errors] == ["ProcessRaisedException", "RuntimeError", "RankLostError"]
+
+
 def test_what_is_not_repeatable_has_no_other_reason() -> None:
     losses = iter([1.0, 2.0, 3.0, 4.0, 5.0])
 
@@ -345,8 +369,25 @@ def test_what_is_not_repeatable_has_no_other_reason() -> None:
     assert not reason.shown and reason.text.startswith("the script is not repeatable")
 
 
-def test_who_ends_it_ends_what_it_started(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(600)"]
+COMPILES = """
+import os, sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(os.environ["TORCH_EXTENSIONS_DIR"] + "/adam/lock").try_acquire()
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_ends_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Nobody waits for the lock of a compilation that was ended; those of others stay."""
+    for name in ("adam", "lamb"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lamb" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    script = [sys.executable, "-c", COMPILES]
     command = [sys.executable, "-m", "dynpipe_ds", "try", "--folder", str(tmp_path / "out"), "--", *script]
     tried = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = tmp_path / "out" / "run-1" / "output.log"
@@ -354,5 +395,6 @@ def test_who_ends_it_ends_what_it_started(tmp_path: Path) -> None:
         assert tried.poll() is None
         time.sleep(0.05)
     (child,) = psutil.Process(tried.pid).children()
-    tried.terminate()
-    assert tried.wait() == 128 + signal.SIGTERM and not child.is_running()
+    tried.send_signal(number)
+    assert tried.wait() == (INTERRUPTED if number == signal.SIGINT else 128 + number) and not child.is_running()
+    assert sorted(tmp_path.glob("*/lock")) == [tmp_path / "lamb" / "lock"]

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
@@ -84,8 +86,36 @@ class Attention(nn.Module):
         return x + y.transpose(1, 2).reshape(x.shape), mask
 
 
-def evaluations(_rank: int, plain: bool, cut: list[int]) -> list[float]:
+class OwnForward(schedule.BufferOpInstruction):  # type: ignore[misc]
+    pass
+
+
+class OwnSchedule(schedule.InferenceSchedule):  # type: ignore[misc]
+    """As in qlora-pipe: a forward pass besides DeepSpeed's."""
+
+    def steps(self) -> Any:
+        for commands in super().steps():
+            yield [OwnForward(c.buffer_id) if isinstance(c, schedule.ForwardPass) else c for c in commands]
+
+
+def own_forward(engine: Any, buffer_id: int) -> None:
+    """Copies what was received by itself."""
+    received = engine.pipe_buffers["inputs"][buffer_id]
+    given = tuple(t.clone() for t in received) if isinstance(received, tuple) else received.clone()
+    engine.pipe_buffers["outputs"][buffer_id] = output = super(PipelineEngine, engine).forward(given)
+    if engine.is_last_stage():
+        engine.loss = engine.module.loss_fn(output, engine.pipe_buffers["labels"][buffer_id])
+        engine.fwd_outputs.append(engine.loss)
+
+
+def evaluations(_rank: int, cut: list[int], way: str) -> list[float]:
     """Losses of an untrained model at a given cut."""
+    plain = way == "deepspeed"
+    if way == "own forward":
+        PipelineEngine._INSTRUCTION_MAP[schedule.ForwardPass] = own_forward
+    if way == "own instruction":
+        PipelineEngine._INSTRUCTION_MAP[OwnForward] = own_forward
+        schedule.InferenceSchedule = OwnSchedule
     layers = [LayerSpec(Embed), LayerSpec(Mask), *[LayerSpec(Attention)] * 4, first, LayerSpec(Head)]
     module = module_at(plain, cut, layers)
     config = {**base_config(Run(num_stages=2), 1), "dynamic_pipeline": {"enabled": not plain}}
@@ -98,11 +128,11 @@ def first(inputs: tuple[Tensor, Tensor]) -> Tensor:
     return inputs[0]
 
 
-@pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
-def test_flags_of_what_crosses_in_evaluation(plain: bool) -> None:
+@pytest.mark.parametrize("way", ["deepspeed", "ours", "own forward", "own instruction"])
+def test_flags_of_what_crosses_in_evaluation(way: str) -> None:
     """torch's attention chooses its kernel by whether the mask wants a gradient; DeepSpeed's copy does not want any."""
-    one, other = (run_ranks(evaluations, 2, plain, cut)[0] for cut in ([0, 3, 8], [0, 7, 8]))
-    assert (one != other) == plain
+    one, other = (run_ranks(evaluations, 2, cut, way)[0] for cut in ([0, 3, 8], [0, 7, 8]))
+    assert (one != other) == (way == "deepspeed")
 
 
 class Shift(nn.Module):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds import FatalError, RankLostError, fatal, heartbeat
+from dynpipe_ds.ranks import explaining_lost_ranks
 from dynpipe_ds.ranks.fatal import naming_lost_ranks, no_way_back
 from dynpipe_ds.ranks.heartbeat import Heartbeat, start_heartbeat
 from tests.distributed.models import Run, data, make_engine
@@ -166,8 +167,9 @@ def wait_for(rank: int, started: Heartbeat | None) -> None:
 
 
 def compute(seconds: float, started: Heartbeat | None) -> None:
-    """Communicate when it is too late."""
-    with naming_lost_ranks(started, "batch 3 was trained", newest):
+    """Communicate when it is too late, in code of a user's own."""
+    assert start_heartbeat() is started
+    with explaining_lost_ranks("batch 3 was trained", newest):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             torch.randn(64, 64) @ torch.randn(64, 64)

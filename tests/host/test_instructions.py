@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.runtime.pipe import schedule
 
 from dynpipe_ds.host.instructions import forward_pass, instruction_map
@@ -30,9 +31,12 @@ def test_a_clients_own_instructions() -> None:
     plain, mine = instruction_map(deepspeed.PipelineEngine), instruction_map(Mine)
     assert plain[schedule.SendGrad].__wrapped__ is send_gradients
     assert plain[schedule.ForwardPass].__wrapped__.__wrapped__ is forward_pass
-    assert mine[schedule.ForwardPass].__wrapped__.__wrapped__ is own and mine[Sampling] is own
+    assert mine[schedule.ForwardPass].__wrapped__.__wrapped__.__wrapped__ is own and mine[Sampling] is own
     assert mine.keys() - plain.keys() == {Sampling}
-    engine = SimpleNamespace(seen=[], module=SimpleNamespace(recorder=None), pipe_buffers={"inputs": [None] * 4})
+    module = torch.nn.Module()
+    module.recorder = None
+    buffers = {"inputs": [None] * 4}
+    engine = SimpleNamespace(seen=[], module=module, pipe_buffers=buffers, is_first_stage=lambda: False)
     mine[schedule.ForwardPass](engine, buffer_id=3)
     assert engine.seen == [{"buffer_id": 3}]
 

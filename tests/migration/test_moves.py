@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dynpipe_ds.migration import Move, plan_moves
-from dynpipe_ds.migration.moves import stage_of
+from dynpipe_ds.placement import Placement
 
 
 def random_boundaries(rng: random.Random, num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -24,21 +24,17 @@ def test_equal_partitions_have_no_moves() -> None:
     assert plan_moves((0, 3, 6), (0, 3, 6)) == ()
 
 
-def test_stage_of_skips_empty_stages() -> None:
-    assert [stage_of(layer, (0, 0, 2, 2, 3)) for layer in range(3)] == [1, 1, 3]
-
-
 def test_moves_turn_one_partition_into_the_other() -> None:
     rng = random.Random(3)
     for _ in range(300):
         num_layers, num_stages = rng.randint(1, 12), rng.randint(1, 5)
         before, after = (random_boundaries(rng, num_layers, num_stages) for _ in range(2))
-        where = {layer: stage_of(layer, before) for layer in range(num_layers)}
+        where = dict(enumerate(Placement.from_boundaries(before).layer_stages))
         moves = plan_moves(before, after)
         for move in moves:
             assert move.source == where[move.layer] != move.destination
             where[move.layer] = move.destination
-        assert where == {layer: stage_of(layer, after) for layer in range(num_layers)}
+        assert where == dict(enumerate(Placement.from_boundaries(after).layer_stages))
         assert [move.layer for move in moves] == sorted({move.layer for move in moves})
 
 

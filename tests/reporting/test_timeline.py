@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dynpipe_ds.reporting.timeline import COLOURS, around_move, chrome_trace, save_chrome_trace, save_gantt
+from dynpipe_ds.reporting import around_move, chrome_trace, save_chrome_trace, save_gantt
+from dynpipe_ds.reporting.timeline import COLOURS
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.models import digest
@@ -80,10 +81,9 @@ def build(job: Job) -> Any:
     from scenarios.data import load_tokens
 
     settings = Settings(
-        model=job.model, scenario=job.scenario, scenario_settings=job.settings, data_path=None,
-        data_dtype=None, deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
+        model=job.model, scenario=job.scenario, scenario_settings=job.settings, data=DataSettings(shuffle=job.shuffle),
+        deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
-        data_shuffle=job.shuffle,
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
     return build_contender(settings, load_tokens() if job.text else tokens, dynamic=False)
@@ -98,7 +98,7 @@ def train(job: Job, *, moves: bool) -> Trained:
         if batch in job.shrinks:
             run.engine.repack(job.shrinks[batch])
         list(run.train_window([batch], timed=True))
-    return Trained(run.losses, run.reports, digest(run.engine))
+    return Trained(run.measured.losses, run.measured.reports, digest(run.engine))
 
 
 def assert_same_bits(job: Job, ranks: int) -> Trained:
@@ -140,7 +140,7 @@ def go_on(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
     for name, job in jobs.items():
         run = build(job)
         run.load(Path(folder) / name, "middle")
-        assert len(run.losses) == SAVED_AFTER and run.resumed_at == [SAVED_AFTER]
+        assert len(run.measured.losses) == SAVED_AFTER and run.measured.resumed_at == [SAVED_AFTER]
         results[name] = _train_batches(run, job, range(SAVED_AFTER, CONTINUED_BATCHES))
     return results
 
@@ -153,7 +153,7 @@ def _train_batches(run: Any, job: Job, batches: range, folder: Path | None = Non
         if batch == SAVED_AFTER and folder is not None:
             run.save(folder, "middle")
         list(run.train_window([batch], timed=True))
-    return Trained(run.losses, run.reports, digest(run.engine))
+    return Trained(run.measured.losses, run.measured.reports, digest(run.engine))
 
 
 def assert_continued(name: str, reference: list[Any], resumed: list[Any], *, changing: str | None = None) -> None:
@@ -170,7 +170,7 @@ def assert_continued(name: str, reference: list[Any], resumed: list[Any], *, cha
     layers = [{item for rank in ranks for item in rank[name].layers.items()} for ranks in (reference, resumed)]
     assert layers[0] == layers[1]
     if name == "freezing-cache":
-        skipped = [[report["layers from cache"] for report in run.reports] for run in (whole, parts)]
+        skipped = [[report["layers from cache"] for report in run.measured.reports] for run in (whole, parts)]
         assert skipped[0][SAVED_AFTER] == 1 and skipped[1][SAVED_AFTER] == 0, "the cache is filled anew"
         assert skipped[0][-1] == skipped[1][-1] == 2
     assert _without_cache(parts.reports) == _without_cache(whole.reports)

@@ -17,7 +17,7 @@ from scenarios.early_exit import EarlyExit
 from scenarios.early_exit.blocks import ExitBlock
 from scenarios.early_exit.confidence import Audit, Decay, measure_confidence, thresholds
 from scenarios.early_exit.exits import Exit, ExitHead, exit_loss, read_audit
-from scenarios.early_exit.rows import ActiveRows, attend_padded, attend_row_by_row, kernel_name
+from scenarios.early_exit.rows import ActiveRows, attend_padded, attend_row_by_row
 from scenarios.early_exit.state import STILL_IN, ExitState
 from scenarios.gpt import Block, GPTConfig, gpt_layers, loss_fn, rotate
 from scenarios.scenario import build_layers
@@ -423,14 +423,6 @@ def test_a_share_is_reached_and_reported() -> None:
     assert shares[:2] == [1.0, 1.0]
     assert all(0.65 < share < 0.85 for share in shares[2:])
     assert report["kernel"] == "SDPA row by row" and report["tokens computed"].endswith("%")
-
-
-def test_kernels_have_names() -> None:
-    """What a report says on an accelerator."""
-    cuda = torch.device("cuda")
-    assert kernel_name(cuda, torch.bfloat16, visible=False) == "FlashAttention varlen"
-    assert kernel_name(cuda, torch.float32, visible=False) == "SDPA padded"
-    assert kernel_name(cuda, torch.bfloat16, visible=True) == "SDPA padded, masked"
 
 
 # -- settings ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig, loss_fn
 from scenarios.moe import ExpertConfig, MixtureOfExperts, MoEMLP, set_expert_group
 from scenarios.moe.scenario import moe_mlps
@@ -83,8 +84,8 @@ def settings(stages: int, partition: str | list[int], **scenario: Any) -> Settin
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dynamic_pipeline": {"enabled": True},
     }  # fmt: skip
     return Settings(
-        model=MODEL, scenario="moe", scenario_settings={"every": 1, "num_experts": 4, **scenario}, data_path=None,
-        data_dtype=None, deepspeed=config, partition_method=partition, run=RunSettings(num_stages=stages), seed=5,
+        model=MODEL, scenario="moe", scenario_settings={"every": 1, "num_experts": 4, **scenario}, data=DataSettings(),
+        deepspeed=config, partition_method=partition, run=RunSettings(num_stages=stages), seed=5,
         output_dir=Path(),
     )  # fmt: skip
 
@@ -105,7 +106,8 @@ def cut_anywhere(_rank: int, num_batches: int) -> Any:
         run = contender(settings(2, [0, cut, 6], aux_weight=0.7))
         list(run.train_window(range(num_batches), timed=True))
         layers = run.engine.local_layers().items()
-        found.append((run.losses, {i: m.router.weight.detach() for i, layer in layers for m in moe_mlps(layer)}))
+        routers = {i: m.router.weight.detach() for i, layer in layers for m in moe_mlps(layer)}
+        found.append((run.measured.losses, routers))
     return found
 
 
@@ -160,8 +162,8 @@ def train_sharing_or_not(_rank: int) -> tuple[list[float], list[float], list[Any
     both = [contender(settings(2, "uniform", expert_parallel=shared)) for shared in (True, False)]
     for run in both:
         list(run.train_window(range(4), timed=True))
-        run.losses.append(float(run.engine.eval_batch(run.data.micro_batches(4))))
-    return both[0].losses, both[1].losses, [run.reports[-1] for run in both]
+        run.measured.losses.append(float(run.engine.eval_batch(run.data.micro_batches(4))))
+    return both[0].measured.losses, both[1].measured.losses, [run.measured.reports[-1] for run in both]
 
 
 def test_training_with_shared_experts_is_data_parallel_training() -> None:

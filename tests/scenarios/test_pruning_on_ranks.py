@@ -51,12 +51,13 @@ def look_at_state(_rank: int, optimizer: str) -> dict[str, Any]:
     from pathlib import Path
 
     from scenarios.compare import build_contender
+    from scenarios.data import DataSettings
     from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
     from tests.scenarios.exactness import MODEL, SMALL_BATCH
 
     settings = Settings(
         model=MODEL, scenario="pruning", scenario_settings={"start_batch": 2, "end_batch": 4, "every": 1,
-        "crossover": 0.75}, data_path=None, data_dtype=None, partition_method="uniform", seed=5, output_dir=Path(),
+        "crossover": 0.75}, data=DataSettings(), partition_method="uniform", seed=5, output_dir=Path(),
         deepspeed=merge(load_deepspeed_json(optimizer), SMALL_BATCH), run=RunSettings(num_stages=2),
     )  # fmt: skip
     tokens = torch.randint(MODEL.vocab_size, (5000,), generator=torch.Generator().manual_seed(0))

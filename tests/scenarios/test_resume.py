@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from dynpipe_ds import RankLostError
+from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.ranks import run_ranks
@@ -43,8 +44,9 @@ def settings_for(folder: Path, *, stages: int = 2, batches: int = BATCHES, **cha
     run |= changes.pop("run", {})
     return Settings(
         model=GPTConfig(depth=2, hidden=8, heads=1, seq_len=8, vocab_size=32), scenario="freezing", seed=5,
-        data_path=str(data), data_dtype=None, deepspeed=merge(load_deepspeed_json("fp32_adamw"), deepspeed),
-        partition_method=[0, *range(5 - stages, 5)], run=RunSettings(**run), output_dir=folder, data_validation=0.02,
+        data=DataSettings(path=str(data), validation=0.02),
+        deepspeed=merge(load_deepspeed_json("fp32_adamw"), deepspeed),
+        partition_method=[0, *range(5 - stages, 5)], run=RunSettings(**run), output_dir=folder,
         **changes,
     )  # fmt: skip
 
@@ -179,12 +181,22 @@ def test_what_is_found_decides(tmp_path: Path) -> None:
         "5 batches are trained and run.batches is 4", "give the settings of then", "run.resume=false",
     ):  # fmt: skip
         assert part in ended, ended
+    as_written_before(tmp_path / "out/checkpoints/job.json")
     longer = settings_for(tmp_path / "out", stages=1, batches=17, run={"save_every": 3})
     results, printed = finish(longer, 1)
     assert "continuing" in printed and len(results["runs"][0]["losses"]) == 17, "more batches are no other settings"
     again, printed = finish(longer, 1)
     assert "continuing" not in printed and again["runs"][0]["resumed_at"] == []
     assert_same_losses(again, results)
+
+
+def as_written_before(file: Path) -> None:
+    """Bring a job's file into the form it had when each setting of the data stood by itself."""
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    data = stored["settings"].pop("data")
+    assert data["validation"] == 0.02
+    stored["settings"] |= {f"data_{name}": value for name, value in data.items()}
+    file.write_text(json.dumps(stored), encoding="utf-8")
 
 
 def test_a_checkpoint_that_is_not_wanted_or_cannot_be_used(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from benchmarks.layers.case import count_operations
 from scenarios.gpt import Attention, Block, GPTConfig, rotate
+from scenarios.kernels import choose
 from scenarios.scenario import build_layers
 from scenarios.settings import config_folder
 from scenarios.sparse_attention import HashSparseAttention, HashSparseBlock, SparseAttention
 from scenarios.sparse_attention.groups import size_class
 from scenarios.sparse_attention.hashing import draw_directions, hash_codes
 from scenarios.sparse_attention.kernels import (
-    best_kernel,
     count_pairs,
     flex_codes_attention,
     separate_codes_attention,
@@ -186,7 +186,7 @@ def test_compiled_flex_attention_on_cuda(hashing: Any) -> None:
         for y in [module(x)]
     )
     assert_close(found, wanted, 2e-2)
-    assert best_kernel(x.device, 64) == "flex"
+    assert choose("attention within hash buckets", x.device, x.dtype, 64).name == "flex"
 
 
 def test_the_hash_keeps_near_vectors_together() -> None:

@@ -45,9 +45,9 @@ def train(job: Job, *, moves: bool, evaluate: bool) -> Seen:
         list(run.train_window([batch], timed=True))
     before = streams()
     if run.validator is not None:
-        assert run.validator.evaluate() == run.validations[-1]["loss"]
+        assert run.validator.evaluate() == run.measured.validations[-1]["loss"]
     assert streams() == before and run.engine.module.training
-    return Seen(run.losses, run.reports, digest(run.engine), run.validations)
+    return Seen(run.measured.losses, run.measured.reports, digest(run.engine), run.measured.validations)
 
 
 def streams() -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 _OURS = str(Path(dynpipe_ds.__file__).parent)
 _WARM_UP = 2  # batches whose seconds are those of a start
-_SECONDARY = ("RankLostError", "FatalError")  # what others raise when one rank fails
+_SECONDARY = ("RankLostError", "FatalError", "closed by peer", "reset by peer")  # what others raise when one rank fails
 
 
 @dataclass
@@ -128,13 +128,17 @@ def read(folder: Path, settings: Settings) -> Outcome:
     processes = [_process(file) for file in sorted(folder.glob("*.events"))]
     ranks = sorted((p for p in processes if p.facts), key=lambda p: int(p.facts["rank"]))
     raised = [error for process in processes for error in process.events["error"]]
-    raised.sort(key=lambda error: (error["type"] in _SECONDARY, error["at_s"]))
+    raised.sort(key=lambda error: (_is_secondary(error), error["at_s"]))
     errors: list[str] = []
     for error in raised:
         if not any(told in error["text"] or error["text"] in told for told in errors):  # as other processes pass it on
             errors.append(f"{error['type']}: {error['text']}")
     stacks = {int(rank.facts["rank"]): _stack(folder / f"{rank.name}.stacks") for rank in ranks if not rank.end}
     return Outcome(settings, ranks, errors, "", {rank: stack for rank, stack in stacks.items() if stack})
+
+
+def _is_secondary(error: Event) -> bool:
+    return any(sign in f"{error['type']}: {error['text']}".partition("\n")[0] for sign in _SECONDARY)
 
 
 def _process(file: Path) -> Process:

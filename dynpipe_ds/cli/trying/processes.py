@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 import dynpipe_ds
+from dynpipe_ds.cli.checks import extensions_folder
 from dynpipe_ds.cli.command import UsageError, last_lines
 from dynpipe_ds.cli.trying import startup
 from dynpipe_ds.cli.trying.outcome import Outcome, read
@@ -27,6 +28,8 @@ START = 5
 _POLL_S = 0.2
 _GRACE_S = 15.0  # for processes to end by themselves, after an error or after the last batch
 _WRITE_S = 1.0  # for stacks to be written
+_SWEEPS, _SWEEP_S = 20, 0.05  # looks for processes that are left, and pause between them
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run(
@@ -51,9 +54,39 @@ def run(
     shutil.copy(startup.__file__, folder / "sitecustomize.py")
     (folder / "package.txt").write_text(str(Path(dynpipe_ds.__file__).parents[1]), encoding="utf-8")
     settings.save(folder)
+    process = None
+    try:
+        process = _start(command, folder)
+        failure = _wait(process, settings, folder, timeout_s, tell)
+    finally:
+        _end(process, folder)
+    outcome = read(folder, settings)
+    outcome.failure = failure or _failure(outcome, process.returncode, folder / "output.log")
+    return outcome
+
+
+@contextlib.contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal end the block as Ctrl-C does, so that nothing is left of it."""
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "output.log").open("wb") as log:
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command, env=_environment(folder), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
@@ -61,20 +94,6 @@ def run(
             raise UsageError(
                 f"{command[0]}: {error.strerror}; give the command that starts your script after --"
             ) from error
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        failure = _wait(process, settings, folder, timeout_s, tell)
-    finally:
-        _end(process, folder)
-        signal.signal(signal.SIGTERM, before)
-    outcome = read(folder, settings)
-    outcome.failure = failure or _failure(outcome, process.returncode, folder / "output.log")
-    return outcome
-
-
-def _leave(number: int, _frame: object) -> None:
-    """End as an interrupted command does, so that the processes of the run are ended, too."""
-    raise SystemExit(128 + number)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -129,15 +148,36 @@ def _processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    for one in _processes(folder):
-        try:
-            one.kill()
-        except psutil.Error:
-            continue
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # those that were started with an environment of their own
-    process.wait()
+def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
+    """End all processes of the run, and what they would leave for others to wait for."""
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDING))  # a second Ctrl-C waits
+    locks: set[Path] = set()
+    for _ in range(_SWEEPS):
+        ended = _processes(folder)
+        for one in ended:
+            locks.update(_compile_locks(one))
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+        if not ended:
+            break
+        time.sleep(_SWEEP_S)  # then once more: one of them may have started another meanwhile
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # those that were started with an environment of their own
+        process.wait()
+    for lock in locks:
+        lock.unlink(missing_ok=True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+
+def _compile_locks(process: psutil.Process) -> Iterator[Path]:
+    """Locks of compilations that a process holds: torch keeps them open, and every later start would wait for them."""
+    try:
+        opened = [Path(file.path) for file in process.open_files()]
+    except psutil.Error:
+        return
+    compiled = extensions_folder().resolve()
+    yield from (path for path in opened if path.name == "lock" and path.is_relative_to(compiled))
 
 
 def _failure(outcome: Outcome, code: int, log: Path) -> str:

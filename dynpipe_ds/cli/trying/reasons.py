@@ -14,6 +14,7 @@ from dynpipe_ds.cli.trying.settings import (
     MOVING,
     NO_CLIPPING,
     NO_DROPOUT,
+    NO_FLAGS,
     PLAIN_ADAM,
     SEED_LAYERS,
     STILL,
@@ -70,6 +71,13 @@ _LAYOUT = _Suspect(
     "leave it: ours has the bits of the undivided model, whatever the cut",
     lambda ranks: any(rank.events["strided"] for rank in ranks),
 )
+_FLAGS = _Suspect(
+    NO_FLAGS,
+    "flags in evaluation: a tensor that wants a gradient, such as a mask, crosses a cut under no_grad; ours keeps its "
+    "flag, as in the undivided model, DeepSpeed's loses it, and attention on CPUs chooses its kernel by it",
+    "leave it: ours has the bits of the undivided model, whatever the cut",
+    lambda ranks: any(rank.events["flagged"] for rank in ranks),
+)
 _ADAM = _Suspect(
     PLAIN_ADAM,
     "DeepSpeed's compiled Adam on a CPU: it keeps beta ** step as a running product; ours takes the power, so that a "
@@ -100,7 +108,7 @@ _STREAMS = _Suspect(
 
 # What may differ: between DeepSpeed's class and ours, and, independently of that, where layers move.
 _QUESTIONS = (
-    (DEEPSPEED, STILL, (_CLIPPING, _LAYOUT, _ADAM, _CHECKPOINTED)),
+    (DEEPSPEED, STILL, (_CLIPPING, _LAYOUT, _FLAGS, _ADAM, _CHECKPOINTED)),
     (STILL, MOVING, (_SEEDS, _STREAMS)),
 )
 

@@ -13,6 +13,7 @@ WAYS = (DEEPSPEED, STILL, MOVING)
 """In the order in which they are run."""
 
 NO_CLIPPING, DENSE_CUTS = '"gradient_clipping": 0', "contiguous gradients at the cuts"
+NO_FLAGS = "flags dropped at the cuts under no_grad"
 PLAIN_ADAM = '"torch_adam": true'
 SEED_LAYERS, NO_DROPOUT = "seed_layers=True", "dropout off"
 """What a run may change beside the class, to find out whether it is the reason of a difference."""

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.cli.trying.moves import RandomMoves
 from dynpipe_ds.cli.trying.record import Record
-from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, Settings
+from dynpipe_ds.cli.trying.settings import DENSE_CUTS, MOVING, NO_DROPOUT, NO_FLAGS, Settings
 from dynpipe_ds.cli.trying.weights import bits, digests, layers_of
 from dynpipe_ds.host.differences import dropout_rates, find_dropout
 from dynpipe_ds.host.optimizers.native_adam import is_compiled_for_cpu
 from dynpipe_ds.host.specs import tied_key
+from dynpipe_ds.messages.values import tensors_in
 
 
 class Watch:
@@ -38,10 +39,12 @@ class Watch:
         is_moving = settings.way == MOVING and facts["ours"]
         self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
         record.say("engine", **facts)
-        self._has_looked = False
+        self._has_looked = self._has_told_flags = False
         engine.module.register_forward_hook(self._at_cut)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
+        if NO_FLAGS in settings.changes:
+            engine.module.forward = _around(self._without_flags, engine.module.forward)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
         for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
@@ -67,12 +70,19 @@ class Watch:
 
     def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
         """What leaves the stage: looked at once; its gradient is made contiguous where the run wants it."""
-        if self._engine.is_last_stage() or not module.training:
+        if self._engine.is_last_stage():
             return output
         parts = output if isinstance(output, tuple) else (output,)
+        trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not torch.is_grad_enabled():
+            if trained and not self._has_told_flags:
+                self._has_told_flags = True
+                self._record.say("flagged")
+            return output
+        if not module.training:
+            return output
         if not self._has_looked:
             self._has_looked = True
-            trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
             self._record.say("crossing", outputs=len(trained))
             for tensor in trained:
                 tensor.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
@@ -80,6 +90,13 @@ class Watch:
             return output
         dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
         return dense if isinstance(output, tuple) else dense[0]
+
+    def _without_flags(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Give layers what was received under ``no_grad`` as DeepSpeed does."""
+        if not torch.is_grad_enabled() and not self._engine.is_first_stage():
+            for tensor in tensors_in(inputs):
+                tensor.requires_grad_(False)
+        return forward(*inputs)
 
     def _look_at_gradient(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None and not gradient.is_contiguous():  # none where a checkpoint only hands a tensor through

@@ -22,15 +22,19 @@ SIZE, BATCH = 16, 32
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float, transposed: bool) -> None:
+    def __init__(self, dropout: float, transposed: bool, flagged: bool) -> None:
         super().__init__()
+        self.flagged = flagged
         self.linear, self.dropout = nn.Linear(SIZE, SIZE), nn.Dropout(dropout)
         self.mix = nn.Linear(BATCH, BATCH) if transposed else None
 
     def forward(self, x):
         if self.mix is not None:
             x = self.mix(x.t().contiguous()).t().contiguous()  # whose gradient is a transposed tensor
-        return self.dropout(torch.tanh(self.linear(x)))
+        if self.flagged and x.requires_grad and not torch.is_grad_enabled():
+            x = x * 1.001  # as a kernel that rounds otherwise
+        y = self.dropout(torch.tanh(self.linear(x)))
+        return y.requires_grad_(True) if self.flagged else y
 
 
 class Transposed(nn.Linear):
@@ -42,8 +46,8 @@ class OwnModule(PipelineModule):
     """As in GPT-NeoX: the layers are made in the constructor."""
 
     def __init__(self, options, **kwargs) -> None:
-        block = LayerSpec(Block, options.dropout, options.transposed)
-        blocks = [block, *([] if options.transposed else [torch.relu])] * options.blocks
+        block = LayerSpec(Block, options.dropout, options.transposed, options.flagged)
+        blocks = [block, *([] if options.transposed or options.flagged else [torch.relu])] * options.blocks
         first = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         last = TiedLayerSpec("ends", Transposed, SIZE, SIZE, tied_weight_attr="weight")
         super().__init__([first, *blocks, last], loss_fn=nn.functional.mse_loss, **kwargs)
@@ -117,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--save")
     parser.add_argument("--hang-after", type=int)
-    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours", "--transposed"):
+    for flag in ("--seed-layers", "--own-engine", "--evaluate", "--ours", "--transposed", "--flagged"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--not-repeatable", action="store_false", dest="repeatable")
     parser.add_argument("--local_rank", type=int, default=-1)

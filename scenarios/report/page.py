@@ -12,11 +12,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dynpipe_ds.reporting.report_figures import batches_figure, heat_map_figure, stages_figure
-from dynpipe_ds.reporting.run_results import WINDOW, JobResults, Rebalance
-from dynpipe_ds.reporting.table import UNKNOWN, comparison_rows, first_difference
-from dynpipe_ds.reporting.timeline import save_gantt
+from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced
+from scenarios.report.figures import batches_figure, heat_map_figure, stages_figure
+from scenarios.report.results import WINDOW, JobResults, Rebalance
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -114,11 +114,11 @@ def _losses_caption(results: JobResults) -> str:
 
 
 def _heat_map(results: JobResults) -> str:
-    runs = {f"{name} partition": run.layers for name, run in (("static", results.static), ("dynamic", results.dynamic))}
-    recorded = {name: layers for name, layers in runs.items() if layers is not None}
+    runs = (("static partition", results.static), ("dynamic partition", results.dynamic))
+    recorded = {name: run.recording for name, run in runs if run.recording is not None}
     if not recorded:
         return ""
-    rows = max(layers.batches_a_row for layers in recorded.values())
+    rows = max(recording.batches_a_row for recording in recorded.values())
     grain = f" Each column is the mean of {rows} batches." if rows > 1 else ""
     return "<h2>What every layer costs over training</h2>" + _picture(
         heat_map_figure(recorded), "Heat map of seconds by layer and batch, with stage boundaries",
@@ -155,16 +155,16 @@ def simulated_timelines(results: JobResults) -> dict[str, Simulation]:
     Returns:
         Simulations by name, "before" and "after"; one if the partition never changed.
     """
-    layers = results.dynamic.layers
-    if layers is None or not any(map(sum, layers.forward_s)):
+    recording = results.dynamic.recording
+    if recording is None or not any(map(sum, recording.forward_s)):
         return {}
-    profile = layers.profile_at_the_end()
-    cuts = {"before": layers.partitions[0][1], "after": layers.partitions[-1][1]}
-    if cuts["before"] == cuts["after"]:
-        cuts = {"the whole run": cuts["after"]}
+    profile = recording.profile_at_the_end(WINDOW)
+    partitions = {"before": recording.partitions[0][1], "after": recording.partitions[-1][1]}
+    if partitions["before"] == partitions["after"]:
+        partitions = {"the whole run": partitions["after"]}
     return {
-        f"{name}, {list(cut)}": simulate(Workload.from_profile(profile, cut), timeline=True)
-        for name, cut in cuts.items()
+        f"{name}, {list(boundaries)}": simulate(Workload.from_profile(profile, boundaries), timeline=True)
+        for name, boundaries in partitions.items()
     }
 
 
@@ -192,8 +192,8 @@ def _rebalances(rebalances: Sequence[Rebalance]) -> str:
     ]  # fmt: skip
     rows = [
         [
-            str(r.batch), _cuts(r.before), _cuts(r.after), _share(r.predicted_gain),
-            _share(r.realised_gain, r.realised_noise), _share(r.same_work_gain),
+            str(r.batch), _spaced(r.before), _spaced(r.after), share(r.predicted_gain),
+            share(r.realised_gain, r.realised_noise), share(r.same_work_gain),
             _number(r.batch_stayed_s), _number(r.batch_moved_s),
             UNKNOWN if r.bytes_moved is None else f"{r.bytes_moved / 2**20:.1f}", _number(r.cost_s), payback(r),
         ]
@@ -267,14 +267,8 @@ def _image(png: bytes, alt: str, caption: str) -> str:
     )
 
 
-def _cuts(boundaries: Sequence[int] | None) -> str:
-    return UNKNOWN if boundaries is None else "[" + " ".join(map(str, boundaries)) + "]"
-
-
-def _share(share: float | None, noise: float | None = None) -> str:
-    if share is None:
-        return UNKNOWN
-    return f"{share:.1%}" if noise is None else f"{share:.1%} ± {noise:.1%}"
+def _spaced(boundaries: Sequence[int] | None) -> str:
+    return UNKNOWN if boundaries is None else spaced(boundaries)
 
 
 def _number(value_s: float | None) -> str:

@@ -16,64 +16,13 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.reporting.table import RunSummary
+from scenarios.recording import Recording
+from scenarios.report.comparison import RunSummary
 
 WINDOW = 10
 """Most batches before, and after, a re-partition that its realised gain is measured from."""
 
 _MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal noise
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Seconds of every layer over training; a row is one batch, or the mean of several.
-
-    Attributes:
-        names: name of every layer.
-        num_micro_batches: M.
-        first_batches: the first batch of every row.
-        batches_a_row: batches that a row stands for.
-        forward_s: rows x L, of one micro-batch.
-        backward_s: the same.
-        partitions: first batch and boundaries of every partition.
-    """
-
-    names: tuple[str, ...]
-    num_micro_batches: int
-    first_batches: tuple[int, ...]
-    batches_a_row: int
-    forward_s: tuple[tuple[float, ...], ...]
-    backward_s: tuple[tuple[float, ...], ...]
-    partitions: tuple[tuple[int, tuple[int, ...]], ...]
-
-    def seconds(self, row: int) -> list[float]:
-        """Forward and backward seconds of every layer.
-
-        Args:
-            row: index of the row.
-        """
-        return [f + b for f, b in zip(self.forward_s[row], self.backward_s[row], strict=True)]
-
-    def rows_of(self, batches: range) -> list[int]:
-        """Indices of the rows that lie in some batches wholly.
-
-        Args:
-            batches: consecutive batches.
-        """
-        last = self.batches_a_row - 1
-        return [i for i, first in enumerate(self.first_batches) if first in batches and first + last in batches]
-
-    def profile_at_the_end(self) -> PipelineProfile:
-        """Medians of the last :data:`WINDOW` rows, for the simulator; it knows times only."""
-        layers = tuple(
-            LayerProfile(name, median(forward), median(backward), 0, 0, 0, 0, 0)
-            for name, forward, backward in zip(
-                self.names, zip(*self.forward_s[-WINDOW:], strict=True), zip(*self.backward_s[-WINDOW:], strict=True),
-                strict=True,
-            )
-        )
-        return PipelineProfile(self.first_batches[-1], self.partitions[-1][1], self.num_micro_batches, layers, ())
 
 
 @dataclass(frozen=True)
@@ -120,7 +69,7 @@ class RunResults:
         batches_s: seconds of every batch.
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: indices of the batches after which the partition changed.
-        layers: layer times over training; ``None`` in older files.
+        recording: layer times over training; ``None`` in older files.
         rebalances: every change of partition.
     """
 
@@ -128,7 +77,7 @@ class RunResults:
     batches_s: tuple[float, ...]
     stages_s: tuple[tuple[float, ...], ...]
     rebalanced_at: tuple[int, ...]
-    layers: LayerTimes | None
+    recording: Recording | None
     rebalances: tuple[Rebalance, ...]
 
     def slowest_stage_s(self, batches: range) -> list[float] | None:
@@ -176,7 +125,7 @@ class JobResults:
     @property
     def has_recording(self) -> bool:
         """Whether layer times and events were recorded."""
-        return self.static.layers is not None and self.dynamic.layers is not None
+        return self.static.recording is not None and self.dynamic.recording is not None
 
 
 def load_results(folder: str | Path) -> JobResults:
@@ -211,29 +160,17 @@ def load_results(folder: str | Path) -> JobResults:
 def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:
     known = {field.name for field in fields(RunSummary)}
     summary: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
-    recording = values.get("recording")
+    recording = Recording(**(values.get("recording") or {}))
     batches_s = tuple(values["batches_s"])
     run = RunResults(
         RunSummary(**summary), batches_s, tuple(map(tuple, values["stages_s"])), tuple(values["rebalanced_at"]),
-        _layers(recording) if recording and recording["first_batches"] else None, (),
+        recording if recording.first_batches else None, (),
     )
-    events = recording["rebalances"] if recording else [{"batch": at + 1} for at in run.rebalanced_at]
+    events = recording.rebalances if values.get("recording") else [{"batch": at + 1} for at in run.rebalanced_at]
     ends = [warmup, *(event["batch"] for event in events), len(batches_s)]
     windows = zip(events, ends, ends[2:], strict=False)
     rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
-    return RunResults(run.summary, batches_s, run.stages_s, run.rebalanced_at, run.layers, rebalances)
-
-
-def _layers(recording: Mapping[str, Any]) -> LayerTimes:
-    return LayerTimes(
-        names=tuple(recording["names"]),
-        num_micro_batches=recording["num_micro_batches"],
-        first_batches=tuple(recording["first_batches"]),
-        batches_a_row=recording["batches_a_row"],
-        forward_s=tuple(map(tuple, recording["forward_s"])),
-        backward_s=tuple(map(tuple, recording["backward_s"])),
-        partitions=tuple((batch, tuple(boundaries)) for batch, boundaries in recording["partitions"]),
-    )
+    return RunResults(run.summary, batches_s, run.stages_s, run.rebalanced_at, run.recording, rebalances)
 
 
 def _rebalance(
@@ -247,7 +184,7 @@ def _rebalance(
         batch=at, before=old, after=new,
         predicted_gain=event.get("predicted_gain"),
         realised_gain=realised, realised_noise=noise,
-        same_work_gain=_same_work_gain(run.layers, old, new, after),
+        same_work_gain=_same_work_gain(run.recording, old, new, after),
         batch_stayed_s=_batch_stayed_s(run, reference, before, after),
         batch_moved_s=_median(run.batches_s[after.start : after.stop]),
         bytes_moved=event.get("bytes_moved"),
@@ -287,12 +224,12 @@ def _batch_stayed_s(run: RunResults, reference: RunResults | None, before: range
 
 
 def _same_work_gain(
-    layers: LayerTimes | None, before: tuple[int, ...] | None, after: tuple[int, ...] | None, batches: range
+    recording: Recording | None, before: tuple[int, ...] | None, after: tuple[int, ...] | None, batches: range
 ) -> float | None:
-    if layers is None or before is None or after is None:
+    if recording is None or before is None or after is None:
         return None
-    rows = [layers.seconds(row) for row in layers.rows_of(batches)]
-    slowest = [[max(fsum(row[a:b]) for a, b in pairwise(cuts)) for cuts in (before, after)] for row in rows]
+    rows = [recording.seconds(row) for row in recording.rows_of(batches)]
+    slowest = [[max(fsum(row[a:b]) for a, b in pairwise(parts)) for parts in (before, after)] for row in rows]
     return median([1.0 - new / old if old else 0.0 for old, new in slowest]) if rows else None
 
 

@@ -19,7 +19,7 @@ def start_rank() -> None:
     """Join the process group, with one thread and without DeepSpeed's chatter."""
     from deepspeed.accelerator import get_accelerator
 
-    from dynpipe_ds.host.install import init_distributed
+    from dynpipe_ds import init_distributed
 
     torch.set_num_threads(1)
     if get_accelerator().device_name() != "cpu":

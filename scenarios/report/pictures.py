@@ -1,4 +1,4 @@
-"""Pictures of a run: stage times before and after re-partitioning."""
+"""Pictures in the output folder: stage times of both runs, and the workers of a re-packed one."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynpipe_ds.reporting.plots import DYNAMIC_COLOUR, STATIC_COLOUR, save_comparison, save_workers
+from scenarios.report.pictures import DYNAMIC_COLOUR, STATIC_COLOUR, save_comparison, save_workers
 
 
 def test_both_panels_with_units_and_marks(tmp_path: Path) -> None:

@@ -1,22 +1,50 @@
-"""``dynpipe report``: one page that needs nothing else, with gains that were computed by hand."""
+"""``python -m scenarios.report``: one page that needs nothing else, with gains that were computed by hand."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import shlex
 import statistics
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from dynpipe_ds.reporting.html import payback, simulated_timelines
-from dynpipe_ds.reporting.run_results import load_results
-from tests.cli.conftest import FROZEN_AT, MOVED_AT, Command, write_job
+from scenarios.report import __main__ as report
+from scenarios.report.page import payback, simulated_timelines
+from scenarios.report.results import load_results
+from tests.scenarios.report.job import FROZEN_AT, MOVED_AT, write_job
 
-pytestmark = pytest.mark.usefixtures("workplace")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _a_finished_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_job("outputs/freezing")
+
+
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """Run the command in this process; what it prints, and with --json nothing but that."""
+
+    def run(*arguments: str) -> str:
+        assert report.main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert not err
+        return out
+
+    return run
 
 
 class _Page(HTMLParser):
@@ -40,10 +68,11 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole(dynpipe: Command) -> None:
+def test_the_page_is_whole(told: Told) -> None:
     """Well formed; five pictures inside, described; nothing is loaded from elsewhere; all is said in words."""
-    done = dynpipe("report", "outputs/freezing")
-    assert done.code == 0 and done.out.endswith("written: outputs/freezing/report.html\n")
+    out = told("outputs/freezing")
+    assert "re-partition after batch 12: [0 4 8] -> [0 5 8], gain 25.0% predicted, 25.0% ± 0.0% realised" in out
+    assert out.endswith("written: outputs/freezing/report.html\n")
     text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
     page = _Page(text)
     assert not page.open
@@ -58,10 +87,10 @@ def test_the_page_is_whole(dynpipe: Command) -> None:
     assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
 
 
-def test_realised_gain(dynpipe: Command) -> None:
+def test_realised_gain(told: Told) -> None:
     """Frozen, stages take 4 x 1 and 4 x 3 ms; one of the dear layers moves: 12 ms become 9. The machine that slows
     down in the same moment does not count, since the other run is slowed down, too."""
-    (move,) = dynpipe("report", "outputs/freezing", "--output", "page.html", "--json").json["rebalances"]
+    (move,) = json.loads(told("outputs/freezing", "--output", "page.html", "--json"))["rebalances"]
     assert move["batch"] == MOVED_AT and move["predicted_gain"] == 0.25
     assert move["realised_gain"] == pytest.approx(1 - 9 / 12)
     assert move["same_work_gain"] == pytest.approx(1 - 9 / 12)
@@ -74,10 +103,10 @@ def test_realised_gain(dynpipe: Command) -> None:
 def test_layers_over_time_and_simulated_batches() -> None:
     """Rows are batches; the simulated batches have the layer times of the end on both partitions."""
     results = load_results("outputs/freezing")
-    layers = results.dynamic.layers
-    assert layers is not None and results.tokens_a_batch == 64
-    assert [layers.seconds(FROZEN_AT - 1)[0], layers.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
-    assert layers.partitions == ((0, (0, 4, 8)), (MOVED_AT, (0, 5, 8)))
+    recording = results.dynamic.recording
+    assert recording is not None and results.tokens_a_batch == 64
+    assert [recording.seconds(FROZEN_AT - 1)[0], recording.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
+    assert recording.partitions == [[0, [0, 4, 8]], [MOVED_AT, [0, 5, 8]]]
     before, after = simulated_timelines(results).items()
     assert before[0] == "before, [0, 4, 8]" and after[0] == "after, [0, 5, 8]"
     assert before[1].stages[1].busy_s == pytest.approx(4 * 0.012)
@@ -111,21 +140,49 @@ def test_what_a_move_pays() -> None:
     assert payback(replace(move, realised_gain=-0.1, realised_noise=0.2)) == "lost in noise"
 
 
-def test_a_folder_without_recordings(dynpipe: Command) -> None:
+def test_a_folder_without_recordings(told: Told) -> None:
     """A note, and what is known: the realised gain is measured from stage times alone."""
     write_job("old", recorded=False)
-    done = dynpipe("report", "old", "--json")
-    assert "before layer times and re-partitions were recorded" in done.json["notes"][0]
-    (move,) = done.json["rebalances"]
+    values = json.loads(told("old", "--json"))
+    (note,), (move,) = values["notes"], values["rebalances"]
+    assert "before layer times and re-partitions were recorded" in note
     assert move["before"] is None and move["predicted_gain"] is None
     assert move["realised_gain"] == pytest.approx(0.25)
     text = Path("old/report.html").read_text(encoding="utf-8")
-    assert done.json["notes"][0] in text and len(_Page(text).images) == 2
-    assert "note: " in dynpipe("report", "old/results.json").out
+    assert note in text and len(_Page(text).images) == 2
+    assert "note: " in told("old/results.json")
 
 
-def test_something_else_is_refused(dynpipe: Command) -> None:
-    """Named, with the remedy."""
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("nowhere", "nowhere: no such file; give the output folder"),
+        ("outputs", "results.json: no such file"),
+        (".", "has no 'static'"),
+    ],
+)
+def test_something_else_is_refused(folder: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line on stderr with the remedy; nothing on stdout."""
     Path("results.json").write_text('{"runs": []}', encoding="utf-8")
-    done = dynpipe("report", ".")
-    assert done.code == 2 and "has no 'static'" in done.err and "output folder" in done.err
+    assert report.main([folder]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and why in err and "output folder" in err and err.count("\n") == 1
+
+
+def test_the_commands_of_help_and_documentation_run(told: Told) -> None:
+    """Those of the module's own text, and of the documentation."""
+    shown = "\n".join([str(report.__doc__), (ROOT / "docs" / "start.md").read_text(encoding="utf-8"),
+                       (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")])  # fmt: skip
+    commands = set(re.findall(r"python -m scenarios\.report ([^`#\n]+)", shown))
+    assert len(commands) >= 2
+    for command in commands:
+        assert "written: " in (out := told(*shlex.split(command))) or json.loads(out)["page"]
+
+
+def test_as_a_module_stdout_is_the_result_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scenarios.report", "outputs/freezing", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["page"] == "outputs/freezing/report.html"

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import Normal, Stroke
 
-from dynpipe_ds.reporting.plots import DYNAMIC_COLOUR, MARK_COLOUR, STATIC_COLOUR
-from dynpipe_ds.reporting.run_results import JobResults, LayerTimes
+from scenarios.recording import Recording
+from scenarios.report.pictures import DYNAMIC_COLOUR, MARK_COLOUR, STATIC_COLOUR
+from scenarios.report.results import JobResults
 
 START_COLOUR = "#999999"
 _MOST_NAMES = 40  # layers beyond which only some are named
@@ -54,21 +55,22 @@ def batches_figure(results: JobResults) -> Figure:
     return figure
 
 
-def heat_map_figure(runs: Mapping[str, LayerTimes]) -> Figure:
+def heat_map_figure(runs: Mapping[str, Recording]) -> Figure:
     """What every layer cost over training, dark for dear, with the stage boundaries drawn on it.
 
     Args:
         runs: layer times by the run's name; all of one model.
     """
-    num_layers = max(len(layers.names) for layers in runs.values())
+    num_layers = max(len(recording.names) for recording in runs.values())
     height = min(6.0, 1.0 + 0.17 * num_layers)
     figure = _figure(10, 0.6 + height * len(runs))
     all_axes = figure.subplots(len(runs), 1, squeeze=False)[:, 0]
-    values = [s * 1e3 for layers in runs.values() for row in range(len(layers.forward_s)) for s in layers.seconds(row)]
+    rows = [recording.seconds(row) for recording in runs.values() for row in range(len(recording.forward_s))]
+    values = [s * 1e3 for row in rows for s in row]
     norm = Normalize(0, _scale(values))
     mesh: Any = None
-    for axes, (name, layers) in zip(all_axes, runs.items(), strict=True):
-        mesh = _heat_map(axes, layers, norm)
+    for axes, (name, recording) in zip(all_axes, runs.items(), strict=True):
+        mesh = _heat_map(axes, recording, norm)
         axes.set_title(name, fontsize=10, loc="left")
     all_axes[-1].set_xlabel("batch")
     above = max(values) > norm.vmax if norm.vmax is not None else False
@@ -79,35 +81,35 @@ def heat_map_figure(runs: Mapping[str, LayerTimes]) -> Figure:
     return figure
 
 
-def _heat_map(axes: Any, layers: LayerTimes, norm: Normalize) -> Any:
-    end = layers.first_batches[-1] + layers.batches_a_row
-    edges = [batch - 0.5 for batch in (*layers.first_batches, end)]
-    num_layers = len(layers.names)
-    rows = [layers.seconds(row) for row in range(len(layers.first_batches))]
+def _heat_map(axes: Any, recording: Recording, norm: Normalize) -> Any:
+    end = recording.first_batches[-1] + recording.batches_a_row
+    edges = [batch - 0.5 for batch in (*recording.first_batches, end)]
+    num_layers = len(recording.names)
+    rows = [recording.seconds(row) for row in range(len(recording.first_batches))]
     table = [[row[layer] * 1e3 for row in rows] for layer in range(num_layers)]
     mesh = axes.pcolormesh(
         edges, [layer - 0.5 for layer in range(num_layers + 1)], table, cmap="cividis_r", norm=norm, rasterized=True
     )
-    for xs, ys in _boundary_lines(layers, edges[0], edges[-1]):
+    for xs, ys in _boundary_lines(recording, edges[0], edges[-1]):
         axes.plot(xs, ys, color="white", linewidth=1.8, path_effects=_outline(), solid_joinstyle="miter")
     axes.set_ylim(num_layers - 0.5, -0.5)
     axes.set_xlim(edges[0], edges[-1])
     step = math.ceil(num_layers / _MOST_NAMES)
     named = range(0, num_layers, step)
-    axes.set_yticks(list(named), [f"{layers.names[layer]}  {layer}" for layer in named], fontsize=7)
+    axes.set_yticks(list(named), [f"{recording.names[layer]}  {layer}" for layer in named], fontsize=7)
     axes.set_ylabel("layer")
     return mesh
 
 
-def _boundary_lines(layers: LayerTimes, start: float, end: float) -> Iterator[tuple[list[float], list[float]]]:
+def _boundary_lines(recording: Recording, start: float, end: float) -> Iterator[tuple[list[float], list[float]]]:
     """Each boundary as one line with steps; new lines begin where the number of stages changes."""
-    starts = [max(batch - 0.5, start) for batch, _ in layers.partitions]
-    pieces = zip(starts, [*starts[1:], end], (cuts for _, cuts in layers.partitions), strict=True)
+    starts = [max(batch - 0.5, start) for batch, _ in recording.partitions]
+    pieces = zip(starts, [*starts[1:], end], (parts for _, parts in recording.partitions), strict=True)
     for _, group in groupby(pieces, key=lambda piece: len(piece[2])):
         steps = list(group)
         xs = [x for low, high, _ in steps for x in (low, high)]
         for boundary in range(1, len(steps[0][2]) - 1):
-            yield xs, [cuts[boundary] - 0.5 for _, _, cuts in steps for _ in range(2)]
+            yield xs, [parts[boundary] - 0.5 for _, _, parts in steps for _ in range(2)]
 
 
 def stages_figure(bars: Mapping[str, Sequence[float]]) -> Figure:

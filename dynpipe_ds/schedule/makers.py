@@ -1,0 +1,106 @@
+"""Orders by name: 1F1B, which DeepSpeed runs, and GPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+from dynpipe_ds.schedule.order import Instruction, Op, Order
+
+ScheduleName = Literal["1f1b", "gpipe"]
+
+
+def order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> Order:
+    """The order of all stages.
+
+    Args:
+        schedule: ``"1f1b"``, as DeepSpeed's ``TrainSchedule`` has it, or ``"gpipe"``.
+        num_micro_batches: M.
+        num_stages: S.
+
+    Returns:
+        The order; kept, since every batch asks for the same one.
+
+    Raises:
+        ValueError: for another schedule, or for no micro-batch or stage.
+    """
+    check_schedule(schedule)
+    return _order_of(schedule, num_micro_batches, num_stages)
+
+
+@lru_cache(maxsize=8)
+def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> Order:
+    stream = _gpipe if schedule == "gpipe" else _one_f_one_b
+    streams = (tuple(stream(num_micro_batches, num_stages, stage)) for stage in range(num_stages))
+    return Order(num_micro_batches, tuple(streams))
+
+
+def check_schedule(schedule: str) -> None:
+    """Refuse the name of a schedule that nobody makes.
+
+    Args:
+        schedule: the name.
+
+    Raises:
+        ValueError: if it is not a :data:`ScheduleName`.
+    """
+    if schedule not in ("1f1b", "gpipe"):
+        raise ValueError(f"schedule = {schedule!r}: must be '1f1b' or 'gpipe'")
+
+
+def in_flight(schedule: ScheduleName, num_micro_batches: int, num_stages: int, stage: int) -> int:
+    """What :meth:`Order.in_flight` counts, without making the order.
+
+    1F1B: ``min(M, S - s)`` (PipeDream-Flush, Narayanan et al. 2021, section 2.2); GPipe: all M.
+
+    Args:
+        schedule: its name.
+        num_micro_batches: M.
+        num_stages: S.
+        stage: s.
+    """
+    return num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage)
+
+
+def _one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> Iterator[Instruction]:
+    """DeepSpeed's order: in step t a forward where ``t - s`` is even, else a backward.
+
+    Before it computes, a stage exchanges with the neighbour that computed in the step before, so that the two never
+    both send: gradients go first.
+    """
+    previous = -1
+    for t in range(2 * (num_micro_batches + num_stages - 1)):
+        is_forward = (t - stage) % 2 == 0
+        current = (t - stage) // 2 if is_forward else (t + stage + 1) // 2 - num_stages
+        has_previous, has_current = (0 <= m < num_micro_batches for m in (previous, current))
+        if is_forward and stage > 0:
+            if has_previous:
+                yield Instruction(Op.SEND_GRADIENT, previous)
+            if has_current:
+                yield Instruction(Op.RECV_ACTIVATION, current)
+        if not is_forward and stage < num_stages - 1:
+            if has_current:
+                yield Instruction(Op.RECV_GRADIENT, current)
+            if has_previous:
+                yield Instruction(Op.SEND_ACTIVATION, previous)
+        if has_current:
+            yield Instruction(Op.FORWARD if is_forward else Op.BACKWARD, current)
+        previous = current
+
+
+def _gpipe(num_micro_batches: int, num_stages: int, stage: int) -> Iterator[Instruction]:
+    """GPipe's order (Huang et al. 2019): all forwards, then all backwards, both first to last."""
+    first, last = stage == 0, stage == num_stages - 1
+    for micro_batch in range(num_micro_batches):
+        if not first:
+            yield Instruction(Op.RECV_ACTIVATION, micro_batch)
+        yield Instruction(Op.FORWARD, micro_batch)
+        if not last:
+            yield Instruction(Op.SEND_ACTIVATION, micro_batch)
+    for micro_batch in range(num_micro_batches):
+        if not last:
+            yield Instruction(Op.RECV_GRADIENT, micro_batch)
+        yield Instruction(Op.BACKWARD, micro_batch)
+        if not first:
+            yield Instruction(Op.SEND_GRADIENT, micro_batch)

@@ -1,0 +1,83 @@
+"""Write one HTML page on a finished job of ``scenarios.train``.
+
+    python -m scenarios.report outputs/freezing
+    python -m scenarios.report outputs/freezing --output freezing.html --json
+
+The page needs no other file: throughput, layer costs over training with the stage boundaries, stage times and a
+simulated timeline before and after, and every re-partition with its predicted and realised gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from scenarios.report.comparison import UNKNOWN, comparison_table, share, spaced
+from scenarios.report.results import JobResults, Rebalance, load_results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and say what is on it.
+
+    Args:
+        arguments: the command line without the program's name; ``None``: the process's own.
+
+    Returns:
+        The exit code: 0 done, 2 wrong usage, which is one line on stderr.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m scenarios.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("folder", type=Path, help="output folder of scenarios.train (it holds results.json)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="(default report.html in the folder)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        results = load_results(options.folder)
+        from scenarios.report.page import OLD_FOLDER, save_report  # draws
+
+        default = (options.folder if options.folder.is_dir() else options.folder.parent) / "report.html"
+        page = save_report(options.output or default, results, source=str(options.folder))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    notes = [] if results.has_recording else [OLD_FOLDER]
+    values = _values(results, page, notes)
+    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, notes))
+    return 0
+
+
+def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]:
+    static, dynamic = results.static.summary, results.dynamic.summary
+    return {
+        "page": str(page), "notes": notes,
+        "static_tokens_per_s": static.tokens_per_s, "dynamic_tokens_per_s": dynamic.tokens_per_s,
+        "static_bubble_ratio": static.bubble_ratio, "dynamic_bubble_ratio": dynamic.bubble_ratio,
+        "rebalances": [asdict(rebalance) for rebalance in results.dynamic.rebalances],
+    }  # fmt: skip
+
+
+def _text(results: JobResults, page: Path, notes: list[str]) -> str:
+    lines = [comparison_table(results.static.summary, results.dynamic.summary), ""]
+    lines += [_line(rebalance) for rebalance in results.dynamic.rebalances]
+    lines += [f"note: {note}" for note in notes]
+    return "\n".join([*lines, f"written: {page}"])
+
+
+def _line(rebalance: Rebalance) -> str:
+    before, after = (UNKNOWN if b is None else spaced(b) for b in (rebalance.before, rebalance.after))
+    realised = share(rebalance.realised_gain, rebalance.realised_noise)
+    return (
+        f"re-partition after batch {rebalance.batch}: {before} -> {after}, gain {share(rebalance.predicted_gain)} "
+        f"predicted, {realised} realised, {share(rebalance.same_work_gain)} by layer times"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

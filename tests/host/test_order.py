@@ -1,0 +1,56 @@
+"""An order in DeepSpeed's instructions: of 1F1B, those of its own schedule."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe import schedule
+
+from dynpipe_ds.host.order import OrderSchedule, planned
+from dynpipe_ds.schedule import Order, order_of
+
+
+def commands(pipe_schedule: schedule.PipeSchedule) -> list[tuple[type, dict[str, Any]]]:
+    return [(type(command), command.kwargs) for command in chain.from_iterable(pipe_schedule)]
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_1f1b_is_deepspeeds(num_stages: int) -> None:
+    for num_micro_batches in range(1, 10):
+        order = order_of("1f1b", num_micro_batches, num_stages)
+        for stage in range(num_stages):
+            theirs = schedule.TrainSchedule(num_micro_batches, num_stages, stage)
+            ours = OrderSchedule(order, stage)
+            assert commands(ours) == commands(theirs), (num_stages, num_micro_batches, stage)
+            assert ours.num_pipe_buffers() == theirs.num_pipe_buffers()
+            assert commands(planned(theirs)) == commands(theirs) and isinstance(planned(theirs), OrderSchedule)
+
+
+def test_other_schedules_are_left_alone() -> None:
+    class Own(schedule.TrainSchedule):  # type: ignore[misc]
+        """A client's."""
+
+    for given in (schedule.InferenceSchedule(2, 2, 0), Own(2, 2, 0)):
+        assert planned(given) is given
+
+
+def test_no_two_micro_batches_share_a_buffer() -> None:
+    """Held from receive to send: stage 0 has 0, 1 and 2 before the first backward, and the last one is held longest."""
+    order = Order.parse(
+        "F0 SA0 F1 SA1 F2 SA2 RG0 B0 RG1 B1 RG2 B2 | RA0 RA1 RA2 F0 B0 SG0 F1 B1 SG1 F2 B2 SG2"
+    )
+    assert [OrderSchedule(order, stage).num_pipe_buffers() for stage in (0, 1)] == [3, 3]
+    serial = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
+    assert OrderSchedule(serial, 0).num_pipe_buffers() == 2
+    loads = [kwargs for kind, kwargs in commands(OrderSchedule(serial, 0)) if kind is schedule.LoadMicroBatch]
+    assert loads == [{"buffer_id": 0}, {"buffer_id": 1}]
+
+
+def test_what_the_engine_can_not_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="order of stage 1: F1 follows F0, but DeepSpeed's engine keeps one loss"):
+        OrderSchedule(order_of("gpipe", 2, 2), 1)
+    early = Order.parse("F0 SA0 F1 SA1 RG0 RG1 B0 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
+    with pytest.raises(ValueError, match="order of stage 0: RG1 follows RG0, .* so B0 must be next; change the order"):
+        OrderSchedule(early, 0)

@@ -1,0 +1,57 @@
+"""The results of a job whose figures were computed by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
+from scenarios.recording import Recording
+from scenarios.report.comparison import RunSummary
+
+NUM_BATCHES, FROZEN_AT, MOVED_AT = 24, 8, 12
+
+
+def job_profile(batch: int, boundaries: tuple[int, ...]) -> PipelineProfile:
+    """Layers of 1 ms and 2 ms; the first four have no backward from the batch where they are frozen."""
+    frozen = 4 if batch >= FROZEN_AT else 0
+    layers = [LayerProfile(f"Layer{i}", 0.001, 0.0 if i < frozen else 0.002, 1, 4, 4, 8, 16) for i in range(8)]
+    return PipelineProfile(batch, boundaries, 4, tuple(layers), ())
+
+
+def write_job(folder: str, *, recorded: bool = True) -> dict[str, Any]:
+    """Write results as the training entry does; the machine takes twice as long from the move on."""
+    runs = []
+    for label in ("static", "dynamic"):
+        recording = Recording()
+        stages_s, batches_s = [], []
+        for batch in range(NUM_BATCHES):
+            moved = label == "dynamic" and batch >= MOVED_AT
+            profile = job_profile(batch, (0, 5, 8) if moved else (0, 4, 8))
+            recording.add_profile(batch, profile)
+            slowness = 2.0 if batch >= MOVED_AT else 1.0
+            busy_s = [4 * slowness * s for s in profile.stage_seconds()]
+            stages_s.append(busy_s)
+            batches_s.append(max(busy_s) + 0.001)
+        moves = [MOVED_AT - 1] if label == "dynamic" else []
+        if moves:
+            event = RebalanceEvent(MOVED_AT, (0, 4, 8), (0, 5, 8), 0.25, 2**20, 0.001, 0.002)
+            recording.add_rebalance(event)
+        summary = RunSummary(
+            label=label, tokens=NUM_BATCHES * 64, seconds=sum(batches_s), losses=tuple(3.0 - i / 10 for i in range(24)),
+            boundaries=(0, 5, 8) if moves else (0, 4, 8), bubble_ratio=0.3, num_rebalances=len(moves),
+        )
+        values = dataclasses.asdict(summary) | {
+            "tokens_per_s": summary.tokens_per_s, "batches_s": batches_s, "stages_s": stages_s, "rebalanced_at": moves,
+        }
+        runs.append(values | ({"recording": dataclasses.asdict(recording)} if recorded else {}))
+    settings = {
+        "scenario": "freezing", "model": {"seq_len": 32},
+        "deepspeed": {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},
+    }  # fmt: skip
+    results = {"settings": settings, "environment": {"ranks": 2}, "runs": runs}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    return results

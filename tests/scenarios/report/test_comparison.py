@@ -1,0 +1,95 @@
+"""The table that sets two runs side by side."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from scenarios.report.comparison import (
+    RunSummary,
+    comparison_table,
+    first_difference,
+    perplexity,
+    same_bits,
+)
+
+STATIC = RunSummary(
+    label="static", tokens=1000, seconds=10.0, losses=(5.5, 2.5), boundaries=(0, 7, 14),
+    bubble_ratio=0.3, last_tokens_per_s=110.0, notes={"frozen layers": "7 of 14"},
+)  # fmt: skip
+DYNAMIC = RunSummary(
+    label="dynamic", tokens=1000, seconds=8.0, losses=(5.5, 2.5), boundaries=(0, 9, 14),
+    bubble_ratio=0.125, profiling_s=0.04, planning_s=0.008, migrating_s=0.4, num_rebalances=2,
+    last_tokens_per_s=1650.0, notes={"frozen layers": "7 of 14"},
+)  # fmt: skip
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """Take a table apart: first cell to the other cells."""
+    lines = [line for line in table.splitlines() if not line.startswith("-")]
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_comparison() -> None:
+    """Every figure that a reader of a run wants."""
+    found = rows(comparison_table(STATIC, DYNAMIC))
+    assert found == {
+        "static": ["dynamic"],
+        "throughput (tokens/s)": ["100", "125"],
+        "speedup": ["1.25x"],
+        "in the last window": ["110", "1,650"],
+        "speedup there": ["15.00x"],
+        "bubble ratio (idle share)": ["30.0 %", "12.5 %"],
+        "time spent profiling": ["0.00 %", "0.50 %"],
+        "time spent planning": ["0.00 %", "0.10 %"],
+        "time spent migrating": ["0.00 %", "5.00 %"],
+        "re-partitions": ["0", "2"],
+        "stage boundaries at the end": ["[0 7 14]", "[0 9 14]"],
+        "first loss": ["5.500000", "5.500000"],
+        "final loss": ["2.500000", "2.500000"],
+        "losses of all batches": ["equal bits (2)"],
+        "frozen layers": ["7 of 14", "7 of 14"],
+    }
+
+
+def test_validation() -> None:
+    """Last loss, its perplexity, and whether all evaluations have equal bits."""
+    static, dynamic = (replace(run, validation_losses=(5.5, 2.0)) for run in (STATIC, DYNAMIC))
+    found = rows(comparison_table(static, dynamic))
+    assert found["validation loss"] == ["2.000000", "2.000000"]
+    assert found["validation perplexity"] == ["7.39", "7.39"]
+    assert found["validation losses"] == ["equal bits (2)"]
+    found = rows(comparison_table(replace(static, validation_losses=(5.5, math.nextafter(2.0, 3))), dynamic))
+    assert found["validation losses"] == ["DIFFER from evaluation 1"]
+    assert rows(comparison_table(STATIC, dynamic))["validation perplexity"] == ["n/a", "7.39"]
+    assert perplexity(1000.0) == math.inf and math.isnan(perplexity(math.nan))
+
+
+def test_different_losses_are_loud() -> None:
+    """The first batch with another loss is named."""
+    other = RunSummary(**{**DYNAMIC.__dict__, "losses": (5.5, math.nextafter(2.5, 3)), "notes": {}})
+    found = rows(comparison_table(STATIC, other))
+    assert found["losses of all batches"] == ["DIFFER from batch 1"]
+    assert found["frozen layers"] == ["7 of 14", "n/a"]
+
+
+def test_runs_without_measurements() -> None:
+    """Nothing trained, nothing profiled: no division by zero."""
+    empty = RunSummary(label="static", tokens=0, seconds=0.0, losses=(), boundaries=(0, 1))
+    found = rows(comparison_table(empty, empty))
+    assert found["bubble ratio (idle share)"] == ["n/a", "n/a"]
+    assert found["speedup"] == found["speedup there"] == ["n/a"]
+    assert found["first loss"] == ["n/a", "n/a"]
+    assert found["final loss"] == ["nan", "nan"]
+
+
+def test_same_bits() -> None:
+    """Bits, not values."""
+    assert same_bits([1.0, math.nan], [1.0, math.nan])
+    assert not same_bits([0.0], [-0.0])
+    assert not same_bits([1.0], [1.0, 2.0])
+    assert not same_bits([0.1 + 0.2], [0.3])
+    assert first_difference([1.0, 2.0], [1.0, 2.0]) is None
+    assert first_difference([1.0, 2.0], [1.0, 3.0]) == 1
+    assert first_difference([1.0], [1.0, 3.0]) == 1
