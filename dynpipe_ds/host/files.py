@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from torch import Tensor, nn
 
-from dynpipe_ds.checkpoint.folder import fingerprint
+from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.full_disk import naming_full_disk, stored_bytes
 from dynpipe_ds.checkpoint.manifest import FileEntry
 from dynpipe_ds.checkpoint.plain import plain
@@ -73,7 +73,7 @@ class RecordingWriter:
         stored = plain(state_dict, f"{file.name}: ")
         with naming_full_disk(file, lambda: stored_bytes(stored)):
             self.inner.save(stored, path)
-            self.entries[str(file.relative_to(self._root))] = fingerprint(file)
+            self.entries[str(file.relative_to(self._root))] = folder.fingerprint(file)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder.

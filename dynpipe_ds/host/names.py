@@ -8,7 +8,8 @@ By owner, a class or a module of DeepSpeed:
 * ``hooks``: what something of ours stands in for: methods, functions, instructions that its own code must call or
   name. What it no longer calls would be left out in silence.
 
-Everything is read from the byte code of the classes as they are loaded, which needs neither an engine nor source.
+Everything is read from the byte code of the classes as they are loaded, which needs neither an engine nor source. Of a
+class into which a script has put functions of its own only the names are looked for.
 """
 
 from __future__ import annotations
@@ -156,6 +157,9 @@ NEEDED: dict[str, Needed] = {
         ),
         begins="TrainSchedule",
     ),
+    "deepspeed.runtime.pipe.schedule:PipeSchedule": _needed(
+        "num_pipe_buffers", attributes="micro_batches stage_id stages", hooks="steps", begins="__iter__ __next__"
+    ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(attributes="_param_dict bfloat16_config"),
     "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced set_random_seed"),
@@ -207,7 +211,8 @@ def missing_names() -> list[str]:
             continue
         lacking = [name for name in (*needed.names, *needed.hooks) if not hasattr(found, name)]
         wanted = {name for name in needed.attributes if not hasattr(found, name)}
-        lacking += sorted(wanted - _assigned_in(found, wanted)) if wanted else []
+        if wanted and not _is_patched(found):
+            lacking += sorted(wanted - _assigned_in(found, wanted))
         missing += [f"{owner}.{name}" for name in lacking]
     return missing
 
@@ -217,10 +222,20 @@ def hooks_never_called() -> list[str]:
     silent = []
     for owner, needed in NEEDED.items():
         found = _find(owner) if needed.hooks else None
-        if found is not None:
+        if found is not None and not _is_patched(found):
             called = _called(found, needed.begins)
             silent += [f"{owner}.{name}" for name in needed.hooks if hasattr(found, name) and name not in called]
     return silent
+
+
+def _is_patched(owner: Any) -> bool:
+    """Whether a script has put functions of its own in place of DeepSpeed's, which call these in ways not seen here."""
+    functions = [value for name, value in _members(owner) if isinstance(value, FunctionType) and name != "__repr__"]
+    return not all(any(map(_is_known, _all_of(function))) for function in functions)
+
+
+def _is_known(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] in ("deepspeed", "dynpipe_ds")
 
 
 def _find(owner: str) -> Any:
@@ -270,20 +285,26 @@ def _module_of(value: Any) -> str:
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
-    """The code of a function, of what a decorator made of one, of a property, of a class, of a dict's functions."""
+    """The code of all functions of a value, and of those inside them."""
+    return (code for function in _all_of(value) for code in _nested(function.__code__))
+
+
+def _all_of(value: Any) -> Iterator[FunctionType]:
+    """A function and what it decorates; those of a property, a class, a dict such as _INSTRUCTION_MAP."""
+    parts: Iterable[Any] = ()
     if isinstance(value, FunctionType):
-        yield from _nested(value.__code__)
-        parts: Iterable[Any] = [cell.cell_contents for cell in value.__closure__ or () if _is_function(cell)]
+        yield value
+        parts = [cell.cell_contents for cell in value.__closure__ or () if _is_function(cell)]
     elif isinstance(value, staticmethod | classmethod):
         parts = [value.__func__]
     elif isinstance(value, property):
         parts = [value.fget, value.fset]
     elif isinstance(value, type):
         parts = [part for part in vars(value).values() if not isinstance(part, type | dict)]
-    else:  # such as _INSTRUCTION_MAP
-        parts = [part for part in value.values() if isinstance(part, FunctionType)] if isinstance(value, dict) else ()
+    elif isinstance(value, dict):
+        parts = [part for part in value.values() if isinstance(part, FunctionType)]
     for part in parts:
-        yield from _codes(part)
+        yield from _all_of(part)
 
 
 def _is_function(cell: CellType) -> bool:

@@ -140,7 +140,7 @@ SAVING = [
     Point("saving: after the first file", "torch:save", after=True, batch=2),
     Point("saving: before the second file", "torch:save", call=2, batch=2),
     Point("saving: before the third file", "torch:save", call=3, batch=2),
-    Point("saving: before a checksum", "dynpipe_ds.host.files:fingerprint", call=2, batch=2),
+    Point("saving: before a checksum", FOLDER + "fingerprint", call=2, batch=2),
     Point("saving: before our files", SAVE + "_write_our_files", batch=2),
     Point("saving: after our files", SAVE + "_write_our_files", after=True, batch=2),
     Point("saving: before the manifest's share", SAVE + "_describe", batch=2),

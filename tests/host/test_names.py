@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dis
 import re
+import sys
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 import dynpipe_ds
 from dynpipe_ds.cli.checks import check_versions
@@ -66,8 +68,23 @@ def test_a_hook_on_a_way_that_nobody_goes_any_more(monkeypatch: pytest.MonkeyPat
     """It is not enough that some method calls it."""
     engine = deepspeed.PipelineEngine
     monkeypatch.setattr(engine, "_old_train_batch", engine.train_batch, raising=False)
-    monkeypatch.setattr(engine, "train_batch", lambda self, data_iter=None: self._run(data_iter))
+    another = (lambda self, data_iter=None: self._run(data_iter)).__code__
+    monkeypatch.setattr(engine, "train_batch", FunctionType(another, vars(sys.modules[engine.__module__])))
     assert "deepspeed:PipelineEngine._exec_schedule" in names.hooks_never_called()
+
+
+@pytest.mark.parametrize("replaced", ["train_batch", "__init__"])
+def test_functions_of_a_script_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch, replaced: str) -> None:
+    """They may call DeepSpeed's by a global name, which is not followed."""
+    monkeypatch.setattr(deepspeed.PipelineEngine, replaced, lambda *args, **kwargs: None)
+    assert names.missing_names() == names.hooks_never_called() == []
+
+
+def test_a_decorated_function_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed.PipelineEngine, "train_batch", torch.no_grad()(deepspeed.PipelineEngine.train_batch))
+    assert not names._is_patched(deepspeed.PipelineEngine) and not names.hooks_never_called()
+    _rename(monkeypatch, names.ENGINE, "_exec_schedule", "_run_schedule")
+    assert f"{names.ENGINE}._exec_schedule" in names.hooks_never_called()
 
 
 def test_every_override_is_listed() -> None:

@@ -42,6 +42,7 @@ OF_VARIABLE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("spec", "layer"), SPEC),
     **dict.fromkeys(("mapping", "address", "hp_fragment_address", "lp_fragment_address"), PARTS),
     **dict.fromkeys(("parameter", "placeholder", "weight"), PARAMETER),
+    "pipe_schedule": ("deepspeed.runtime.pipe.schedule:PipeSchedule",),
     "training_dataloader": ("deepspeed.runtime.dataloader:DeepSpeedDataLoader",),
     "checkpoint_engine": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",),
     "inner": ("deepspeed.runtime.checkpoint_engine.checkpoint_engine:CheckpointEngine",),
