@@ -342,11 +342,12 @@ def engine_class(called: type, deepspeed_config: Any) -> type:
     Args:
         called: DeepSpeed's class, or one of the user's that derives from it.
         deepspeed_config: DeepSpeed's ``DeepSpeedConfig``; ``None`` if none was given.
-
-    Raises:
-        ValueError: if the section can't be used.
     """
-    if deepspeed_config is not None and parse_config(deepspeed_config._param_dict).enabled:
+    try:
+        enabled = deepspeed_config is not None and parse_config(deepspeed_config._param_dict).enabled
+    except ValueError:
+        enabled = True  # its constructor says what is wrong
+    if enabled:
         return _enabled(called)
     return DynamicPipelineEngine if issubclass(DynamicPipelineEngine, called) else called
 

@@ -122,11 +122,6 @@ class Pipeline:
         """Norm that gradients are clipped at; 0: they are not."""
         return float(self.engine.gradient_clipping())
 
-    @property
-    def keeps_plain_states(self) -> bool:
-        """Whether DeepSpeed wraps nothing around the optimizer."""
-        return self.engine.optimizer is self.engine.basic_optimizer
-
     def make_stage_optimizer(self) -> StageOptimizer:
         """What moves the optimizer's state; collective over all ranks.
 
