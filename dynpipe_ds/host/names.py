@@ -146,9 +146,6 @@ NEEDED: dict[str, Needed] = {
         "world_size",
     ),
     "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
-    "deepspeed.runtime.pipe.schedule:PipeSchedule": _needed(
-        "steps num_pipe_buffers", attributes="stages"
-    ),
     "deepspeed.runtime.pipe.schedule": _needed(
         "BufferOpInstruction PipeSchedule TrainSchedule",
         hooks=(
