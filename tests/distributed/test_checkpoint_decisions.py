@@ -18,8 +18,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dynpipe_ds.balancing import RebalanceEvent
 
+from dynpipe_ds import RebalanceEvent
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.measure.recorder import BatchRecorder
 from tests.distributed.models import Run, data, digest, make_engine

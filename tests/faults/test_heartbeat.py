@@ -19,8 +19,9 @@ from unittest.mock import patch
 
 import pytest
 
-from dynpipe_ds import FatalError, answering, fatal, heartbeat
+from dynpipe_ds import FatalError
 from dynpipe_ds.host import world
+from dynpipe_ds.ranks import answering, fatal, heartbeat
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
 from dynpipe_ds.ranks.fatal import Verdict, no_way_back
 from dynpipe_ds.ranks.heartbeat import Heartbeat

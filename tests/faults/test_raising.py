@@ -21,7 +21,8 @@ import torch
 from _pytest.mark import ParameterSet
 from deepspeed.monitor.csv_monitor import csvMonitor
 
-from dynpipe_ds import FatalError, MigrationError, controller, register_partitioner
+from dynpipe_ds import FatalError, MigrationError, register_partitioner
+from dynpipe_ds.decide import balancer
 from dynpipe_ds.migration.migrate import Migration
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -171,7 +172,7 @@ def train_in(folder: str, rank: int, fault: str | None) -> tuple[list[float], li
         what.arm(out_of_memory).__enter__()
     elif at_fault and isinstance(what, AbstractContextManager):
         what.__enter__()
-    with warnings.catch_warnings(record=True) as caught, patch.object(controller, "FIRST_PAUSE", 1):
+    with warnings.catch_warnings(record=True) as caught, patch.object(balancer, "FIRST_PAUSE", 1):
         warnings.simplefilter("always")
         losses, partitions = [], []
         for _ in range(NUM_BATCHES):

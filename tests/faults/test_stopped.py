@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynpipe_ds import FatalError, RankLostError, fatal, heartbeat
-from dynpipe_ds.ranks import explaining_lost_ranks
+from dynpipe_ds import FatalError, RankLostError
+from dynpipe_ds.ranks import explaining_lost_ranks, fatal, heartbeat
 from dynpipe_ds.ranks.fatal import naming_lost_ranks, no_way_back
 from dynpipe_ds.ranks.heartbeat import Heartbeat, start_heartbeat
 from tests.distributed.models import Run, data, make_engine

@@ -170,7 +170,7 @@ def assert_continued(name: str, reference: list[Any], resumed: list[Any], *, cha
     layers = [{item for rank in ranks for item in rank[name].layers.items()} for ranks in (reference, resumed)]
     assert layers[0] == layers[1]
     if name == "freezing-cache":
-        skipped = [[report["layers from cache"] for report in run.measured.reports] for run in (whole, parts)]
+        skipped = [[report["layers from cache"] for report in run.reports] for run in (whole, parts)]
         assert skipped[0][SAVED_AFTER] == 1 and skipped[1][SAVED_AFTER] == 0, "the cache is filled anew"
         assert skipped[0][-1] == skipped[1][-1] == 2
     assert _without_cache(parts.reports) == _without_cache(whole.reports)
