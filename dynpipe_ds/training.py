@@ -226,6 +226,11 @@ class Training:
         tell_all(self.callbacks, event, "on_rebalance")
         return event
 
+    @property
+    def repacking(self) -> Repacker:
+        """What re-packing is about to do; a checkpoint keeps it."""
+        return self.repacker
+
     # -- between batches ----------------------------------------------------------------------
 
     @property

@@ -15,7 +15,7 @@ from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
 from dynpipe_ds.ranks.agreement import together
 
 if TYPE_CHECKING:
-    from dynpipe_ds.training import Training
+    from dynpipe_ds.run import Run
 
 
 class Checkpoints:
@@ -36,13 +36,13 @@ class Checkpoints:
         return str(self._in_hand) if complete else self.last
 
     def save(
-        self, training: Training, save_dir: str, tag: Any, client_state: dict[str, Any], *,
+        self, run: Run, save_dir: str, tag: Any, client_state: dict[str, Any], *,
         save_latest: bool, exclude_frozen_parameters: bool,
     ) -> None:
         """Save one; collective over all ranks.
 
         Args:
-            training: what is saved.
+            run: what is saved.
             save_dir: folder of all checkpoints.
             tag: name of this one, the same on every rank; ``None``: ``global_step<n>``.
             client_state: values of the user's own.
@@ -55,39 +55,39 @@ class Checkpoints:
         """
         if not save_dir:
             raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
-        refuse_unsupported(training.stage.pipeline)
-        name = f"global_step{training.stage.pipeline.num_steps}" if tag is None else str(tag)
+        refuse_unsupported(run.stage.pipeline)
+        name = f"global_step{run.stage.pipeline.num_steps}" if tag is None else str(tag)
         target = Path(save_dir) / name
-        with self._handling(training, target, "saved"):
-            training.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
+        with self._handling(run, target, "saved"):
+            run.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
             earlier, self._disk = self._disk, None
             self._disk = Saving(
-                training, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
+                run, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
                 earlier=earlier,
             ).run(save_latest=save_latest)
         self.last = str(target)
 
-    def wait_for_disk(self, training: Training) -> None:
+    def wait_for_disk(self, run: Run) -> None:
         """Wait until the newest checkpoint is on the disk of every rank; collective.
 
         Args:
-            training: what was saved.
+            run: what was saved.
 
         Raises:
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
         disk, self._disk = self._disk, None
-        with training.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
-            together(lambda: disk.wait() if disk is not None else None, training.stage.device, CheckpointError)
+        with run.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
+            together(lambda: disk.wait() if disk is not None else None, run.stage.device, CheckpointError)
 
     def load(
-        self, training: Training, load_dir: str, tag: Any, *,
+        self, run: Run, load_dir: str, tag: Any, *,
         strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load one, of any partition, number of stages and replicas; collective over all ranks.
 
         Args:
-            training: what takes it in.
+            run: what takes it in.
             load_dir: folder of all checkpoints.
             tag: name of one; ``None``: what the file ``latest`` names.
             strict: whether the names of tensors must agree.
@@ -103,29 +103,29 @@ class Checkpoints:
             ValueError: on every rank, if the tag can't name a checkpoint.
             CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
         """
-        refuse_unsupported(training.stage.pipeline)
+        refuse_unsupported(run.stage.pipeline)
         # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.
         expected = tag
         with suppress(OSError, ValueError):
             expected = tag if tag is not None else read_latest(load_dir)
-        with self._handling(training, Path(load_dir) / str(expected or "latest"), "loaded"):
+        with self._handling(run, Path(load_dir) / str(expected or "latest"), "loaded"):
             name = latest_tag(load_dir) if tag is None else str(tag)
             if name is None:
                 return None, None
             agree_on_place(Path(load_dir) / name, tag_problem(name))
             result = Loading(
-                training, load_dir, name, strict=strict, optimizer_states=optimizer_states,
+                run, load_dir, name, strict=strict, optimizer_states=optimizer_states,
                 scheduler_states=scheduler_states, module_only=module_only,
             ).run()
         self.last = str(Path(load_dir) / name)
         return result
 
     @contextmanager
-    def _handling(self, training: Training, target: Path, what: str) -> Iterator[None]:
+    def _handling(self, run: Run, target: Path, what: str) -> Iterator[None]:
         """While a checkpoint is saved or loaded, it is the newest one as soon as it is complete."""
         self._in_hand = target
         try:
-            with training.stage.guard.naming_lost_ranks(f"checkpoint {target.name} was {what}"):
+            with run.stage.guard.naming_lost_ranks(f"checkpoint {target.name} was {what}"):
                 yield
         finally:
             self._in_hand = None

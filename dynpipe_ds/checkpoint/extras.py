@@ -22,25 +22,25 @@ from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.profile import PipelineProfile
 
 if TYPE_CHECKING:
-    from dynpipe_ds.training import Training
+    from dynpipe_ds.run import Run
 
 Plain = dict[str, Any]
 
 ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its attributes
 
 
-def common_state(training: Training) -> Plain:
+def common_state(run: Run) -> Plain:
     """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
 
     Args:
-        training: what is saved or takes it in.
+        run: what is saved or takes it in.
     """
-    known = training.balancer.state_dict()
+    known = run.balancer.state_dict()
     packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
     return {
-        "num_batches": training.num_batches,
+        "num_batches": run.num_batches,
         "controller": {**known, **packed},
-        "repacking": training.repacker.state_dict(),
+        "repacking": run.repacking.state_dict(),
     }
 
 
@@ -64,48 +64,48 @@ def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[Pipeline
     return balancer.newest
 
 
-def restore_common(training: Training, state: Plain, *, same_stages: bool) -> None:
+def restore_common(run: Run, state: Plain, *, same_stages: bool) -> None:
     """Put back what :func:`common_state` gave.
 
     Args:
-        training: what is saved or takes it in.
+        run: what is saved or takes it in.
         state: as stored.
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
-    training.num_batches = state["num_batches"]
-    training.balancer.load_state_dict(_balancer_state(state), same_stages=same_stages)
-    training.repacker.load_state_dict(state.get("repacking", {}), same_stages=same_stages)
+    run.num_batches = state["num_batches"]
+    run.balancer.load_state_dict(_balancer_state(state), same_stages=same_stages)
+    run.repacking.load_state_dict(state.get("repacking", {}), same_stages=same_stages)
 
 
-def rank_state(training: Training) -> Plain:
+def rank_state(run: Run) -> Plain:
     """State of this rank: random streams and counters.
 
     Args:
-        training: what is saved or takes it in.
+        run: what is saved or takes it in.
     """
-    overhead = training.overhead
+    overhead = run.overhead
     return {
         "random": _random_streams(),
-        **training.stage.pipeline.micro_batch_counters(),
+        **run.stage.pipeline.micro_batch_counters(),
         "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
-        **training.profiler.state_dict(),
-        "attributes": {i: _attributes(layer) for i, layer in training.stage.local_layers().items()},
+        **run.profiler.state_dict(),
+        "attributes": {i: _attributes(layer) for i, layer in run.stage.local_layers().items()},
     }
 
 
-def restore_rank(training: Training, state: Plain, *, same_stages: bool) -> None:
+def restore_rank(run: Run, state: Plain, *, same_stages: bool) -> None:
     """Put back what :func:`rank_state` gave, but for the layers' attributes; :func:`restore_common` goes first.
 
     Args:
-        training: what is saved or takes it in.
+        run: what is saved or takes it in.
         state: as stored by some rank.
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
     _set_random_streams(state["random"])
-    training.stage.pipeline.set_micro_batch_counters(state)
+    run.stage.pipeline.set_micro_batch_counters(state)
     for key, seconds in state["overhead"].items():
-        setattr(training.overhead, key, seconds)
-    training.profiler.load_state_dict(state if same_stages and training.balancer.newest else {})
+        setattr(run.overhead, key, seconds)
+    run.profiler.load_state_dict(state if same_stages and run.balancer.newest else {})
 
 
 def _random_streams() -> Plain:

@@ -36,7 +36,7 @@ from dynpipe_ds.ranks.agreement import first_error
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
-    from dynpipe_ds.training import Training
+    from dynpipe_ds.run import Run
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Loading:
     """One checkpoint that is being read, on one rank.
 
     Args:
-        training: what takes it in.
+        run: what takes it in.
         load_dir: folder of all checkpoints.
         tag: name of this one.
         strict: whether the names of tensors must agree.
@@ -55,15 +55,15 @@ class Loading:
     """
 
     def __init__(
-        self, training: Training, load_dir: str, tag: str, *,
+        self, run: Run, load_dir: str, tag: str, *,
         strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
     ) -> None:
-        self._training = training
-        self._stage = training.stage
-        self._module = training.stage.module
+        self._run = run
+        self._stage = run.stage
+        self._module = run.stage.module
         self._root = Path(load_dir) / tag
         self._strict = strict
-        self._with_optimizer = optimizer_states and not module_only and training.stage.optimizer is not None
+        self._with_optimizer = optimizer_states and not module_only and run.stage.optimizer is not None
         self._list_optimizer = optimizer_states
         self._with_scheduler = scheduler_states
         self._module_only = module_only
@@ -86,7 +86,7 @@ class Loading:
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
         try:
-            self._training.move_layers(partition)
+            self._run.move_layers(partition)
         except MigrationError as error:
             raise CheckpointError(f"loading {self._root} failed, nothing was changed: {error}") from error
         self._take_in()
@@ -163,21 +163,21 @@ class Loading:
             check_optimizer(self._manifest, self._stage, self._root)
 
     def _choose_partition(self) -> tuple[int, ...]:
-        stage, balancer = self._stage, self._training.balancer
+        stage, balancer = self._stage, self._run.balancer
         if self._same_stages:
             return check_boundaries(
                 self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,
                 pinned=balancer.pinned, allow_empty=True,
             )
         profile = self._stored_profile()
-        if profile is None or self._training.config.rebalance_every == "never":
+        if profile is None or self._run.config.rebalance_every == "never":
             return stage.partition
         return balancer.choose(stage.partition, profile, heed_memory=False).boundaries
 
     def _stored_profile(self) -> PipelineProfile | None:
         if not self._manifest.is_ours:
             return None
-        config = self._training.config
+        config = self._run.config
         window = stored_window(self._reader.read(COMMON_FILE), config)
         return smooth(window, config.smoothing) if window else None
 
@@ -215,7 +215,7 @@ class Loading:
         self._announce_parameters(before)
         self._together(self._load_optimizer, harmless=False)
         self._stage.settle()
-        self._training.profiler.sizes_changed()
+        self._run.profiler.sizes_changed()
         self._load_counters()
 
     def _load_layers(self) -> None:
@@ -276,8 +276,8 @@ class Loading:
             return
         take_counters(pipeline, checkpoint, with_scheduler=self._with_scheduler)
         if self._manifest.is_ours:
-            restore_common(self._training, self._common, same_stages=self._same_stages)
-            restore_rank(self._training, self._rank_state, same_stages=self._same_stages)
+            restore_common(self._run, self._common, same_stages=self._same_stages)
+            restore_rank(self._run, self._rank_state, same_stages=self._same_stages)
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""

@@ -48,8 +48,8 @@ from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.ranks.agreement import together
 
 if TYPE_CHECKING:
+    from dynpipe_ds.run import Run
     from dynpipe_ds.stage import Stage
-    from dynpipe_ds.training import Training
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Saving:
     """One checkpoint that is being written, on one rank.
 
     Args:
-        training: what is saved.
+        run: what is saved.
         save_dir: folder of all checkpoints.
         tag: name of this one; the same on every rank.
         client_state: the user's own values, in DeepSpeed's files.
@@ -96,12 +96,12 @@ class Saving:
     """
 
     def __init__(
-        self, training: Training, save_dir: str, tag: str, client_state: dict[str, Any], *,
+        self, run: Run, save_dir: str, tag: str, client_state: dict[str, Any], *,
         exclude_frozen_parameters: bool, earlier: folder.DiskSync | None = None,
     ) -> None:
-        self._training = training
-        self._stage = training.stage
-        self._pipeline = training.stage.pipeline
+        self._run = run
+        self._stage = run.stage
+        self._pipeline = run.stage.pipeline
         self._save_dir = Path(save_dir)
         self._tag = tag
         self._client_state = client_state
@@ -109,7 +109,7 @@ class Saving:
         self._earlier = earlier
         self._target = self._save_dir / tag
         self._first = dist.get_rank() == 0
-        self._replica = training.stage.pipeline.replica
+        self._replica = run.stage.pipeline.replica
 
     def run(self, *, save_latest: bool) -> folder.DiskSync:
         """Carry it out; collective over all ranks.
@@ -183,8 +183,8 @@ class Saving:
 
     def _write_our_files(self, writer: RecordingWriter) -> None:
         if self._first:
-            writer.save(common_state(self._training), str(self._folder / COMMON_FILE))
-        writer.save(rank_state(self._training), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
+            writer.save(common_state(self._run), str(self._folder / COMMON_FILE))
+        writer.save(rank_state(self._run), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
         if self._replica == 0:
             for layer, module in self._left_out().items():
                 writer.save(dict(module.state_dict()), str(self._folder / self._our_layer_file(layer)))

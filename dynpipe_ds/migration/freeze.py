@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import nn
 
+from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import Transaction, nothing
 from dynpipe_ds.ranks.agreement import difference_of_replicas
-
-if TYPE_CHECKING:
-    from dynpipe_ds.stage import Stage
 
 
 def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
@@ -31,7 +27,7 @@ def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
     return flags
 
 
-def check_replicas(stage: Stage) -> None:
+def check_replicas(stage: Subject) -> None:
     """Check that the replicas of each stage train the same parameters; collective over all ranks.
 
     Args:
@@ -46,7 +42,7 @@ def check_replicas(stage: Stage) -> None:
         raise ValueError(problem)
 
 
-def rebuild_optimizer(stage: Stage, *, has_changed: bool) -> None:
+def rebuild_optimizer(stage: Subject, *, has_changed: bool) -> None:
     """Let the optimizer hold what wants a gradient now; collective over all ranks.
 
     Args:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -28,13 +28,11 @@ from dynpipe_ds.migration.packing import (
     unpack,
     unpack_extra,
 )
+from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.telling import warn
-
-if TYPE_CHECKING:
-    from dynpipe_ds.stage import Stage
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Migration:
         ValueError: if the target is of another number of layers, or no partition.
     """
 
-    def __init__(self, stage: Stage, target: Placement | Sequence[int], *, buffer_bytes: int) -> None:
+    def __init__(self, stage: Subject, target: Placement | Sequence[int], *, buffer_bytes: int) -> None:
         assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
         self._stage = stage
         self._module = stage.module

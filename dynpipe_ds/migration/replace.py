@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from dynpipe_ds.host.optimizers.groups import State
+from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.ranks.agreement import difference_of_replicas
-
-if TYPE_CHECKING:
-    from dynpipe_ds.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class ParameterReplacement:
         return found
 
 
-def replace_parameters(stage: Stage, replacements: Sequence[ParameterReplacement]) -> None:
+def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplacement]) -> None:
     """Put new parameters in the place of old ones; collective over all ranks.
 
     Args:

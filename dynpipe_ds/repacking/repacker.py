@@ -23,33 +23,33 @@ from dynpipe_ds.repacking.survivors import Workers
 from dynpipe_ds.telling import tell_all
 
 if TYPE_CHECKING:
-    from dynpipe_ds.training import Training
+    from dynpipe_ds.run import Run
 
 _SHARE_FOR_PLANNING = 0.01
-"""Deciding may cost this share of training: where it takes long, it is done less often."""
+"""Deciding may cost this share of run: where it takes long, it is done less often."""
 
 Decide = Callable[[Request], Repacking | Refusal]
 
-_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+_runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Repacker:
     """Lets a pipeline get shorter while it trains; deciding and doing is collective over all ranks.
 
     Args:
-        training: of the pipeline.
+        run: of the pipeline.
 
     Attributes:
         giving_back: gives the freed workers back.
         callbacks: called after re-packing, also on the ranks that leave.
     """
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._stage = training.stage
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stage = run.stage
         self.callbacks: list[Callable[[RepackEvent], Any]] = []
         self._wished_stages: int | None = None
-        self._next_batch = training.config.repack.earliest_batch
+        self._next_batch = run.config.repack.earliest_batch
 
     def start(self) -> None:
         """Begin, after DeepSpeed's constructor.
@@ -57,12 +57,12 @@ class Repacker:
         Raises:
             ValueError: on every rank, if the release back-end can't work on some rank.
         """
-        self.giving_back = GivingBack(self._training.config.repack.release, self._stage.device)
-        _trainings.add(self._training)
+        self.giving_back = GivingBack(self._run.config.repack.release, self._stage.device)
+        _runs.add(self._run)
 
     def end(self) -> None:
         """The process groups are the engine's no more."""
-        _trainings.discard(self._training)
+        _runs.discard(self._run)
 
     def wants_profile(self, batch: int) -> bool:
         """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only.
@@ -70,7 +70,7 @@ class Repacker:
         Args:
             batch: number of the next batch.
         """
-        balancer, window = self._training.balancer, self._training.config.profile_batches
+        balancer, window = self._run.balancer, self._run.config.profile_batches
         confirms = self._wished_stages is not None and self._next_batch - batch < window
         return confirms and not balancer.is_held(batch)
 
@@ -84,7 +84,7 @@ class Repacker:
             RuntimeError: if no batch was profiled yet.
             RepackError: on every rank, if it can't be done or failed; training can go on with all ranks.
         """
-        if not self._training.balancer.newest:
+        if not self._run.balancer.newest:
             raise RuntimeError("there is no profile to re-pack by; train one batch first")
         started = time.perf_counter()
         chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
@@ -96,8 +96,8 @@ class Repacker:
 
     def repack_if_wanted(self) -> None:
         """Shrink if the configuration asks for it; a failure leaves training going on with all ranks."""
-        training = self._training
-        config, balancer, batch = training.config.repack, training.balancer, training.num_batches - 1
+        run = self._run
+        config, balancer, batch = run.config.repack, run.balancer, run.num_batches - 1
         if not config.enabled or not balancer.is_ready or self._stage.num_stages == 1 or batch < self._next_batch:
             return
         if balancer.is_held(batch):
@@ -112,10 +112,10 @@ class Repacker:
                 assert isinstance(chosen, Repacking)
                 self._shrink(chosen, plan_s)
             else:
-                training.overhead.planning_s += plan_s
+                run.overhead.planning_s += plan_s
         except (RepackError, ReleaseError) as error:  # raised only before the point of no return
             self._next_batch = 2 * batch + 8
-            training.warn_once(f"re-packing after batch {training.num_batches} failed ({error})", "repack")
+            run.warn_once(f"re-packing after batch {run.num_batches} failed ({error})", "repack")
 
     def _agreed_cost(self, seconds: float) -> float:
         cost = torch.tensor([seconds], dtype=torch.float64, device=self._stage.device)
@@ -124,13 +124,13 @@ class Repacker:
 
     def _batches_until_next_decision(self, plan_s: float) -> int:
         """Soon, if only the confirmation is missing; else as deciding can be afforded."""
-        newest = self._training.balancer.newest[-1]
+        newest = self._run.balancer.newest[-1]
         batch_s = max((stage.batch_s for stage in newest.stages), default=0.0) or plan_s
         affordable = 0 if self._wished_stages is not None else math.ceil(plan_s / (_SHARE_FOR_PLANNING * batch_s))
-        return max(self._training.config.profile_batches, affordable)
+        return max(self._run.config.profile_batches, affordable)
 
     def _decide(self, request: Request) -> Repacking | Refusal:
-        config = self._training.config.repack
+        config = self._run.config.repack
         if config.method == "first_fit":
             return first_fit(request, target_stages=config.target_stages, min_stages=config.min_stages)
         if config.target_stages is not None:
@@ -139,11 +139,11 @@ class Repacker:
 
     def _is_wanted(self, chosen: Repacking | Refusal) -> bool:
         """A target at once, once; what was measured when it says the same twice, since there is no way back."""
-        target = self._training.config.repack.target_stages
+        target = self._run.config.repack.target_stages
         if isinstance(chosen, Refusal):
             self._wished_stages = None
             if target is not None and target < self._stage.num_stages:
-                self._training.warn_once(
+                self._run.warn_once(
                     f"re-packing to repack.target_stages is not possible: {chosen.reason}", "target"
                 )
             return False
@@ -153,14 +153,14 @@ class Repacker:
 
     def _choose_workers(self, decide: Decide) -> Repacking | Refusal:
         """Decide, the same on every rank; prefer to keep the stage that reads the labels."""
-        rules, stage, training = self.giving_back.constraints(), self._stage, self._training
+        rules, stage, run = self.giving_back.constraints(), self._stage, self._run
         ranks = tuple(stage.pipeline.ranks_of(s) for s in range(stage.num_stages))
-        profile = training.balancer.smoothed()
+        profile = run.balancer.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         request = Request(
             profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
-            constraints=rules, memory_cap_bytes=training.config.memory_cap_bytes,
-            stage_speeds=training.config.stage_speeds, pinned=training.balancer.pinned,
+            constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes,
+            stage_speeds=run.config.stage_speeds, pinned=run.balancer.pinned,
         )
         chosen = decide(request)
         if isinstance(chosen, Refusal):
@@ -178,12 +178,12 @@ class Repacker:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         began, guard = time.perf_counter(), self._stage.guard
         before = self._stage.partition
-        shrink = Shrink(self._stage, self._training.move_layers, chosen.surviving_stages, chosen.boundaries)
+        shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing):
             shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
-            batch=self._training.num_batches, before=before, after=chosen.boundaries,
+            batch=self._run.num_batches, before=before, after=chosen.boundaries,
             released_ranks=chosen.released_ranks, released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
             migrate_s=time.perf_counter() - began, regroup_s=0.0,
         )
@@ -196,12 +196,12 @@ class Repacker:
             self._forget_old_stages(chosen.surviving_stages)
             self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=time.perf_counter() - regrouping)
-        self._training.overhead.repacking_s += event.seconds
+        self._run.overhead.repacking_s += event.seconds
         self._tell(event)
         return event
 
     def _check_before_shrinking(self, chosen: Repacking) -> None:
-        others = [training for training in _trainings if training is not self._training]
+        others = [run for run in _runs if run is not self._run]
         if others:
             raise ValueError(
                 f"{len(others)} other engine(s) of this process use the process groups that re-packing replaces; "
@@ -211,17 +211,17 @@ class Repacker:
 
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
-        training, config = self._training, self._training.config
+        run, config = self._run, self._run.config
         per_stage = {
             key: [getattr(config, key)[stage] for stage in staying]
             for key in ("memory_cap_bytes", "stage_speeds")
             if isinstance(getattr(config, key), list)
         }
-        training.config = config.model_copy(update=per_stage)
-        training.balancer.serve(training.config)
+        run.config = config.model_copy(update=per_stage)
+        run.balancer.serve(run.config)
         self._wished_stages = None
         self._stage.settle()
-        training.profiler.sizes_changed()
+        run.profiler.sizes_changed()
 
     def _tell(self, event: RepackEvent) -> None:
         tell_all(self.callbacks, event, "on_repack")
@@ -240,7 +240,7 @@ class Repacker:
             same_stages: whether it comes from as many stages.
         """
         self._wished_stages = state.get("wished_stages") if same_stages else None
-        self._next_batch = max(state.get("next_batch", 0), self._training.config.repack.earliest_batch)
+        self._next_batch = max(state.get("next_batch", 0), self._run.config.repack.earliest_batch)
 
 
 def _with(rules: Constraints, ranks: Sequence[int]) -> Constraints:

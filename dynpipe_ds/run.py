@@ -1,0 +1,55 @@
+"""A run between two batches, as checkpoints and re-packing see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.decide.balancer import Balancer
+from dynpipe_ds.events import Overhead
+from dynpipe_ds.measure.profiler import Profiler
+from dynpipe_ds.stage import Stage
+
+
+class Stateful(Protocol):
+    """What a checkpoint keeps as plain values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that matters for going on."""
+
+    def load_state_dict(self, state: Any, *, same_stages: bool) -> None:
+        """Take in what :meth:`state_dict` gave; ``same_stages``: whether it comes from as many stages."""
+
+
+class Run(Protocol):
+    """What is saved, loaded and made shorter.
+
+    Attributes:
+        stage: what is here of the model.
+        balancer: decides.
+        profiler: measures.
+        config: the section.
+        overhead: seconds spent on not training.
+        num_batches: trained so far.
+    """
+
+    stage: Stage
+    balancer: Balancer
+    profiler: Profiler
+    config: DynamicPipelineConfig
+    overhead: Overhead
+    num_batches: int
+
+    @property
+    def repacking(self) -> Stateful:
+        """What re-packing is about to do."""
+
+    def move_layers(self, boundaries: Sequence[int]) -> None:
+        """Let layers move; collective over all ranks, which all do or none."""
+
+    def notice_frozen_layers(self) -> None:
+        """Tell the optimizer of layers that were frozen or unfrozen; collective over all ranks."""
+
+    def warn_once(self, message: str, what: str) -> None:
+        """Warn on the first rank, once for each kind of trouble."""
