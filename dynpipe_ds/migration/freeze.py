@@ -57,6 +57,6 @@ def rebuild_optimizer(stage: Subject, *, has_changed: bool) -> None:
 
     def take_in() -> None:
         if has_changed:
-            optimizer.prepare((), {}, optimizer.make_room((), (), ()))
+            optimizer.prepare((), {}, optimizer.make_buffers((), (), ()))
 
     Transaction(optimizer, stage.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from dynpipe_ds.host.optimizers.groups import Entry
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
 from dynpipe_ds.migration.moves import Move, plan_moves
 from dynpipe_ds.migration.packing import (
@@ -42,12 +42,12 @@ class _Coming:
     Attributes:
         tensors: by layer, empty until the transfers.
         entries: optimizer's view of all parameters among them.
-        room: what the optimizer prepared for them.
+        buffers: what the optimizer prepared for them.
     """
 
     tensors: dict[int, LayerTensors]
     entries: list[Entry]
-    room: Any
+    buffers: NewBuffers
 
 
 class Migration:
@@ -175,7 +175,7 @@ class Migration:
         start = self._before.boundaries[self._stage.stage_id]
         front = [entry for layer in sorted(entries) if layer < start for entry in entries[layer]]
         back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
-        return _Coming(tensors, [*front, *back], self._optimizer.make_room(self._departed, front, back))
+        return _Coming(tensors, [*front, *back], self._optimizer.make_buffers(self._departed, front, back))
 
     def _transfers(
         self, going: Mapping[int, LayerTensors], coming: Mapping[int, LayerTensors]
@@ -217,7 +217,7 @@ class Migration:
         self._stage.pipeline.name_parameters()
         arrived = {e.parameter: e.group for e in coming.entries if e.group is not None}
         if self._departed or arrived:
-            self._optimizer.prepare(self._departed, arrived, coming.room)
+            self._optimizer.prepare(self._departed, arrived, coming.buffers)
 
     def _put_back(self) -> None:
         undo(self._journal)

@@ -120,7 +120,7 @@ UNDONE: dict[str, tuple[int | None, AbstractContextManager[Any] | Point | Choice
     "no memory for a tensor that arrives": (0, Point("", MIGRATE + "empty_tensors"), "no room"),
     "no memory for the optimizer": (1, Point("", OPTIMIZER + "prepare"), "no room"),
     "no memory after the optimizer prepared": (1, Point("", OPTIMIZER + "prepare", after=True), "no room"),
-    "no memory for the optimizer's buffers": (2, Point("", STAGE_OPTIMIZER + "make_room"), "no room"),
+    "no memory for the optimizer's buffers": (2, Point("", STAGE_OPTIMIZER + "make_buffers"), "no room"),
     "no memory for state": (1, Point("", OPTIMIZER + "fill"), "no room"),
     "no memory in the middle of state": (2, Point("", OPTIMIZER + "fill", after=True), "no room"),
     "no memory for packing": (0, Point("", MIGRATE + "Migration._pack"), "no room"),

@@ -22,7 +22,7 @@ from typing_extensions import override
 from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
-from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer, Room, StageOptimizer
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, PlainOptimizer, StageOptimizer
 from dynpipe_ds.host.optimizers.supported import check_flat
 from dynpipe_ds.ranks.agreement import together
 
@@ -46,8 +46,8 @@ class FlatOptimizer(StageOptimizer):
 
     def _forget_change(self) -> None:
         self._sources: dict[nn.Parameter, Source] = {}
-        self._room: Room = {}
-        self._given: Room = {}  # of the room, what DeepSpeed took
+        self._new_made: NewBuffers = {}
+        self._taken: NewBuffers = {}  # of these, what DeepSpeed took
         self._before = None
 
     @override
@@ -60,13 +60,15 @@ class FlatOptimizer(StageOptimizer):
         return parameter._hp_mapping, parameter._dp_group, self._flat_state(flat)  # type: ignore[attr-defined]
 
     @override
-    def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
+    def make_buffers(
+        self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
+    ) -> NewBuffers:
         wrapper = self.engine.optimizer
         if any(count > 1 for count in wrapper.partition_count) or getattr(wrapper, "cpu_offload", False):
             return {}  # the replicas' shares shift
         frozen = [p for p in self.groups.index if not p.requires_grad]
         gone = {*departed, *frozen, *self.groups.placeholders}
-        room: Room = {}
+        made: NewBuffers = {}
         for i, buffers in enumerate(self._buffers()):
             ends = [
                 [e for e in end if e.group == i and e.parameter.requires_grad and e.parameter.numel()]
@@ -74,8 +76,8 @@ class FlatOptimizer(StageOptimizer):
             ]
             after = buffers.after(gone, *ends)
             if after is not None:
-                room[i] = after
-        return room
+                made[i] = after
+        return made
 
     def _buffers(self) -> list[GroupBuffers]:
         wrapper, flats = self.engine.optimizer, self._flats()
@@ -92,10 +94,10 @@ class FlatOptimizer(StageOptimizer):
 
     @override
     def prepare(
-        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
-        self._room = room or {}
+        self._new_buffers = buffers or {}
         involved = [*self.groups.index, *arrived, *self.groups.placeholders]
         self._before = (
             dict(self.groups.index),
@@ -117,7 +119,7 @@ class FlatOptimizer(StageOptimizer):
         self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=True)
         basic.state = defaultdict(dict)
-        with building(self._room.values()):
+        with building(self._new_buffers.values()):
             fresh = self._wrap(basic)
         # Sharing one dictionary keeps the identity that schedulers and users hold, while the hooks that
         # `fresh` registered on the parameters, bound to it, go on seeing the same state.
@@ -131,11 +133,11 @@ class FlatOptimizer(StageOptimizer):
     def _make_states(self, template: State) -> None:
         """An entry of optimizer state for every flat buffer, to be filled unless the buffer was given."""
         wrapper, basic, flats = self.engine.optimizer, self.groups.optimizer, self._flats()
-        self._given = {i: r for i, r in self._room.items() if r.master.data_ptr() == flats[i].data_ptr()}
+        self._taken = {i: r for i, r in self._new_buffers.items() if r.master.data_ptr() == flats[i].data_ptr()}
         if not template:
             return
         for i, flat in enumerate(flats):
-            moments = self._given[i].moments if i in self._given else {}
+            moments = self._taken[i].moments if i in self._taken else {}
             basic.state[flat] = {
                 key: moments[key] if key in moments else _like(value, flat) for key, value in template.items()
             }
@@ -144,7 +146,7 @@ class FlatOptimizer(StageOptimizer):
 
     @override
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        to_fill = [p for p, i in self.groups.index.items() if i not in self._given and self._is_flat(p)]
+        to_fill = [p for p, i in self.groups.index.items() if i not in self._taken and self._is_flat(p)]
         arrived = ((p, states.get(p, {})) for p in to_fill if p not in self._sources)
         kept = _full_states({p: self._sources[p] for p in to_fill if p in self._sources})
         error: Exception | None = None
@@ -158,7 +160,7 @@ class FlatOptimizer(StageOptimizer):
 
     @override
     def commit(self) -> None:
-        for buffers in self._given.values():
+        for buffers in self._taken.values():
             buffers.clear_padding()  # until now it may have been a parameter's that leaves
         self._forget_change()
 

@@ -176,7 +176,7 @@ _MAKERS = frozenset({torch._C._nn.flatten_dense_tensors, Tensor.clone, torch.zer
 """What DeepSpeed's constructors make their buffers with."""
 
 
-class _Given(TorchFunctionMode):
+class _AlreadyMade(TorchFunctionMode):
     """Gives finished buffers to a DeepSpeed constructor that is about to make them from its parameters.
 
     Where a constructor works in another way than known here it makes its own, which then must be filled.
@@ -235,5 +235,5 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         logger.addFilter(_is_warning)  # setting a level makes every logger of the process forget what it knows
         stack.callback(logger.removeFilter, _is_warning)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(_Given(groups))
+        stack.enter_context(_AlreadyMade(groups))
         yield

@@ -18,7 +18,7 @@ from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.native_adam import count_fused_step, prime_native_adam
 
-Room = dict[int, GroupBuffers]
+NewBuffers = dict[int, GroupBuffers]
 
 
 class StageOptimizer(ABC):
@@ -50,7 +50,9 @@ class StageOptimizer(ABC):
             Named tensors with as many elements as the parameter, and scalars; empty where there is none.
         """
 
-    def make_room(self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]) -> Room:
+    def make_buffers(
+        self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
+    ) -> NewBuffers:
         """Let what comes be received where it will stay; may run out of memory, communicates nothing.
 
         Changes the memory of the tensors that come, and nothing of what is here.
@@ -67,14 +69,14 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def prepare(
-        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         """Take in the stage's new set of parameters; may run out of memory, communicates nothing.
 
         Args:
             departed: parameters that leave.
             arrived: group index of each parameter that comes.
-            room: what ``make_room`` returned for these.
+            buffers: what ``make_buffers`` returned for these.
         """
 
     @abstractmethod
@@ -127,7 +129,7 @@ class PlainOptimizer(StageOptimizer):
 
     @override
     def prepare(
-        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], room: Room | None = None
+        self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         optimizer, departed = self.groups.optimizer, list(departed)
         self._before = (
