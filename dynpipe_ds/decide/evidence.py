@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
-# The constants were chosen by regret on synthetic traces like those of tests/decide/test_controller.py: what a run of
+# The constants were chosen by regret on synthetic traces like those of tests/decide/test_balancer.py: what a run of
 # 60 batches loses to one that always has the best partition, moves included. Models that change by a half or a fifth,
 # or slowly, under 10% and 20% noise lose a third of what they lose with CONFIDENCE = 4.5. One whose layers divide
 # evenly is left alone for 500 batches, but for spikes: two of one rank in a row look like a change. With threefold
