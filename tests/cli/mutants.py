@@ -15,8 +15,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
+from dynpipe_ds import DynamicPipelineModule
 from dynpipe_ds.cli.numerics import rank
+from dynpipe_ds.engine import EnabledEngine
 from dynpipe_ds.host import instructions
 from dynpipe_ds.host import pipeline as pipeline_module
 from dynpipe_ds.host.gradient_norm import GradientNorm
@@ -24,6 +25,7 @@ from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
 from dynpipe_ds.migration import migrate
+from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
 
 
@@ -81,6 +83,19 @@ def _note_moves(patches: Patches, after: Callable[[Any], None] = lambda engine: 
         after(engine)
 
     patches.put(Training, "move_layers", migrate_and_note)
+
+
+def _put_arrived(patches: Patches, change: Callable[[Any], object]) -> None:
+    """Let every layer that arrives be changed."""
+    original = migrate.unpack
+
+    def unpack(*args: Any, **kwargs: Any) -> Any:
+        arrived = original(*args, **kwargs)
+        if arrived.layer is not None:
+            change(arrived.layer)
+        return arrived
+
+    patches.put(migrate, "unpack", unpack)
 
 
 # -- clipping and its norm
@@ -266,31 +281,29 @@ def layers_dropped_by_a_stale_count(patches: Patches) -> None:
 @mutant("checkpointing", "", breaks=True)
 def stale_first_output_send(patches: Patches) -> None:
     """What crosses the cut is told once and never again, though after a move it wants a gradient."""
-    original = DynamicPipelineEngine.reset_activation_shape
+    original = EnabledEngine.reset_activation_shape
 
     def once(self: Any) -> None:
         if not getattr(self, "_mutant_reset", False):
             self._mutant_reset = True
             original(self)
 
-    patches.put(DynamicPipelineEngine, "reset_activation_shape", once)
+    patches.put(EnabledEngine, "reset_activation_shape", once)
 
 
 @mutant("fp32", "weights")
 def frozen_layer_thaws_by_moving(patches: Patches) -> None:
-    original = migrate.unpack
-    patches.put(migrate, "unpack", lambda *a: original(*a).requires_grad_(True))
+    _put_arrived(patches, lambda layer: layer.requires_grad_(True))
 
 
 @mutant("fp32", "weights")
 def trained_layer_freezes_by_moving(patches: Patches) -> None:
-    original = migrate.unpack
-    patches.put(migrate, "unpack", lambda *a: original(*a).requires_grad_(False))
+    _put_arrived(patches, lambda layer: layer.requires_grad_(False))
 
 
 @mutant("ZeRO-1", "weights")
 def freezing_not_noticed(patches: Patches) -> None:
-    patches.put(DynamicPipelineEngine, "_notice_frozen_layers", lambda self: None)
+    patches.put(Stage, "notice_frozen_layers", lambda self: False)
 
 
 @mutant("fp32", "gradient")
@@ -347,30 +360,22 @@ def layers_in_another_order(patches: Patches) -> None:
 
 @mutant("fp32", "loss")
 def layer_arrives_as_first_built(patches: Patches) -> None:
-    original = migrate.unpack
-
-    def fresh(*args: Any) -> Any:
-        layer = original(*args)
+    def fresh(layer: Any) -> None:
         if type(layer).__name__ == "Block":
             index = (layer.bias.numel() - 16) // 2
             state = type(layer)(index, 0.0, True, False).state_dict()
             layer.load_state_dict(state, strict=False)
-        return layer
 
-    patches.put(migrate, "unpack", fresh)
+    _put_arrived(patches, fresh)
 
 
 @mutant("fp32", "buffers")
 def buffers_stay_behind(patches: Patches) -> None:
-    original = migrate.unpack
-
-    def without(*args: Any) -> Any:
-        layer = original(*args)
+    def without(layer: Any) -> None:
         for buffer in layer.buffers():
             buffer.zero_()
-        return layer
 
-    patches.put(migrate, "unpack", without)
+    _put_arrived(patches, without)
 
 
 @mutant("fp32", "optimizer state")
@@ -458,7 +463,7 @@ def two_steps_on_one_stage(patches: Patches) -> None:
 
 @mutant("fp32", "weights")
 def no_step_on_one_stage(patches: Patches) -> None:
-    original = DynamicPipelineEngine._take_model_step
+    original = EnabledEngine._take_model_step
 
     def step(self: Any, lr_kwargs: Any) -> None:
         weights = [p.detach().clone() for p in self.module.parameters()]
@@ -467,7 +472,7 @@ def no_step_on_one_stage(patches: Patches) -> None:
             for parameter, before in zip(self.module.parameters(), weights, strict=True):
                 parameter.data.copy_(before)
 
-    patches.put(DynamicPipelineEngine, "_take_model_step", step)
+    patches.put(EnabledEngine, "_take_model_step", step)
 
 
 # -- data, order and random numbers
