@@ -22,11 +22,12 @@ import torch
 from dynpipe_ds import RebalanceEvent
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.measure.recorder import BatchRecorder
+from tests.distributed.configs import UNEVEN
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, Point
 
-FIRST, NUM_BATCHES, FAILS_FROM = (0, 1, 2, 8), 28, 12
+NUM_BATCHES, FAILS_FROM = 28, 12
 SECTION = {"enabled": True, "rebalance_every": "auto", "profile_batches": 3}
 
 # By name of the run: what its moves cost, in seconds (a batch takes about half a second), and after which
@@ -78,7 +79,7 @@ def out_of_memory() -> None:
 def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[str, Any]:
     """Train from a batch to the end; a move fails if the model has changed and none has failed before."""
     cost_s, save_after = RUNS[name]
-    run = Run(3, first=FIRST, config={"dynamic_pipeline": SECTION})
+    run = Run(3, first=UNEVEN[3], config={"dynamic_pipeline": SECTION})
     engine, now = make_engine(run), {"batch": first}
     batches = islice(data(0, run.micro_batches), first * run.micro_batches, None)
     decisions: list[Any] = []

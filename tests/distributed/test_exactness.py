@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.cpp_extension import get_default_build_root
 
-from tests.distributed.clients import compile_first
+from tests.distributed.clients import compile_first, fused_adam_is_built
+from tests.distributed.configs import (
+    ADAM,
+    ADAMW,
+    BF16,
+    BF16_FP32_SUMS,
+    CLIP,
+    FP16,
+    FUSED,
+    MOVES,
+    OPTIMIZERS,
+    SGD,
+    WARMUP,
+    ZERO,
+)
 from tests.distributed.models import Run, run_and_digest
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
-
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}}
-ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "adam_w_mode": False}}}
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}}
-FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 6}}}
-CLIP = {"gradient_clipping": 0.05}
-ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
-BF16 = {"bf16": {"enabled": True}}
-BF16_FP32_SUMS = {**BF16, **ZERO, "data_types": {"grad_accum_dtype": "fp32"}}
-
-# Scaled so that the first batches overflow and are skipped, and the scale then grows again.
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
-
-MOVES = {
-    2: {1: (0, 1, 8), 3: (0, 7, 8), 4: (0, 3, 8), 6: (0, 5, 8)},
-    3: {1: (0, 1, 2, 8), 3: (0, 6, 7, 8), 5: (0, 2, 5, 8), 6: (0, 1, 7, 8)},
-    4: {1: (0, 1, 2, 3, 8), 3: (0, 5, 6, 7, 8), 5: (0, 2, 4, 6, 8)},
-}
 
 
 def compare(run: Run, moves: dict[int, tuple[int, ...]], replicas: int = 1) -> list[float]:
@@ -56,31 +49,25 @@ def _merged(results: list[Any], num_stages: int, replicas: int) -> list[dict[str
     ]
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": ADAMW,
+ALL_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **OPTIMIZERS,
     "adam": ADAM,
     "sgd": SGD,
     "fused_adamw": FUSED,
-    "zero1": {**ADAMW, **ZERO},
     "zero1_sgd": {**SGD, **ZERO},
     "bf16": {**ADAMW, **BF16},
     "bf16_zero1": {**ADAMW, **BF16, **ZERO},
-    "bf16_zero1_fp32_sums": {**ADAMW, **BF16_FP32_SUMS},
     "fp16_zero1": {**ADAMW, **ZERO, **FP16},
 }
 
 
-def _fused_adam_is_built() -> bool:
-    return any(Path(get_default_build_root()).glob("*/fused_adam/*.so"))
-
-
 @pytest.mark.parametrize(
-    "optimizer", mostly(OPTIMIZERS, ["adamw", "sgd", "zero1", "bf16_zero1_fp32_sums", "fp16_zero1"])
+    "optimizer", mostly(ALL_OPTIMIZERS, ["adamw", "sgd", "zero1", "bf16_zero1_fp32_sums", "fp16_zero1"])
 )
 def test_three_stages_with_clipping_and_schedule(optimizer: str) -> None:
-    if optimizer == "fused_adamw" and not _fused_adam_is_built():
+    if optimizer == "fused_adamw" and not fused_adam_is_built():
         pytest.skip("DeepSpeed's fused Adam takes minutes to compile on a CPU and was not built here before")
-    run = Run(num_stages=3, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP})
+    run = Run(num_stages=3, config={**ALL_OPTIMIZERS[optimizer], **CLIP, **WARMUP})
     compare(run, MOVES[3])
 
 
@@ -92,12 +79,12 @@ def test_three_stages_with_clipping_and_schedule(optimizer: str) -> None:
     ),
 )
 def test_two_and_four_stages(optimizer: str, stages: int) -> None:
-    compare(Run(num_stages=stages, config={**OPTIMIZERS[optimizer], **CLIP}), MOVES[stages])
+    compare(Run(num_stages=stages, config={**ALL_OPTIMIZERS[optimizer], **CLIP}), MOVES[stages])
 
 
 @pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["zero1", "bf16"]))
 def test_two_stages_with_two_replicas(optimizer: str) -> None:
-    run = Run(num_stages=2, config={**OPTIMIZERS[optimizer], **CLIP, **WARMUP})
+    run = Run(num_stages=2, config={**ALL_OPTIMIZERS[optimizer], **CLIP, **WARMUP})
     compare(run, MOVES[2], replicas=2)
 
 
@@ -139,13 +126,13 @@ def test_non_reentrant_checkpointing_with_dropout() -> None:
 
 @pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["adamw", "zero1"]))
 def test_tied_layers_apart_together_and_apart_again(optimizer: str) -> None:
-    run = Run(num_stages=3, tied=True, config={**OPTIMIZERS[optimizer], **CLIP})
+    run = Run(num_stages=3, tied=True, config={**ALL_OPTIMIZERS[optimizer], **CLIP})
     compare(run, MOVES[3])
 
 
 @pytest.mark.parametrize("optimizer", mostly(["adamw", "bf16_zero1_fp32_sums"], ["bf16_zero1_fp32_sums"]))
 def test_tied_layers_on_two_stages_and_two_replicas(optimizer: str) -> None:
-    run = Run(num_stages=2, tied=True, config={**OPTIMIZERS[optimizer], **CLIP})
+    run = Run(num_stages=2, tied=True, config={**ALL_OPTIMIZERS[optimizer], **CLIP})
     compare(run, MOVES[2], replicas=2)
 
 

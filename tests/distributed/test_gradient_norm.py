@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed.configs import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.models import Run, make_engine, train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.test_replicas import CUTS
 from tests.matrix import mostly
 

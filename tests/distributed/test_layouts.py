@@ -12,9 +12,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.models import HIDDEN, LENGTH, VOCABULARY, Block, Embed, Head, data
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_shapes import Case, Outcome, changing_lengths, make, train
 from tests.matrix import mostly
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
 from tests.distributed.clients import compile_first
+from tests.distributed.configs import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.models import Head, Run, base_config, data, digest, loss_fn, make_engine, run_and_digest, train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.test_frozen import freeze
 from tests.distributed.test_replicas import CUTS, MOVES, merged, some_ways
 from tests.matrix import mostly

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host import reducing
+from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO
 from tests.distributed.models import Run, run_and_digest
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO
 from tests.matrix import mostly
 
 CUTS = [(0, 4, 8), (0, 1, 8), (0, 7, 8)]

@@ -15,9 +15,9 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from dynpipe_ds.ranks.fatal import RankLostError
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import data, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
 from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, TRANSFER, Point, kill
 
