@@ -23,31 +23,9 @@ from tests.distributed.configs import (
     WARMUP,
     ZERO,
 )
-from tests.distributed.models import Run, run_and_digest
-from tests.distributed.ranks import run_ranks
+from tests.distributed.models import Run
+from tests.distributed.ways import assert_same_bits, compare, train_ways
 from tests.matrix import mostly
-
-
-def compare(run: Run, moves: dict[int, tuple[int, ...]], replicas: int = 1) -> list[float]:
-    """Train with and without moves; both must agree on everything."""
-    ranks = run.num_stages * replicas
-    static = run_ranks(run_and_digest, ranks, run)
-    moved = run_ranks(run_and_digest, ranks, replace(run, moves=moves))
-    assert static[0][0] == moved[0][0], "losses differ"
-    for loss in static[0][0]:
-        assert loss == loss, "a loss is not a number, so equality shows nothing"
-    assert _merged(static, run.num_stages, replicas) == _merged(moved, run.num_stages, replicas)
-    assert [r[2] for r in static] == [r[2] for r in moved], "learning rates differ"
-    return list(static[0][0])
-
-
-def _merged(results: list[Any], num_stages: int, replicas: int) -> list[dict[str, str]]:
-    """Digests of all layers, for each replica; rank = stage * replicas + replica."""
-    return [
-        {layer: h for s in range(num_stages) for layer, h in results[s * replicas + d][1].items()}
-        for d in range(replicas)
-    ]
-
 
 ALL_OPTIMIZERS: dict[str, dict[str, Any]] = {
     **OPTIMIZERS,
@@ -114,9 +92,13 @@ def test_client_optimizers_under_zero(client: str, zero: str) -> None:
 
 @pytest.mark.parametrize("interval", mostly([1, 2], [2]))
 def test_activation_checkpointing_with_dropout(interval: int) -> None:
-    run = Run(num_stages=3, dropout=0.3, checkpoint_interval=interval, config=ADAMW)
-    checkpointed = compare(run, MOVES[3])
-    assert checkpointed == compare(replace(run, checkpoint_interval=0), MOVES[3])
+    runs = [Run(num_stages=3, dropout=0.3, checkpoint_interval=every, config=ADAMW) for every in (interval, 0)]
+    checkpointed, moved, plain, plain_moved = train_ways(*(
+        way for run in runs for way in (run, replace(run, moves=MOVES[3]))
+    ))
+    assert_same_bits(checkpointed, moved)
+    assert_same_bits(plain, plain_moved)
+    assert checkpointed.losses == plain.losses, "buffers differ, which count forward passes"
 
 
 def test_non_reentrant_checkpointing_with_dropout() -> None:
