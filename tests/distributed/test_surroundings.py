@@ -390,7 +390,7 @@ def triple(gradient: Tensor) -> Tensor:
     return gradient * 3
 
 
-def train_with_hooks(_rank: int, moves: dict[int, tuple[int, ...]]) -> tuple[list[float], list[int]]:
+def train_with_hooks(moves: dict[int, tuple[int, ...]]) -> tuple[list[float], list[int]]:
     """Hooks of layer 2, registered on the first rank, and removed there after batch 3, wherever the layer is."""
     script = Script(DynamicPipelineModule)
     handles, batches, losses, numbers = [], data(0, 4), [], []
@@ -410,10 +410,13 @@ def train_with_hooks(_rank: int, moves: dict[int, tuple[int, ...]]) -> tuple[lis
     return losses, numbers
 
 
+def static_and_moving(_rank: int, moves: dict[int, tuple[int, ...]]) -> Any:
+    return train_with_hooks({}), train_with_hooks(moves)
+
+
 def test_a_handle_removes_its_hook_from_a_layer_that_has_moved() -> None:
     moves = {1: (0, 2, 6, 8), 2: (0, 1, 2, 8)}
-    static = run_ranks(train_with_hooks, 3, {})
-    moving = run_ranks(train_with_hooks, 3, moves)
+    static, moving = zip(*run_ranks(static_and_moving, 3, moves), strict=True)
     assert [losses for losses, _ in static] == [losses for losses, _ in moving]
     assert [numbers for _, numbers in static] == [[2, 2, 2, 2, 0, 0], [], []]
     assert [numbers for _, numbers in moving] == [[2], [2], [2, 2, 0, 0]]
