@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, PipelineProfile
 from dynpipe_ds.measure.profile import LayerProfile
 from dynpipe_ds.partition import optimal
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, BY_HAND, CLIP, ZERO
 from tests.distributed.models import (
     Block,
     Embed,
@@ -28,7 +29,6 @@ from tests.distributed.models import (
     make_engine,
 )
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 
 RUN = Run(num_stages=2)
 DEEPSPEED_METHODS = ["uniform", "parameters", "Parameters", "type:block", "type:Embed|Head"]
@@ -128,7 +128,7 @@ def sections(_rank: int) -> None:
             with pytest.raises(RuntimeError, match=r'needs "dynamic_pipeline": {"enabled": true} in the DeepSpeed'):
                 forbidden()
     # What the section says and the module's own choice must agree.
-    on = {"enabled": True, "rebalance_every": "never"}
+    on = BY_HAND
     asked = r"partition_method is diffusion:time but the dynamic_pipeline section asks for optimal:time"
     refused(asked, lambda: start({**on, "partitioner": "optimal"}, "diffusion:time"))
     refused("section asks for optimal:parameters", lambda: start({**on, "cost": "parameters"}, "optimal:time"))

@@ -17,10 +17,10 @@ from dynpipe_ds import PipelineProfile
 from dynpipe_ds.decide.methods import PartitionMethod
 from dynpipe_ds.measure.layerwise import LayerError, TrainingMemory, measure_layers
 from tests.cli.conftest import Command
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, SGD
 from tests.distributed.models import Run, base_config, data, layers_of, loss_fn, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import napping, told_time
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, SGD
 
 MEMORY = TrainingMemory()
 RUNS = {

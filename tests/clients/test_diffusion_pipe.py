@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dynpipe_ds import DynamicPipelineModule, MigrationError
 from tests.clients.life import Client, compare
 from tests.clients.parts import HIDDEN, Block, Lora
+from tests.distributed.configs import BY_HAND, UNCLIPPED
 from tests.distributed.ranks import run_ranks
 
 LATENT = 3
@@ -106,7 +107,7 @@ def without_optimizer(base: type, split: tuple[int, ...] = (2,)) -> Any:
     )
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, "dynamic_pipeline": BY_HAND,
     }
     built, *_ = deepspeed.initialize(model=model, config=config)
     return built

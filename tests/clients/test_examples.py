@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.clients.life import SAVED_AFTER, Client, compare
-from tests.distributed.test_exactness import ADAMW, ZERO
+from tests.distributed.configs import ADAMW, BY_HAND, UNCLIPPED, ZERO
 
 CLASSES, SIDE = 5, 8
 
@@ -61,8 +61,8 @@ class Thumbnails(Dataset):  # type: ignore[type-arg]
 def config(**more: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, **ADAMW, **more,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, **ADAMW, **more,
+        "dynamic_pipeline": BY_HAND,
     }
 
 

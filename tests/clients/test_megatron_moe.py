@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dynpipe_ds import DynamicPipelineModule
 from tests.clients.life import Client, compare
 from tests.clients.parts import HIDDEN, VOCABULARY, Block, causal_mask, tokens
+from tests.distributed.configs import ADAMW, BY_HAND, UNCLIPPED
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW
 
 State = tuple[Tensor, Tensor]  # hidden, sum of the auxiliary losses so far
 
@@ -98,8 +98,8 @@ def engine(base: type, **kwargs: Any) -> Any:
     deepspeed.runtime.utils.set_random_seed(21)
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, **ADAMW,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, **ADAMW,
+        "dynamic_pipeline": BY_HAND,
     }
     return deepspeed.initialize(model=model_class(base)(**kwargs), config=config)[0]
 
@@ -161,7 +161,7 @@ def train_experts(moves: bool) -> list[float]:
               LayerSpec(nn.Linear, HIDDEN, VOCABULARY)]
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, **ADAMW, "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, **ADAMW, "dynamic_pipeline": BY_HAND,
     }
     module = DynamicPipelineModule(layers, loss_fn=cross_entropy, num_stages=2, partition_method="uniform")
     ours = deepspeed.initialize(model=module, config=config)[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.clients.life import Client, compare
 from tests.clients.parts import HIDDEN, LENGTH, VOCABULARY, Block, causal_mask, tokens
-from tests.distributed.test_exactness import ZERO
+from tests.distributed.configs import BY_HAND, UNCLIPPED, ZERO
 
 
 class EmbeddingPipe(nn.Module):
@@ -153,8 +153,8 @@ def engine(base: type, more: dict[str, Any], num_stages: int) -> Any:
     optimizer = torch.optim.AdamW(two_groups(model), lr=0.02)
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, **more,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, **more,
+        "dynamic_pipeline": BY_HAND,
     }
     built, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=AnnealingLR(optimizer), dist_init_required=False, config=config

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.clients.life import Client, compare
 from tests.clients.parts import HIDDEN, LENGTH, VOCABULARY, Block, causal_mask, tokens
-from tests.distributed.test_exactness import ADAMW, WARMUP
+from tests.distributed.configs import ADAMW, BY_HAND, UNCLIPPED, WARMUP
 from tests.matrix import mostly
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -74,8 +74,8 @@ def engine(base: type, num_stages: int) -> Any:
     model = model_class(base)(loss_fn=loss_fn, topology=topology, base_seed=42)
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0, **ADAMW, **WARMUP,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        **UNCLIPPED, **ADAMW, **WARMUP,
+        "dynamic_pipeline": BY_HAND,
     }
     built, *_ = deepspeed.initialize(
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from tests.distributed.models import client
 
@@ -50,6 +52,11 @@ def compile_first(client: str) -> None:
         from deepspeed.accelerator import get_accelerator
 
         get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
+
+
+def fused_adam_is_built() -> bool:
+    """Whether somebody has waited here for DeepSpeed's fused Adam, which takes minutes to compile on a CPU."""
+    return any(Path(get_default_build_root()).glob("*/fused_adam/*.so"))
 
 
 @client

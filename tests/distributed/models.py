@@ -14,6 +14,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
+from tests.distributed.configs import BY_HAND, TORCH_ADAMW
 
 VOCABULARY, HIDDEN, LENGTH = 17, 16, 6
 
@@ -101,10 +102,10 @@ def base_config(run: Run, replicas: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": run.micro_batches,
         "steps_per_print": 10**9,
-        "dynamic_pipeline": {"enabled": not run.plain, "rebalance_every": "never"},
+        "dynamic_pipeline": {**BY_HAND, "enabled": not run.plain},
     }
     if run.client is None:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+        config |= TORCH_ADAMW
     return {**config, **run.config}
 
 

@@ -17,19 +17,14 @@ from dynpipe_ds import MigrationError
 from dynpipe_ds.host.optimizers import flat
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.migration import migrate
+from tests.distributed.configs import CLIP, EVEN, OPTIMIZERS, WARMUP
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO
 from tests.matrix import mostly
 
-FIRST, TARGET, LATER = (0, 3, 6, 8), (0, 1, 4, 8), (0, 5, 6, 8)
+FIRST, TARGET, LATER = EVEN[3], (0, 1, 4, 8), (0, 5, 6, 8)
 TARGETS = {FIRST: TARGET, (0, 5, 8): (0, 3, 8)}
 LATERS = {FIRST: LATER, (0, 5, 8): (0, 6, 8)}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": ADAMW,
-    "zero1": {**ADAMW, **ZERO},
-    "bf16_zero1_fp32_sums": {**ADAMW, **BF16_FP32_SUMS},
-}
 
 
 # -- ways to fail on one rank -----------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, WARMUP, ZERO
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,11 +21,12 @@ import torch
 from dynpipe_ds import RebalanceEvent
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.measure.recorder import BatchRecorder
+from tests.distributed.configs import UNEVEN
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, Point
 
-FIRST, NUM_BATCHES, FAILS_FROM = (0, 1, 2, 8), 28, 12
+NUM_BATCHES, FAILS_FROM = 28, 12
 SECTION = {"enabled": True, "rebalance_every": "auto", "profile_batches": 3}
 
 # By name of the run: what its moves cost, in seconds (a batch takes about half a second), and after which
@@ -78,7 +78,7 @@ def out_of_memory() -> None:
 def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[str, Any]:
     """Train from a batch to the end; a move fails if the model has changed and none has failed before."""
     cost_s, save_after = RUNS[name]
-    run = Run(3, first=FIRST, config={"dynamic_pipeline": SECTION})
+    run = Run(3, first=UNEVEN[3], config={"dynamic_pipeline": SECTION})
     engine, now = make_engine(run), {"batch": first}
     batches = islice(data(0, run.micro_batches), first * run.micro_batches, None)
     decisions: list[Any] = []
@@ -122,8 +122,15 @@ def resumed(rank: int, folder: str, cases: list[tuple[str, int]]) -> list[dict[s
     return [go_on(rank, name, folder, first, save=False) for name, first in cases]
 
 
-def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path) -> None:
-    whole = run_ranks(uninterrupted, 3, str(tmp_path), timeout_s=300.0)
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], str]:
+    """What every rank saw of the runs that nobody interrupts, and their folder of checkpoints."""
+    folder = str(tmp_path_factory.mktemp("whole"))
+    return run_ranks(uninterrupted, 3, folder, timeout_s=300.0), folder
+
+
+def test_a_resumed_run_decides_as_the_uninterrupted_one(whole_runs: tuple[list[dict[str, Any]], str]) -> None:
+    whole, folder = whole_runs
     cheap, dear = (whole[0][name]["partitions"] for name in RUNS)
     moves = [batch for batch in range(1, NUM_BATCHES) if cheap[batch] != cheap[batch - 1]]
     assert moves[0] < 4 and len(moves) >= 2, moves
@@ -137,7 +144,7 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path) -> None:
     assert 24 not in profiled or 25 not in profiled, "it goes on where some batches are not profiled"
     assert FAILS_FROM in profiled or FAILS_FROM + 1 in profiled
     cases = [(name, first) for name, (_, save_after) in RUNS.items() for first in save_after]
-    results = run_ranks(resumed, 3, str(tmp_path), cases, timeout_s=300.0)
+    results = run_ranks(resumed, 3, folder, cases, timeout_s=300.0)
     for rank, parts in enumerate(results):
         for (name, first), part in zip(cases, parts, strict=True):
             expected = whole[rank][name]
@@ -149,9 +156,8 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_on_fewer_stages_layer_times_carry_over(tmp_path: Path) -> None:
-    run_ranks(uninterrupted, 3, str(tmp_path), timeout_s=300.0)
-    run_ranks(on_two_stages, 2, str(tmp_path))
+def test_on_fewer_stages_layer_times_carry_over(whole_runs: tuple[list[dict[str, Any]], str]) -> None:
+    run_ranks(on_two_stages, 2, whole_runs[1])
 
 
 def on_two_stages(rank: int, folder: str) -> None:

@@ -12,16 +12,14 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 from dynpipe_ds import CheckpointError
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, UNCLIPPED, WARMUP, ZERO
 from tests.distributed.models import Run, base_config, data, layers_of, loss_fn, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, WARMUP, ZERO
 
-# DeepSpeed clips by default, in fp32 by the norm of the first stage alone (docs/exactness.md).
-NO_CLIP = {"gradient_clipping": 0.0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {**ADAMW, **NO_CLIP},
-    "zero1": {**ADAMW, **ZERO, **NO_CLIP},
-    "bf16_zero1": {**ADAMW, **BF16_FP32_SUMS, **NO_CLIP},
+    "adamw": {**ADAMW, **UNCLIPPED},
+    "zero1": {**ADAMW, **ZERO, **UNCLIPPED},
+    "bf16_zero1": {**ADAMW, **BF16_FP32_SUMS, **UNCLIPPED},
 }
 PARTITION, SAVED_AFTER, BATCHES = [0, 3, 8], 3, 6
 TIED = (False, True)
@@ -95,7 +93,7 @@ def test_losses_go_on(optimizer: str, direction: Any, ranks: int, tmp_path: Any)
 
 def more_stages_and_another_model(rank: int, folder: str, _: Any) -> list[Any]:
     """A checkpoint of plain DeepSpeed on two stages, loaded on four."""
-    run = Run(4, first=(0, 2, 4, 6, 8), config={**ADAMW, **NO_CLIP, **WARMUP}, micro_batches=8)
+    run = Run(4, first=(0, 2, 4, 6, 8), config={**ADAMW, **UNCLIPPED, **WARMUP}, micro_batches=8)
     engine = make_engine(run)
     engine.load_checkpoint(f"{folder}/False")
     assert engine.partition == (0, 2, 4, 6, 8) and engine.global_steps == SAVED_AFTER
@@ -108,7 +106,7 @@ def more_stages_and_another_model(rank: int, folder: str, _: Any) -> list[Any]:
 
 
 def save_plain_on_two(rank: int, folder: str, _: Any) -> list[float]:
-    run = Run(2, config={**ADAMW, **NO_CLIP, **WARMUP}, micro_batches=8)
+    run = Run(2, config={**ADAMW, **UNCLIPPED, **WARMUP}, micro_batches=8)
     engine = plain_engine(run)
     train(engine, run, 0, SAVED_AFTER)
     engine.save_checkpoint(f"{folder}/False")

@@ -20,9 +20,9 @@ from dynpipe_ds import CheckpointError
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE
 from dynpipe_ds.checkpoint.save import Saving
+from tests.distributed.configs import ADAM, ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAM, ADAMW, BF16_FP32_SUMS, ZERO
 
 RUN = Run(3, first=(0, 2, 5, 8), config={**ADAMW, **ZERO})
 OPTIMIZER_FILE = "zero_pp_rank_0_mp_rank_01_optim_states.pt"

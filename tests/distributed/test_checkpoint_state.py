@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from dynpipe_ds import CheckpointError, ParameterReplacement, keep_in_checkpoints
 from tests.distributed import models
 from tests.distributed.clients import compile_first
+from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, FP16, WARMUP, ZERO
 from tests.distributed.models import HIDDEN, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_checkpoint_faults import same_text
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FP16, WARMUP, ZERO
 from tests.matrix import mostly
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -381,7 +381,7 @@ def other_optimizers(rank: int, folder: str, clients: list[str]) -> None:
     fp16 = Run(2, num_batches=6, config={**ADAMW, **ZERO, **FP16})
     two_groups = [Run(2, num_batches=6, config=CLIP, client=name) for name in clients]
     two_groups.append(replace(two_groups[0], config={**CLIP, **ZERO}))
-    bf16 = Run(2, num_batches=6, config={**ADAMW, "bf16": {"enabled": True}})
+    bf16 = Run(2, num_batches=6, config={**ADAMW, **BF16})
     for i, run in enumerate([fp16, *two_groups, bf16]):
         engine = make_engine(run)
         train(engine, run, 0, 2)

@@ -13,12 +13,10 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from dynpipe_ds import DynamicPipelineModule
+from tests.distributed.configs import CLIP, UNCLIPPED, ZERO
 from tests.distributed.models import Block, Embed, Head, Run, base_config, loss_fn
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import CLIP, ZERO
 from tests.matrix import mostly
-
-UNCLIPPED = {"gradient_clipping": 0.0}
 
 
 def told(rank: int, run: Run, seed_layers: bool) -> list[str]:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dynpipe_ds import DynamicPipelineModule, RebalanceEvent
+from tests.distributed.configs import ADAMW
 from tests.distributed.models import Run, base_config, data, loss_fn
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import Nap, meet, napping, told_time
-from tests.distributed.test_exactness import ADAMW
 
 NAP = (4.0, 8.0)  # so long that no move of layers, which takes the machine's own time, is too dear
 Events = list[RebalanceEvent]

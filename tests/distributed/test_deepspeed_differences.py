@@ -5,26 +5,42 @@ Each test keeps a minimal reproduction of what DeepSpeed does, so that a fix the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
+from tests.distributed.configs import UNCLIPPED
 from tests.distributed.models import HIDDEN, Embed, Head, Run, base_config, data, layers_of, loss_fn
 from tests.distributed.ranks import RankFailure, run_ranks
 
 CUTS = ([0, 4, 8], [0, 1, 8])
 
 
-def module_at(plain: bool, cut: list[int], layers: list[Any], **arguments: Any) -> PipelineModule:
+def at_each(_rank: int, cuts: Sequence[list[int]], train: Callable[..., Any], *args: Any) -> list[Any]:
+    """Train at one cut after the other, in one world."""
+    return [train(cut, *args) for cut in cuts]
+
+
+def config_of(run: Run, plain: bool) -> dict[str, Any]:
+    """Without clipping unless told otherwise: DeepSpeed's depends on the cut."""
+    return base_config(replace(run, plain=plain, config={**UNCLIPPED, **run.config}), 1)
+
+
+def module_at(
+    plain: bool, cut: list[int], layers: list[Any], loss: Callable[..., Any] = loss_fn, **arguments: Any
+) -> PipelineModule:
     """A module of two stages; both classes start from the same weights."""
 
     class Plain(PipelineModule):  # type: ignore[misc]
@@ -34,12 +50,11 @@ def module_at(plain: bool, cut: list[int], layers: list[Any], **arguments: Any) 
 
     torch.manual_seed(7)
     cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
-    return cls(layers, num_stages=2, loss_fn=loss_fn, seed_layers=True, partition_method=method, **arguments)
+    return cls(layers, num_stages=2, loss_fn=loss, seed_layers=True, partition_method=method, **arguments)
 
 
-def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: bool = False) -> list[float]:
+def losses_at_cut(cut: list[int], plain: bool, run: Run, transposed: bool = False) -> list[float]:
     """Losses of a static run at a given cut; both classes start from the same weights."""
-    del rank
     layers = layers_of(run)
     if transposed:
         layers = [layers[0], swap, *layers[1:-2], LayerSpec(Shift), swap, layers[-1]]
@@ -47,16 +62,7 @@ def losses_at_cut(rank: int, plain: bool, cut: list[int], run: Run, transposed: 
         plain, cut, layers, activation_checkpoint_interval=run.checkpoint_interval,
         checkpointable_layers=["Block"] if run.checkpoint_interval else None,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": run.micro_batches,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "dynamic_pipeline": {"enabled": not plain, "rebalance_every": "never"},
-        **run.config,
-    }
-    engine, *_ = deepspeed.initialize(model=module, config=config)
+    engine, *_ = deepspeed.initialize(model=module, config=config_of(run, plain))
     batches = data(engine.grid.get_data_parallel_id(), run.micro_batches)
     return [float(engine.train_batch(batches)) for _ in range(run.num_batches)]
 
@@ -108,7 +114,7 @@ def own_forward(engine: Any, buffer_id: int) -> None:
         engine.fwd_outputs.append(engine.loss)
 
 
-def evaluations(_rank: int, cut: list[int], way: str) -> list[float]:
+def evaluations(cut: list[int], way: str) -> list[float]:
     """Losses of an untrained model at a given cut."""
     plain = way == "deepspeed"
     if way == "own forward":
@@ -131,7 +137,7 @@ def first(inputs: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("way", ["deepspeed", "ours", "own forward", "own instruction"])
 def test_flags_of_what_crosses_in_evaluation(way: str) -> None:
     """torch's attention chooses its kernel by whether the mask wants a gradient; DeepSpeed's copy does not want any."""
-    one, other = (run_ranks(evaluations, 2, cut, way)[0] for cut in ([0, 3, 8], [0, 7, 8]))
+    one, other = run_ranks(at_each, 2, ([0, 3, 8], [0, 7, 8]), evaluations, way)[0]
     assert (one != other) == (way == "deepspeed")
 
 
@@ -147,7 +153,7 @@ class Shift(nn.Module):
 
 
 def depends_on_cut(plain: bool, run: Run, cuts: Sequence[list[int]] = CUTS, transposed: bool = False) -> bool:
-    first, second = (run_ranks(losses_at_cut, 2, plain, cut, run, transposed)[0] for cut in cuts)
+    first, second = run_ranks(at_each, 2, cuts, losses_at_cut, plain, run, transposed)[0]
     return bool(first != second)
 
 
@@ -175,13 +181,13 @@ def test_dropout_under_activation_checkpointing(plain: bool) -> None:
     assert depends_on_cut(plain, run) == plain
 
 
-def global_norms(rank: int, plain: bool, cut: list[int]) -> tuple[float, float]:
+def global_norms(cut: list[int]) -> tuple[float, float]:
     """The norm the engine used in the first batch, and the same computed by hand over all stages."""
     squares = torch.zeros((), dtype=torch.float64)
     run = Run(num_stages=2, num_batches=1, config={"gradient_clipping": 1e9})
     seen: dict[str, float] = {}
 
-    original = deepspeed.runtime.engine.DeepSpeedEngine._take_model_step
+    original = DeepSpeedEngine._take_model_step
 
     def spy(engine: Any, lr_kwargs: Any) -> None:
         for p in engine.module.parameters():
@@ -189,14 +195,14 @@ def global_norms(rank: int, plain: bool, cut: list[int]) -> tuple[float, float]:
         original(engine, lr_kwargs)
         seen["norm"] = float(engine.get_global_grad_norm() or 0.0)
 
-    deepspeed.runtime.engine.DeepSpeedEngine._take_model_step = spy
-    losses_at_cut(rank, plain, cut, run)
+    with patch.object(DeepSpeedEngine, "_take_model_step", spy):
+        losses_at_cut(cut, False, run)
     torch.distributed.all_reduce(squares)
     return seen["norm"], float(squares.sqrt())
 
 
 def test_our_norm_is_the_norm_of_the_whole_model() -> None:
-    results = [run_ranks(global_norms, 2, False, cut) for cut in CUTS]
+    results = run_ranks(at_each, 2, CUTS, global_norms)
     used = {norm for ranks in results for norm, _ in ranks}
     assert len(used) == 1, "one norm on all ranks, the same bits at both cuts"
     assert used.pop() == pytest.approx(results[0][0][1], rel=1e-6)
@@ -219,36 +225,28 @@ class Join(nn.Module):
         return pair[0] * pair[1]
 
 
-def fork_losses(rank: int, plain: bool, cut: list[int]) -> list[float]:
-    del rank
+LARGE_STEPS = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}}}
 
-    class Plain(PipelineModule):  # type: ignore[misc]
-        def _partition_layers(self, method: Any = None) -> None:
-            self.parts = cut
-            self._set_bounds(cut[self.stage_id], cut[self.stage_id + 1])
 
-    torch.manual_seed(7)
-    cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
-    layers = [nn.Linear(16, 16), Fork(), Join(), nn.Linear(16, 1)]
-    module = cls(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method=method)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 3,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # 1.0 unless told otherwise, which depends on the cut
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
-        "dynamic_pipeline": {"enabled": not plain, "rebalance_every": "never"},
-    }
+def regression_losses(module: PipelineModule, plain: bool, micro_batches: int) -> list[float]:
+    config = {"train_micro_batch_size_per_gpu": 8, **LARGE_STEPS}
+    config = config_of(Run(num_stages=2, micro_batches=micro_batches, config=config), plain)
     engine, *_ = deepspeed.initialize(model=module, config=config)
     generator = torch.Generator().manual_seed(3)
     batches = iter(lambda: tuple(torch.randn(8, n, generator=generator) for n in (16, 1)), None)
     return [float(engine.train_batch(batches)) for _ in range(12)]
 
 
+def fork_losses(cut: list[int], plain: bool) -> list[float]:
+    layers = [LayerSpec(nn.Linear, 16, 16), LayerSpec(Fork), LayerSpec(Join), LayerSpec(nn.Linear, 16, 1)]
+    module = module_at(plain, cut, layers, nn.functional.mse_loss)
+    return regression_losses(module, plain, micro_batches=3)
+
+
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
 def test_several_outputs_across_a_cut(plain: bool) -> None:
     """DeepSpeed runs one backward an output, so sums are rounded otherwise where a cut falls there."""
-    at_fork, elsewhere = (run_ranks(fork_losses, 2, plain, cut)[0] for cut in ([0, 2, 4], [0, 3, 4]))
+    at_fork, elsewhere = run_ranks(at_each, 2, ([0, 2, 4], [0, 3, 4]), fork_losses, plain)[0]
     assert (at_fork != elsewhere) == plain
 
 
@@ -281,21 +279,20 @@ def mixed_tuple(rank: int, plain: bool) -> list[float]:
     cls = PipelineModule if plain else DynamicPipelineModule
     layers = [Start(), Middle(), Middle(), Middle()]
     module = cls(layers, num_stages=dist.get_world_size(), loss_fn=loss, partition_method="uniform")
-    config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # 1.0 unless told otherwise, which depends on the cut
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
-        "dynamic_pipeline": {"enabled": not plain, "rebalance_every": "never"},
-    }
-    engine, *_ = deepspeed.initialize(model=module, config=config)
+    run = Run(dist.get_world_size(), micro_batches=3, config=LARGE_STEPS)
+    engine, *_ = deepspeed.initialize(model=module, config=config_of(run, plain))
     tokens = torch.arange(12).view(2, 6) % 11
     batches = iter(lambda: (tokens, tokens), None)
     return [float(engine.train_batch(batches)) for _ in range(4)]
 
 
+def mixed_tuple_both_ways(rank: int) -> tuple[list[float], list[float]]:
+    return mixed_tuple(rank, True), mixed_tuple(rank, False)
+
+
 def test_mixed_tuples_on_three_stages() -> None:
-    right = run_ranks(mixed_tuple, 2, True)[0]
-    assert run_ranks(mixed_tuple, 2, False)[0] == right
+    right, ours = run_ranks(mixed_tuple_both_ways, 2)[0]
+    assert ours == right
     assert run_ranks(mixed_tuple, 3, False)[0] == right
 
 
@@ -308,35 +305,15 @@ def test_mixed_tuples_on_three_stages_of_deepspeed() -> None:
         pass
 
 
-def tied_losses(rank: int, plain: bool, cut: list[int]) -> list[float]:
+def tied_losses(cut: list[int], plain: bool) -> list[float]:
     """A weight used by layers 0 and 2, which are on one stage or on two."""
-    del rank
-
-    class Plain(PipelineModule):  # type: ignore[misc]
-        def _partition_layers(self, method: Any = None) -> None:
-            self.parts = cut
-            self._set_bounds(cut[self.stage_id], cut[self.stage_id + 1])
-
-    torch.manual_seed(7)
-    cls, method = (Plain, "uniform") if plain else (DynamicPipelineModule, cut)
     tied = [TiedLayerSpec("w", nn.Linear, 16, 16, tied_weight_attr="weight", bias=False) for _ in range(2)]
-    layers = [tied[0], nn.Tanh(), tied[1], nn.Linear(16, 1)]
-    module = cls(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method=method)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 5,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,  # 1.0 unless told otherwise, which depends on the cut
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
-        "dynamic_pipeline": {"enabled": not plain, "rebalance_every": "never"},
-    }
-    engine, *_ = deepspeed.initialize(model=module, config=config)
-    generator = torch.Generator().manual_seed(3)
-    batches = iter(lambda: tuple(torch.randn(8, n, generator=generator) for n in (16, 1)), None)
-    return [float(engine.train_batch(batches)) for _ in range(12)]
+    layers = [tied[0], LayerSpec(nn.Tanh), tied[1], LayerSpec(nn.Linear, 16, 1)]
+    module = module_at(plain, cut, layers, nn.functional.mse_loss)
+    return regression_losses(module, plain, micro_batches=5)
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
 def test_tied_layers_on_one_stage(plain: bool) -> None:
-    together, apart = (run_ranks(tied_losses, 2, plain, cut)[0] for cut in ([0, 3, 4], [0, 2, 4]))
+    together, apart = run_ranks(at_each, 2, ([0, 3, 4], [0, 2, 4]), tied_losses, plain)[0]
     assert (together != apart) == plain

@@ -14,16 +14,11 @@ import pytest
 import torch
 
 from dynpipe_ds.host import passing
+from tests.distributed.clients import fused_adam_is_built
+from tests.distributed.configs import ADAMW, CLIP, EVEN, FUSED, OPTIMIZERS
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, FUSED, ZERO, _fused_adam_is_built
 from tests.matrix import mostly
-
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": ADAMW,
-    "zero1": {**ADAMW, **ZERO},
-    "bf16_zero1_fp32_sums": {**ADAMW, **BF16_FP32_SUMS},
-}
 
 WARMUP_PARAMS = {"warmup_min_lr": 0.005, "warmup_max_lr": 0.02, "warmup_num_steps": 6}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": WARMUP_PARAMS}}
@@ -32,7 +27,6 @@ WARMUP = {"scheduler": {"type": "WarmupLR", "params": WARMUP_PARAMS}}
 # head, and back in two steps.
 SCHEDULE = {1: 2, 2: 4, 4: 7, 5: 3, 7: 0}
 NUM_BATCHES = 9
-FIRST = {2: (0, 4, 8), 3: (0, 3, 6, 8)}
 # At batches 1 and 5 the stage whose layers were just frozen takes no part in the move.
 MOVES = {
     2: {1: (0, 2, 8), 2: (0, 6, 8), 4: (0, 1, 8), 5: (0, 3, 8), 7: (0, 5, 8), 8: (0, 7, 8)},
@@ -113,7 +107,7 @@ def train_freezing(run: Run, cut: tuple[int, ...], moves: dict[int, tuple[int, .
 def some_ways(_rank: int, run: Run, elsewhere: bool) -> list[Trained]:
     """Static, moving, and perhaps static at another cut."""
     stages = run.num_stages
-    ways = [train_freezing(run, FIRST[stages], {}), train_freezing(run, FIRST[stages], MOVES[stages])]
+    ways = [train_freezing(run, EVEN[stages], {}), train_freezing(run, EVEN[stages], MOVES[stages])]
     return [*ways, train_freezing(run, OTHER_CUT[stages], {})] if elsewhere else ways
 
 
@@ -162,7 +156,7 @@ def test_freezing_while_training(optimizer: str, stages: int) -> None:
     compare(run, elsewhere=stages == 3)
 
 
-@pytest.mark.skipif(not _fused_adam_is_built(), reason="DeepSpeed's fused Adam takes minutes to compile")
+@pytest.mark.skipif(not fused_adam_is_built(), reason="DeepSpeed's fused Adam takes minutes to compile")
 def test_freezing_with_fused_adam() -> None:
     """FusedAdam counts steps in the state of a group's last parameter that has a gradient."""
     compare(Run(num_stages=3, config={**FUSED, **CLIP}))
@@ -182,7 +176,7 @@ def test_freezing_under_activation_checkpointing() -> None:
 
 
 def freeze_tied(_rank: int) -> None:
-    engine = make_engine(Run(num_stages=2, tied=True, first=(0, 4, 8)))
+    engine = make_engine(Run(num_stages=2, tied=True, first=EVEN[2]))
     batches = data(0, 4)
     engine.train_batch(batches)
     layers = engine.local_layers()

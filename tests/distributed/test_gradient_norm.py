@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,16 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.models import Run, make_engine, train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, CLIP, ZERO
-from tests.distributed.test_replicas import CUTS
+from tests.distributed.ways import CUTS
 from tests.matrix import mostly
 
 NUM_LAYERS = 8
 
 
-def sums_by_layer(_rank: int, run: Run) -> list[list[float]]:
+def sums_at_cuts(_rank: int, run: Run) -> list[list[list[float]]]:
+    return [sums_by_layer(replace(run, first=cut)) for cut in CUTS]
+
+
+def sums_by_layer(run: Run) -> list[list[float]]:
     """Sums of squares by layer, one list for each batch."""
     found, original = [], dist.all_reduce
 
@@ -37,9 +42,7 @@ def sums_by_layer(_rank: int, run: Run) -> list[list[float]]:
 
 @pytest.mark.parametrize(("bf16", "replicas"), mostly([(False, 2), (False, 3), (True, 2)], [(False, 2)]))
 def test_sums_do_not_depend_on_where_shares_end(bf16: bool, replicas: int) -> None:
-    config = {**ADAMW, **ZERO, **CLIP, **({**BF16, "data_types": {"grad_accum_dtype": "fp32"}} if bf16 else {})}
-    seen = [
-        run_ranks(sums_by_layer, 2 * replicas, Run(2, num_batches=3, config=config, first=cut))[0] for cut in CUTS
-    ]
+    config = {**ADAMW, **(BF16_FP32_SUMS if bf16 else ZERO), **CLIP}
+    seen = run_ranks(sums_at_cuts, 2 * replicas, Run(2, num_batches=3, config=config))[0]
     assert len(seen[0]) == 3 and all(square > 0 for sums in seen[0] for square in sums)
     assert seen[0] == seen[1] == seen[2]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from dynpipe_ds import ParameterReplacement
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.models import Block, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.matrix import mostly
 
 OPTIMIZERS = {"adamw": ADAMW, "zero1": {**ADAMW, **ZERO}, "bf16": {**ADAMW, **BF16_FP32_SUMS}}

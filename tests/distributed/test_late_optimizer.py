@@ -10,6 +10,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 from dynpipe_ds import DynamicPipelineModule
+from tests.distributed.configs import BY_HAND
 from tests.distributed.ranks import run_ranks
 
 MOVES = {2: (0, 1, 4), 4: (0, 2, 4), 5: (0, 3, 4)}
@@ -29,7 +30,7 @@ def losses(way: str, moves: dict[int, tuple[int, ...]]) -> list[float]:
     )
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "steps_per_print": 10**9,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"},
+        "dynamic_pipeline": BY_HAND,
     }
     before = list(module.parameters())  # without the copy that the engine will make
     settings = {"lr": 0.05, "weight_decay": 0.01, "torch_adam": True}

@@ -12,11 +12,12 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.models import HIDDEN, LENGTH, VOCABULARY, Block, Embed, Head, data
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_shapes import Case, Outcome, changing_lengths, make, train
 from tests.matrix import mostly
+from tests.once import Once
 
 NUM_BATCHES = 3
 
@@ -34,13 +35,19 @@ def case_of(layers: Callable[[], list[Any]], **kwargs: Any) -> Case:
     return Case(layers, 1, (0, len(layers())), {}, num_batches=NUM_BATCHES, **kwargs)
 
 
+@Once
+def train_undivided(case: Case) -> Outcome:
+    outcome: Outcome = run_ranks(train_each, 1, [case])[0][0]
+    return outcome
+
+
 def compare_with_undivided(undivided: Case, num_stages: int, some: slice = slice(None)) -> Outcome:
     """Train on one stage, on every cut, and once through all cuts; all must agree on every bit."""
     num_layers = undivided.first[-1]
     found = cuts(num_layers, num_stages)[some]
     static = [replace(undivided, num_stages=num_stages, first=cut) for cut in found]
     moves = {batch: found[(2 * batch + 1) % len(found)] for batch in range(1, NUM_BATCHES)}
-    whole = run_ranks(train_each, 1, [undivided])[0][0]
+    whole = train_undivided(undivided)
     assert len(set(whole.losses)) == NUM_BATCHES and all(loss == loss for loss in whole.losses)
     by_rank = run_ranks(train_each, num_stages, [*static, replace(static[0], moves=moves)])
     for i, name in enumerate([*map(str, found), f"moving along {moves}"]):

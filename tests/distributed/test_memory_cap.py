@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from dynpipe_ds.partition import InfeasiblePartitionError, StageMemory
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, make_engine, train
 from tests.distributed.ranks import run_ranks
 
-SECTION = {"enabled": True, "rebalance_every": "never", "partitioner": "optimal", "cost": "parameters"}
+SECTION = {**BY_HAND, "partitioner": "optimal", "cost": "parameters"}
 
 
 def trained(caps: Any = None) -> Any:

@@ -11,9 +11,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
+from tests.distributed.configs import ADAMW, BY_HAND, CLIPPED
 from tests.distributed.models import Block, Embed, Head, data, digest
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_shapes import Case, make
 from tests.matrix import mostly
 
@@ -112,9 +112,6 @@ AT_CUT = (
 )
 """For a layer in front of a cut, where nobody could know it before."""
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "adamw": {**ADAMW, **CLIP}, "zero1": {**ADAMW, **ZERO, **CLIP}, "bf16": {**ADAMW, **BF16_FP32_SUMS, **CLIP},
-}
 CASES: dict[str, Case] = {
     "from the beginning": case_of(3, (0, 1, 3, 7)),
     "in a later micro-batch": case_of(3, (0, 1, 3, 7), 2, 3),
@@ -123,13 +120,11 @@ CASES: dict[str, Case] = {
     "in some micro-batches, with dynamic_shape": case_of(3, (0, 1, 3, 7), 1, 3, arguments={"dynamic_shape": True}),
     "behind a stage without layers": replace(
         case_of(3, (0, 1, 3, 7)), moves={0: (0, 3, 3, 7)},
-        config={**ADAMW, "dynamic_pipeline": {
-            "enabled": True, "rebalance_every": "never", "allow_empty_stages": True,
-        }},
+        config={**ADAMW, "dynamic_pipeline": {**BY_HAND, "allow_empty_stages": True}},
     ),
 }
 WITH = {
-    f"{name}, {config}": replace(CASES[name], config=CONFIGS[config])
+    f"{name}, {config}": replace(CASES[name], config=CLIPPED[config])
     for name in ("from the beginning", "in some micro-batches, with dynamic_shape") for config in ("zero1", "bf16")
 }
 
@@ -173,7 +168,7 @@ def test_a_cut_there_is_refused_on_every_rank(name: str) -> None:
 
 def one_replica(_rank: int, config: str) -> None:
     """The other replica's ranks hold gradients that these lack."""
-    engine = make(replace(CASES["in front of the last stage"], config=CONFIGS[config]))
+    engine = make(replace(CASES["in front of the last stage"], config=CLIPPED[config]))
     batches = micro_batches(engine)
     for layer in engine.local_layers().values():
         if isinstance(layer, Wrap) and engine.grid.get_data_parallel_id() == 0:
@@ -182,7 +177,7 @@ def one_replica(_rank: int, config: str) -> None:
         engine.train_batch(batches)
 
 
-@pytest.mark.parametrize("config", mostly(CONFIGS, ["bf16"]))
+@pytest.mark.parametrize("config", mostly(CLIPPED, ["bf16"]))
 def test_one_replica_alone_has_such_a_value(config: str) -> None:
     run_ranks(one_replica, 4, config, timeout_s=60)
 

@@ -15,29 +15,16 @@ from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
 from tests.distributed.clients import compile_first
-from tests.distributed.models import Head, Run, base_config, data, digest, loss_fn, make_engine, run_and_digest, train
+from tests.distributed.configs import ADAMW, BF16, CLIP, ZERO
+from tests.distributed.models import Head, Run, base_config, data, digest, loss_fn, make_engine, train
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.test_frozen import freeze
-from tests.distributed.test_replicas import CUTS, MOVES, merged, some_ways
+from tests.distributed.ways import CUTS, MOVES_OF_TWO, assert_same_bits, at_cuts, train_ways
 from tests.matrix import mostly
 
 ON_HOST = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 CPU_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}}
 TORCH = {"zero_force_ds_cpu_optimizer": False}
-
-
-def check_ways(run: Run, replicas: int) -> tuple[list[float], dict[str, str]]:
-    """Static runs at several cuts, and one that moves, agree on all bits; returns those of the first replica."""
-    by_rank = run_ranks(some_ways, 2 * replicas, run)
-    for replica in range(replicas):
-        static, *others = zip(by_rank[replica], by_rank[replicas + replica], strict=True)
-        for other in others:
-            assert other[0][0] == static[0][0]
-            assert merged(other) == merged(static)
-    first = by_rank[0][0], by_rank[replicas][0]
-    assert all(loss == loss for loss in first[0][0])
-    return first[0][0], merged(first)
 
 
 # -- kernels that compute the last elements of a tensor in another way -----------------------------
@@ -60,7 +47,7 @@ LANES = {
 def test_parameters_of_odd_size(kind: str, replicas: int) -> None:
     if kind.startswith("cpu_adam"):
         compile_first("cpu_adam")
-    check_ways(LANES[kind], replicas)
+    assert_same_bits(*train_ways(*at_cuts(LANES[kind]), replicas=replicas))
 
 
 # -- the optimizer on the host ---------------------------------------------------------------------
@@ -70,10 +57,8 @@ def test_parameters_of_odd_size(kind: str, replicas: int) -> None:
 def test_on_the_host_as_on_the_device(precision: str, replicas: int) -> None:
     config = {**ADAMW, **CLIP, **(BF16 if precision == "bf16" else {})}
     run = Run(2, num_batches=4, config={**config, **ON_HOST, **TORCH})
-    losses, digests = check_ways(run, replicas)
-    on_device = run_ranks(run_and_digest, 2 * replicas, replace(run, config={**config, **ZERO}))
-    assert on_device[0][0] == losses
-    assert merged((on_device[0], on_device[replicas])) == digests
+    on_device = replace(run, config={**config, **ZERO})
+    assert_same_bits(*train_ways(*at_cuts(run), on_device, replicas=replicas))
 
 
 def freeze_and_save(rank: int, run: Run, folder: Path) -> tuple[list[float], list[float], dict[str, str]]:
@@ -100,6 +85,13 @@ def resume(rank: int, run: Run, folder: Path) -> tuple[list[float], dict[str, st
     return [float(engine.train_batch(batches)) for _ in range(2)], digest(engine)
 
 
+def freeze_and_resume(rank: int, run: Run, folder: Path) -> tuple[Any, Any, Any]:
+    """Without moves, with moves, and from the first one's checkpoint at another cut."""
+    static = freeze_and_save(rank, run, folder / "static")
+    moved = freeze_and_save(rank, replace(run, moves=MOVES_OF_TWO), folder / "moved")
+    return static, moved, resume(rank, replace(run, first=CUTS[2]), folder / "static")
+
+
 @pytest.mark.parametrize(("optimizer", "replicas"), mostly(product(["torch", "cpu_adam"], [1, 2]), []))
 def test_frozen_saved_and_loaded_on_the_host(optimizer: str, replicas: int, tmp_path: Path) -> None:
     kind = {**ADAMW, **TORCH} if optimizer == "torch" else CPU_ADAM
@@ -107,9 +99,7 @@ def test_frozen_saved_and_loaded_on_the_host(optimizer: str, replicas: int, tmp_
         compile_first(optimizer)
     run = Run(2, first=CUTS[0], config={**kind, **ON_HOST, **CLIP})
     ranks = 2 * replicas
-    static = run_ranks(freeze_and_save, ranks, run, tmp_path / "static")
-    moved = run_ranks(freeze_and_save, ranks, replace(run, moves=MOVES), tmp_path / "moved")
-    resumed = run_ranks(resume, ranks, replace(run, first=CUTS[2]), tmp_path / "static")
+    static, moved, resumed = zip(*run_ranks(freeze_and_resume, ranks, run, tmp_path), strict=True)
     for replica in range(replicas):
         one, other, again = ((ways[replica], ways[replicas + replica]) for ways in (static, moved, resumed))
         assert one[0][:2] == other[0][:2]
@@ -151,7 +141,7 @@ class SparseEmbed(nn.Module):
         return hidden
 
 
-def train_sparse(rank: int, cut: tuple[int, ...], moves: dict[int, tuple[int, ...]], config: dict[str, Any]) -> Any:
+def train_sparse(cut: tuple[int, ...], moves: dict[int, tuple[int, ...]], config: dict[str, Any]) -> Any:
     run = Run(2, num_batches=5, moves=moves, config=config)
     torch.manual_seed(7)
     layers = [LayerSpec(SparseEmbed), *(LayerSpec(nn.Linear, 16, 16) for _ in range(3)), LayerSpec(Head)]
@@ -165,19 +155,21 @@ def train_sparse(rank: int, cut: tuple[int, ...], moves: dict[int, tuple[int, ..
 
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+SPARSE_WAYS = [((0, 2, 5), {}), ((0, 4, 5), {}), ((0, 2, 5), {1: (0, 1, 5), 3: (0, 3, 5)})]  # cut, moves
+
+
+def sparse_ways(_rank: int, config: dict[str, Any]) -> list[Any]:
+    return [train_sparse(cut, moves, config) for cut, moves in SPARSE_WAYS]
 
 
 @pytest.mark.parametrize("replicas", mostly([1, 2, 3], [2]))
 def test_sparse_gradients_with_clipping(replicas: int) -> None:
-    ways = [
-        run_ranks(train_sparse, 2 * replicas, cut, moves, {**SGD, **CLIP})
-        for cut, moves in (((0, 2, 5), {}), ((0, 4, 5), {}), ((0, 2, 5), {1: (0, 1, 5), 3: (0, 3, 5)}))
-    ]
-    found = [(way[0][0], way[0][1] | way[replicas][1]) for way in ways]
+    by_rank = run_ranks(sparse_ways, 2 * replicas, {**SGD, **CLIP})
+    found = [(first[0], first[1] | last[1]) for first, last in zip(by_rank[0], by_rank[replicas], strict=True)]
     assert found[0] == found[1] == found[2]
     assert len(found[0][1]) == 5
 
 
 def test_sparse_gradients_are_refused_in_flat_buffers() -> None:
     with pytest.raises(AssertionError, match=r"layer 0\.table \(Embedding\) makes sparse gradients"):
-        run_ranks(train_sparse, 2, (0, 2, 5), {}, {**SGD, **ZERO})
+        run_ranks(sparse_ways, 2, {**SGD, **ZERO})

@@ -25,6 +25,7 @@ from dynpipe_ds.measure.recorder import (
     BatchTimes,
     HostClock,
 )
+from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, UNCLIPPED, ZERO
 from tests.distributed.models import (
     HIDDEN,
     LENGTH,
@@ -37,7 +38,6 @@ from tests.distributed.models import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import meet, napping, sleep, told_time
-from tests.distributed.test_exactness import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO
 
 # Seconds that add up without rounding; no other time passes but the optimizer's.
 NAPS = [(0.25, 0.5), (0.5, 0.5), (0.25, 1.0), (0.75, 0.25)]
@@ -284,7 +284,7 @@ def bits(_rank: int, run: Run) -> tuple[list[float], str, bytes]:
 
 
 def profiled_and_not(rank: int) -> None:
-    run = Run(num_stages=2, num_batches=12, dropout=0.2, config={**ADAMW, "gradient_clipping": 0.0})
+    run = Run(num_stages=2, num_batches=12, dropout=0.2, config={**ADAMW, **UNCLIPPED})
     assert bits(rank, run) == bits(rank, replace(run, plain=True))
     clipped = replace(run, num_batches=3, config={**ADAMW, **CLIP})
     assert bits(rank, clipped)[0] != bits(rank, replace(clipped, plain=True))[0], "the comparison sees little"

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds import MigrationError, ParameterReplacement
+from tests.distributed.configs import BF16, EVEN, TORCH_ADAMW
 from tests.distributed.models import Block, Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
 
-ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "zero1": {"zero_optimization": {"stage": 1}},
-    "bf16": {"bf16": {"enabled": True}},
+    "bf16": BF16,
 }
 
 
@@ -64,8 +64,8 @@ def run_twice(_rank: int, run: Run) -> tuple[Any, Any]:
     ("config", "ranks"), mostly(product(CONFIGS, [2, 4]), [("adamw", 2), ("zero1", 4), ("bf16", 2)])
 )
 def test_another_shape_and_back_leaves_no_trace(config: str, ranks: int) -> None:
-    run = Run(2, num_batches=6, first=(0, 4, 8), moves={5: (0, 4, 8)}, config={
-        "optimizer": ADAMW, "gradient_clipping": 0.5, **CONFIGS[config]})
+    run = Run(2, num_batches=6, first=EVEN[2], moves={5: (0, 4, 8)}, config={
+        **TORCH_ADAMW, "gradient_clipping": 0.5, **CONFIGS[config]})
     for plain, replaced in run_ranks(run_twice, ranks, run):
         assert plain[0] == replaced[0]
         assert plain[1] == replaced[1]

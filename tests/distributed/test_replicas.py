@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host import reducing
-from tests.distributed.models import Run, run_and_digest
+from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO
+from tests.distributed.models import Run
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16, BF16_FP32_SUMS, CLIP, SGD, ZERO
+from tests.distributed.ways import assert_same_bits, at_cuts, train_ways
 from tests.matrix import mostly
-
-CUTS = [(0, 4, 8), (0, 1, 8), (0, 7, 8)]
-MOVES = {1: (0, 1, 8), 2: (0, 7, 8), 3: (0, 3, 8)}
 
 MODES: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
@@ -59,12 +56,6 @@ def test_each_element_is_added_in_the_order_of_the_ranks(num_ranks: int) -> None
     run_ranks(sums, num_ranks)
 
 
-def some_ways(rank: int, run: Run) -> list[tuple[list[float], dict[str, str], list[float]]]:
-    """Losses, digests and learning rates of static runs at several cuts, and of one that moves."""
-    ways = [replace(run, first=cut) for cut in CUTS]
-    return [run_and_digest(rank, way) for way in (*ways, replace(ways[0], moves=MOVES))]
-
-
 @pytest.mark.parametrize(
     ("mode", "replicas"),
     mostly(
@@ -74,17 +65,4 @@ def some_ways(rank: int, run: Run) -> list[tuple[list[float], dict[str, str], li
 )
 def test_every_cut_gives_the_same_bits(mode: str, replicas: int) -> None:
     run = Run(num_stages=2, num_batches=4, config={**MODES[mode], **CLIP})
-    by_rank = run_ranks(some_ways, 2 * replicas, run)
-    for replica in range(replicas):
-        stages = [by_rank[stage * replicas + replica] for stage in range(2)]
-        static, *others = zip(*stages, strict=True)
-        for other in others:
-            assert [losses for losses, _, _ in other] == [losses for losses, _, _ in static]
-            assert merged(other) == merged(static)
-    assert all(loss == loss for loss in by_rank[0][0][0])
-
-
-def merged(stages: Any) -> dict[str, str]:
-    whole = {layer: digest for _, digests, _ in stages for layer, digest in digests.items()}
-    assert len(whole) == 8
-    return whole
+    assert_same_bits(*train_ways(*at_cuts(run), replicas=replicas))

@@ -17,6 +17,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, BY_HAND, CLIP, EVEN, MOVES, ZERO
 from tests.distributed.models import (
     HIDDEN,
     LENGTH,
@@ -33,7 +34,6 @@ from tests.distributed.models import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import sleep, told_time
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, MOVES, ZERO
 
 Moves = dict[int, tuple[int, ...]]
 
@@ -147,7 +147,7 @@ def tuple_layers() -> list[Any]:
 
 TUPLES = {
     2: Case(tuple_layers, 2, (0, 4, 8), MOVES[2]),
-    3: Case(tuple_layers, 3, (0, 3, 6, 8), MOVES[3], module_class=GPT2ModelPipe),
+    3: Case(tuple_layers, 3, EVEN[3], MOVES[3], module_class=GPT2ModelPipe),
     4: Case(tuple_layers, 4, (0, 2, 4, 6, 8), MOVES[4]),
 }
 
@@ -184,7 +184,7 @@ def changing_lengths() -> Iterator[tuple[Tensor, Tensor]]:
 
 def test_lengths_that_change_from_micro_batch_to_micro_batch() -> None:
     case = Case(
-        plain_layers, 3, (0, 3, 6, 8), MOVES[3], arguments={"dynamic_shape": True}, batches=changing_lengths
+        plain_layers, 3, EVEN[3], MOVES[3], arguments={"dynamic_shape": True}, batches=changing_lengths
     )
     compare(case)
 
@@ -196,13 +196,13 @@ def resize(engine: Any, batch: int) -> None:
 
 
 def test_batch_size_that_changes() -> None:
-    case = Case(plain_layers, 3, (0, 3, 6, 8), MOVES[3], before_batch=resize)
+    case = Case(plain_layers, 3, EVEN[3], MOVES[3], before_batch=resize)
     compare(case, *(replace(case, config={**ADAMW, **CLIP, **zero}) for zero in (ZERO, BF16_FP32_SUMS)))
 
 
 def test_a_move_before_the_first_batch() -> None:
     """There is no optimizer state yet."""
-    case = Case(plain_layers, 3, (0, 3, 6, 8), {0: (0, 1, 2, 8), 1: (0, 2, 7, 8)}, num_batches=3)
+    case = Case(plain_layers, 3, EVEN[3], {0: (0, 1, 2, 8), 1: (0, 2, 7, 8)}, num_batches=3)
     compare(case, *(replace(case, config={**ADAMW, **CLIP, **zero}) for zero in (ZERO, BF16_FP32_SUMS)))
 
 
@@ -256,12 +256,12 @@ def is_mine(engine: Any, batch: int) -> None:
 
 def test_a_subclass_with_its_own_partition_and_stages_without_layers() -> None:
     mine = Case(
-        plain_layers, 3, (0, 3, 6, 8), MOVES[3], module_class=Mine, before_batch=is_mine,
+        plain_layers, 3, EVEN[3], MOVES[3], module_class=Mine, before_batch=is_mine,
         arguments={"partition_method": "uniform"},
     )
-    section = {"enabled": True, "rebalance_every": "never", "allow_empty_stages": True}
+    section = {**BY_HAND, "allow_empty_stages": True}
     empty = Case(
-        plain_layers, 3, (0, 3, 6, 8),
+        plain_layers, 3, EVEN[3],
         {1: (0, 0, 4, 8), 2: (0, 8, 8, 8), 3: (0, 0, 8, 8), 4: (0, 2, 2, 8), 5: (0, 3, 8, 8), 6: (0, 0, 0, 8)},
         config={**ADAMW, **CLIP, "dynamic_pipeline": section},
     )
@@ -333,7 +333,7 @@ def as_adapted(engine: Any, _batch: int) -> None:
 
 
 def test_modules_that_were_changed_after_they_were_built() -> None:
-    case = Case(live_layers, 3, (0, 3, 6, 8), MOVES[3], prepare=adapt, before_batch=as_adapted)
+    case = Case(live_layers, 3, EVEN[3], MOVES[3], prepare=adapt, before_batch=as_adapted)
     compare(case, replace(case, config={**ADAMW, **CLIP, **BF16_FP32_SUMS}))
 
 
@@ -372,7 +372,7 @@ def slow_layers() -> list[Any]:
 
 
 def pinned(_rank: int) -> None:
-    section = {"enabled": True, "rebalance_every": "never", "pinned_cuts": [6]}
+    section = {**BY_HAND, "pinned_cuts": [6]}
     case = Case(
         slow_layers, 2, (0, 2, 8), {}, arguments={"pin": [4], "partition_method": "optimal:time"},
         config={**ADAMW, "dynamic_pipeline": section},

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from dynpipe_ds import DynamicPipelineModule, MigrationError
 from dynpipe_ds.migration.packing import PackingError
+from tests.distributed.configs import BF16, BY_HAND, EVEN, UNCLIPPED
 from tests.distributed.models import HIDDEN, Embed, Head, Run, base_config, data, digest, loss_fn
 from tests.distributed.ranks import run_ranks
 
 LOCK = threading.Lock()
 BATCHES = 6
 CUTS = {1: (0, 2, 3, 8), 2: (0, 5, 7, 8), 3: (0, 1, 6, 8), 4: (0, 3, 6, 8)}
-FIRST = (0, 3, 6, 8)
 
 
 class Settings:
@@ -110,7 +110,7 @@ class Script:
 
 
 def initialize(
-    base: type, layers: list[Any], config: dict[str, Any] | None = None, first: tuple[int, ...] = FIRST
+    base: type, layers: list[Any], config: dict[str, Any] | None = None, first: tuple[int, ...] = EVEN[3]
 ) -> Any:
     module = base(
         layers, num_stages=len(first) - 1, loss_fn=loss_fn, seed_layers=True,
@@ -134,11 +134,11 @@ def three_ways(_rank: int, config: dict[str, Any]) -> list[tuple[list[float], di
     return found
 
 
-UNCLIPPED = {"gradient_clipping": 0.0}
-BF16 = {**UNCLIPPED, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+BF16_ZERO1 = {**UNCLIPPED, **BF16, "zero_optimization": {"stage": 1}}
+FP32_OR_BF16 = [UNCLIPPED, pytest.param(BF16_ZERO1, marks=pytest.mark.exhaustive)]
 
 
-@pytest.mark.parametrize("config", [UNCLIPPED, pytest.param(BF16, marks=pytest.mark.exhaustive)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", FP32_OR_BF16, ids=["fp32", "bf16"])
 def test_moved_layers_find_the_receivers_own(config: dict[str, Any]) -> None:
     for deepspeeds, static, moving in run_ranks(three_ways, 3, config):
         assert static == moving
@@ -358,7 +358,7 @@ def train_tied_parts(_rank: int) -> list[list[float]]:
     return runs
 
 
-EMPTY = {"enabled": True, "rebalance_every": "never", "allow_empty_stages": True}
+EMPTY = {**BY_HAND, "allow_empty_stages": True}
 
 
 def test_tied_parts_of_one_model_keep_weights_of_their_own() -> None:
@@ -390,7 +390,7 @@ def triple(gradient: Tensor) -> Tensor:
     return gradient * 3
 
 
-def train_with_hooks(_rank: int, moves: dict[int, tuple[int, ...]]) -> tuple[list[float], list[int]]:
+def train_with_hooks(moves: dict[int, tuple[int, ...]]) -> tuple[list[float], list[int]]:
     """Hooks of layer 2, registered on the first rank, and removed there after batch 3, wherever the layer is."""
     script = Script(DynamicPipelineModule)
     handles, batches, losses, numbers = [], data(0, 4), [], []
@@ -410,10 +410,13 @@ def train_with_hooks(_rank: int, moves: dict[int, tuple[int, ...]]) -> tuple[lis
     return losses, numbers
 
 
+def static_and_moving(_rank: int, moves: dict[int, tuple[int, ...]]) -> Any:
+    return train_with_hooks({}), train_with_hooks(moves)
+
+
 def test_a_handle_removes_its_hook_from_a_layer_that_has_moved() -> None:
     moves = {1: (0, 2, 6, 8), 2: (0, 1, 2, 8)}
-    static = run_ranks(train_with_hooks, 3, {})
-    moving = run_ranks(train_with_hooks, 3, moves)
+    static, moving = zip(*run_ranks(static_and_moving, 3, moves), strict=True)
     assert [losses for losses, _ in static] == [losses for losses, _ in moving]
     assert [numbers for _, numbers in static] == [[2, 2, 2, 2, 0, 0], [], []]
     assert [numbers for _, numbers in moving] == [[2], [2], [2, 2, 0, 0]]

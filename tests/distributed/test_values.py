@@ -13,16 +13,12 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
+from tests.distributed.configs import CLIPPED
 from tests.distributed.models import LENGTH, Block, Embed, Head, data
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, CLIP, ZERO
 from tests.distributed.test_layouts import case_of, compare_with_undivided
 from tests.distributed.test_shapes import make
 from tests.matrix import mostly
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "adamw": {**ADAMW, **CLIP}, "zero1": {**ADAMW, **ZERO, **CLIP}, "bf16": {**ADAMW, **BF16_FP32_SUMS, **CLIP},
-}
 
 # -- everything that can cross ----------------------------------------------------------------
 
@@ -144,8 +140,8 @@ def now_and_then() -> list[Any]:
 
 KINDS = {
     "all": case_of(all_kinds),
-    "all, zero1": case_of(all_kinds, config=CONFIGS["zero1"]),
-    "all, bf16": case_of(all_kinds, config=CONFIGS["bf16"]),
+    "all, zero1": case_of(all_kinds, config=CLIPPED["zero1"]),
+    "all, bf16": case_of(all_kinds, config=CLIPPED["bf16"]),
     "none": case_of(with_none),
     "none, checkpointed": case_of(with_none, arguments={"activation_checkpoint_interval": 1}),
     "numbers, checkpointed": case_of(numbered, arguments={"activation_checkpoint_interval": 1}),
@@ -224,8 +220,8 @@ SKIPS = {
     "all": partial(skipping, (0, 1, 2, 3)),
 }
 WAYS: dict[str, dict[str, Any]] = {
-    "adamw": {}, "with dynamic_shape": {"arguments": {"dynamic_shape": True}}, "zero1": {"config": CONFIGS["zero1"]},
-    "bf16": {"config": CONFIGS["bf16"]},
+    "adamw": {}, "with dynamic_shape": {"arguments": {"dynamic_shape": True}}, "zero1": {"config": CLIPPED["zero1"]},
+    "bf16": {"config": CLIPPED["bf16"]},
     # A layer whose input wants no gradient is not recomputed, and counts its calls otherwise.
     "checkpointed": {"arguments": {"activation_checkpoint_interval": 1, "dynamic_shape": True}},
 }

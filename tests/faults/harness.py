@@ -14,15 +14,13 @@ from unittest.mock import patch
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, Manifest
 from dynpipe_ds.ranks.fatal import RankLostError
+from tests.distributed.configs import UNEVEN
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
 
 NUM_BATCHES = 8
 SAVE_EVERY = 2
-
-FIRST = {2: (0, 1, 8), 3: (0, 1, 2, 8), 4: (0, 1, 2, 3, 8)}
-
 
 @dataclass(frozen=True)
 class Job:
@@ -41,7 +39,7 @@ class Job:
     @property
     def run(self) -> Run:
         """How the job trains: with dropout, and layers that move after the fourth batch."""
-        return Run(self.num_stages, first=FIRST[self.num_stages], dropout=0.1, config={
+        return Run(self.num_stages, first=UNEVEN[self.num_stages], dropout=0.1, config={
             **self.config,
             "dynamic_pipeline": {"enabled": True, "rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"},
         })

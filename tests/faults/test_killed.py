@@ -15,11 +15,12 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from dynpipe_ds.ranks.fatal import RankLostError
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import data, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_exactness import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
 from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, TRANSFER, Point, kill
+from tests.once import Once
 
 JOB = Job()
 OTHERS = {
@@ -54,36 +55,22 @@ ON_OTHERS = [
 @pytest.fixture(scope="session")
 def uninterrupted() -> Callable[[Job], list[Outcome | None]]:
     """Outcomes of a job that nobody kills and that saves nothing; each job runs once."""
-    known: list[tuple[Job, list[Outcome | None]]] = []
-
-    def outcomes(job: Job) -> list[Outcome | None]:
-        for other, found in known:
-            if other == job:
-                return found
-        known.append((job, run_job(job, None)))
-        return known[-1][1]
-
-    return outcomes
+    return Once(partial(run_job, place=None))
 
 
 @pytest.fixture(scope="session")
 def half_way(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Path]:
     """A job's folder of checkpoints from the middle of it, each job's made once."""
-    known: list[tuple[Job, Path]] = []
 
     def place(job: Job) -> Path:
-        for other, found in known:
-            if other == job:
-                return found
         found = tmp_path_factory.mktemp("half_way") / "checkpoints"
         run_job(job, found)
         for leftover in found.glob(f"global_step[{NUM_BATCHES // 2 + 1}-{NUM_BATCHES}]"):
             shutil.rmtree(leftover)
         (found / "latest").write_text(f"global_step{NUM_BATCHES // 2}")
-        known.append((job, found))
         return found
 
-    return place
+    return Once(place)
 
 
 def kill_and_restart(

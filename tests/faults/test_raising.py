@@ -24,12 +24,12 @@ from deepspeed.monitor.csv_monitor import csvMonitor
 from dynpipe_ds import FatalError, MigrationError, register_partitioner
 from dynpipe_ds.decide import balancer
 from dynpipe_ds.migration.migrate import Migration
+from tests.distributed.configs import EVEN, UNEVEN
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, OPTIMIZER, PIPELINE, STAGE, STAGE_OPTIMIZER, TRANSFER, Point
 from tests.matrix import mostly
 
-FIRST = (0, 1, 2, 8)
 NUM_BATCHES = 7
 AUTOMATIC = {"enabled": True, "rebalance_every": 3, "min_gain": 0.0, "cost": "parameters", "profile_batches": 1}
 """The first attempt to move comes after the third batch."""
@@ -162,7 +162,7 @@ def train_in(folder: str, rank: int, fault: str | None) -> tuple[list[float], li
     at_fault = where in (rank, None)
     if isinstance(what, Choice):
         what.register(at_fault=at_fault)
-    run = Run(3, first=FIRST, config={
+    run = Run(3, first=UNEVEN[3], config={
         "csv_monitor": {"enabled": True, "output_path": folder},
         "dynamic_pipeline": {**AUTOMATIC, **({"partitioner": "mine"} if isinstance(what, Choice) else {})},
     })
@@ -172,7 +172,7 @@ def train_in(folder: str, rank: int, fault: str | None) -> tuple[list[float], li
         what.arm(out_of_memory).__enter__()
     elif at_fault and isinstance(what, AbstractContextManager):
         what.__enter__()
-    with warnings.catch_warnings(record=True) as caught, patch.object(balancer, "FIRST_PAUSE", 1):
+    with warnings.catch_warnings(record=True) as caught, patch.object(balancer, "UNEVEN[3]_PAUSE", 1):
         warnings.simplefilter("always")
         losses, partitions = [], []
         for _ in range(NUM_BATCHES):
@@ -201,13 +201,13 @@ def test_training_goes_on(fault: str, clean: list[float]) -> None:
         assert len(told) == (1 if rank == 0 and expected else 0), told
         assert all(expected in text for text in told)
         if fault in UNDONE:
-            assert partitions[3] == FIRST
+            assert partitions[3] == UNEVEN[3]
         if fault in UNDONE or "monitor" in fault:
-            assert partitions[-1] != FIRST, "the next attempt succeeds"
+            assert partitions[-1] != UNEVEN[3], "the next attempt succeeds"
 
 
 def raise_in_callback(rank: int) -> tuple[list[str], int]:
-    run = Run(3, first=FIRST)
+    run = Run(3, first=UNEVEN[3])
     engine = make_engine(run)
     events: list[Any] = []
 
@@ -258,7 +258,7 @@ def train_to_the_end(rank: int, fault: str) -> tuple[str, float, float, int]:
         happened[0] = time.time()
         out_of_memory()
 
-    engine = make_engine(Run(3, first=FIRST, config={"dynamic_pipeline": AUTOMATIC}))
+    engine = make_engine(Run(3, first=UNEVEN[3], config={"dynamic_pipeline": AUTOMATIC}))
     if rank == victim:
         point.arm(fail).__enter__()
     if fault == "going back" and rank == 1:
@@ -291,7 +291,7 @@ def test_all_ranks_end_together(fault: str, record_property: Callable[[str, obje
 
 def freeze_with(rank: int, fails: bool) -> tuple[list[float], str, dict[str, str]]:
     """Losses, the error of the batch after freezing, and the state at the end; layers 2 and 3 are frozen."""
-    run = Run(3, first=FIRST, config={"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}})
+    run = Run(3, first=UNEVEN[3])
     engine = make_engine(run)
     batches, losses, told = data(0, run.micro_batches), [], ""
     for batch in range(5):
@@ -310,10 +310,12 @@ def freeze_with(rank: int, fails: bool) -> tuple[list[float], str, dict[str, str
     return losses, told, digest(engine)
 
 
+def freeze_both_ways(rank: int) -> list[tuple[list[float], str, dict[str, str]]]:
+    return [freeze_with(rank, fails) for fails in (False, True)]
+
+
 def test_a_rebuild_for_frozen_layers_is_undone_on_every_rank() -> None:
-    expected = run_ranks(freeze_with, 3, False)
-    results = run_ranks(freeze_with, 3, True)
-    for (losses, told, state), (their_losses, _, their_state) in zip(results, expected, strict=True):
+    for (their_losses, _, their_state), (losses, told, state) in run_ranks(freeze_both_ways, 3):
         assert told == (
             "rebuilding the optimizer for frozen layers failed and was undone on every rank "
             "(rank 2: OutOfMemoryError: no room on this device)"
@@ -322,7 +324,7 @@ def test_a_rebuild_for_frozen_layers_is_undone_on_every_rank() -> None:
 
 
 def freeze_one_replica(rank: int) -> str:
-    engine = make_engine(Run(2, first=(0, 4, 8)))
+    engine = make_engine(Run(2, first=EVEN[2]))
     batches = data(engine.grid.get_data_parallel_id(), 4)
     engine.train_batch(batches)
     if rank == 3:

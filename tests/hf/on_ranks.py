@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from tests.distributed.configs import BF16, BY_HAND, TORCH_ADAMW
 from tests.distributed.models import digest
 from tests.hf import tiny
 from tests.scenarios import exactness
 
-ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}
-BF16_ZERO1 = {**ADAMW, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+BF16_ZERO1 = {**TORCH_ADAMW, **BF16, "zero_optimization": {"stage": 1}}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
     folder: Path
     stages: int
     moves: dict[int, tuple[int, ...]]
-    settings: dict[str, Any] = field(default_factory=lambda: ADAMW)
+    settings: dict[str, Any] = field(default_factory=lambda: TORCH_ADAMW)
     padded: bool = False
     checkpoint_interval: int = 0
     save_to: Path | None = None
@@ -83,7 +83,7 @@ def train(job: Job, *, moves: bool) -> Trained:
     own_bytes = sum(p.nbytes for p in module.parameters())
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "steps_per_print": 10**9,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"}, **job.settings,
+        "dynamic_pipeline": BY_HAND, **job.settings,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=module, config=config)
     data = tiny.batches(engine.grid.get_data_parallel_id(), padded=job.padded)

@@ -16,9 +16,10 @@ safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is no
 
 from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers  # noqa: E402
 from scenarios.pretrained import PretrainedModel  # noqa: E402
+from tests.distributed.configs import TORCH_ADAMW  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.hf import tiny  # noqa: E402
-from tests.hf.on_ranks import ADAMW, BF16_ZERO1, Job, Trained, train_all  # noqa: E402
+from tests.hf.on_ranks import BF16_ZERO1, Job, Trained, train_all  # noqa: E402
 from tests.scenarios import exactness  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
@@ -206,12 +207,12 @@ def test_freezing_fits_a_folder(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "ranks", "settings", "padded"),
     [
-        ("llama", 3, 3, ADAMW, True),
-        ("mixtral", 3, 3, ADAMW, True),
-        ("gpt2", 3, 3, ADAMW, True),
+        ("llama", 3, 3, TORCH_ADAMW, True),
+        ("mixtral", 3, 3, TORCH_ADAMW, True),
+        ("gpt2", 3, 3, TORCH_ADAMW, True),
         ("mixtral", 2, 4, BF16_ZERO1, True),
-        ("llama_moe", 2, 4, {**ADAMW, "zero_optimization": {"stage": 1}}, False),
-        ("llama_moe", 3, 3, ADAMW, True),
+        ("llama_moe", 2, 4, {**TORCH_ADAMW, "zero_optimization": {"stage": 1}}, False),
+        ("llama_moe", 3, 3, TORCH_ADAMW, True),
     ],
 )
 def test_more_shapes(

@@ -16,6 +16,7 @@ import pytest
 
 from dynpipe_ds.config import SECTION, parse_config
 from dynpipe_ds.release import ReleaseError, make_backend
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, make_engine, run_and_digest, train
 from tests.distributed.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def train_and_repack(_rank: int, run: Run) -> list[float]:
 def test_own_back_end_while_training(example: str, tmp_path: Path) -> None:
     """A daemon takes the worker back; the losses are those of both workers."""
     run = Run(2, num_batches=4, config={
-        SECTION: {"enabled": True, "rebalance_every": "never", "repack": {**own(tmp_path), "enabled": False}},
+        SECTION: {**BY_HAND, "repack": {**own(tmp_path), "enabled": False}},
     })
     seen: list[Any] = []
     stop = threading.Event()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dynpipe_ds import FatalError, RepackError
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
@@ -21,7 +22,7 @@ from tests.faults.points import Point, kill
 def run_with(repack: dict[str, Any], stages: int = 3, num_batches: int = 9, **section: Any) -> Run:
     """A run whose configuration re-packs."""
     return Run(stages, num_batches=num_batches, config={
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never", "repack": repack, **section},
+        "dynamic_pipeline": {**BY_HAND, "repack": repack, **section},
     })
 
 

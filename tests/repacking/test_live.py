@@ -13,16 +13,15 @@ from dynpipe_ds import RepackError
 from dynpipe_ds.host.world import World
 from dynpipe_ds.release import Constraints
 from dynpipe_ds.repacking.giving_back import GivingBack
+from tests.distributed.configs import BF16, ZERO
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},
-    "ZeRO-1": {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
-    "bf16 + ZeRO-1": {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
-    },
+    "ZeRO-1": ZERO,
+    "bf16 + ZeRO-1": {**BF16, **ZERO},
 }
 COMMON = {"gradient_clipping": 0.5, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
 Steps = dict[int, int]  # batch -> number of stages from there on

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dynpipe_ds.host.install import init_distributed
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, make_engine, train
 
 RUN = Run(num_stages=4, num_batches=8)
@@ -27,7 +28,7 @@ def main(folder: Path) -> None:
     """Train and re-pack."""
     torch.set_num_threads(1)
     init_distributed("gloo")
-    section = {"enabled": True, "rebalance_every": "never", "repack": {"release": {"backend": "slurm"}}}
+    section = {**BY_HAND, "repack": {"release": {"backend": "slurm"}}}
     run = replace(RUN, config={"dynamic_pipeline": section})
     engine = make_engine(run)
     node, events = os.environ["SLURMD_NODENAME"], list[Any]()
