@@ -94,8 +94,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
 
     @property
     def overhead(self) -> Overhead:
-        """Seconds that this rank has spent on not training."""
-        return self._need_training("overhead").overhead
+        """Seconds that this rank has spent on not training; none without the section."""
+        return Overhead() if self._training is None else self._training.overhead
 
     @property
     def last_checkpoint(self) -> str | None:
