@@ -172,7 +172,7 @@ def train_in(folder: str, rank: int, fault: str | None) -> tuple[list[float], li
         what.arm(out_of_memory).__enter__()
     elif at_fault and isinstance(what, AbstractContextManager):
         what.__enter__()
-    with warnings.catch_warnings(record=True) as caught, patch.object(balancer, "UNEVEN[3]_PAUSE", 1):
+    with warnings.catch_warnings(record=True) as caught, patch.object(balancer, "FIRST_PAUSE", 1):
         warnings.simplefilter("always")
         losses, partitions = [], []
         for _ in range(NUM_BATCHES):
