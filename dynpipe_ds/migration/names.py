@@ -255,7 +255,7 @@ class Names:
         Args:
             obj: an object without another name; all modules are searched for it.
         """
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             for step, table in _globals_of(module) if is_a(module, types.ModuleType) else ():
                 for key, value in list(table.items()) if type(table) is dict else ():
                     if value is obj and type(key) is str:
@@ -344,7 +344,7 @@ _seen_packages: set[str] = set()
 
 def _new_modules() -> Iterator[tuple[str, types.ModuleType]]:
     """The script's own modules; others are noted."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         if not is_a(module, types.ModuleType) or name in _seen_packages:
             continue
         if name == "__main__" or _is_script(name, module):
