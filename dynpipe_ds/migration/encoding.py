@@ -310,7 +310,7 @@ class Encoder:
             return (Tag.BOUND, found, _class_name(type(obj)))
         if isinstance(obj, types.BuiltinFunctionType):
             simple = str(obj.__name__)
-            for holder_name, holder in list(sys.modules.items()):
+            for holder_name, holder in sys.modules.copy().items():
                 if is_a(holder, types.ModuleType) and vars(holder).get(simple) is obj:
                     return (Tag.NAMED, holder_name, simple)
         self._build(path, f"the {'function' if callable(obj) and not isinstance(obj, type) else 'class'} {name}")
