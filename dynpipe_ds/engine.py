@@ -19,7 +19,7 @@ from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
-from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch
+from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
@@ -240,6 +240,7 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         module: DynamicPipelineModule = kwargs["model"]
         config = parse_config(kwargs["config_class"]._param_dict)
+        check_hooks(type(self))
         method = method_at_run_time(config, module.partition_method)
         check_against_model(
             config, num_layers=len(module.layer_names()), num_stages=module.num_stages, partitioner=method.partitioner

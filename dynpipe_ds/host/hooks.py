@@ -162,6 +162,32 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         )
 
 
+_MUST_RUN = (
+    "_exec_schedule", "_configure_optimizer", "_configure_zero_optimizer", "_configure_bf16_optimizer",
+    "clip_fp32_gradients", "_take_model_step", "_reduce_non_expert_gradients",
+)
+"""Methods without which losses would depend on the cut; a class of the user's may add to them."""
+
+
+def check_hooks(engine_class: type) -> None:
+    """Refuse an engine class whose own methods hide ours.
+
+    Args:
+        engine_class: of the user, with ours behind it.
+
+    Raises:
+        ValueError: if a method that must be called is overridden by one that does not call ``super()``.
+    """
+    for owner in engine_class.__mro__[: engine_class.__mro__.index(Hooks)]:
+        for name in _MUST_RUN:
+            code = getattr(vars(owner).get(name), "__code__", None)
+            if code is not None and "super" not in code.co_names:
+                raise ValueError(
+                    f"{owner.__name__}.{name} hides the one that dynamic_pipeline needs, without which losses would "
+                    f"depend on the cut; call super().{name}(...) in it, or leave it out"
+                )
+
+
 def as_whole_batch(own: Callable[..., T]) -> Callable[..., T]:
     """Let an engine class's own ``train_batch`` be one whole batch, whether it calls DeepSpeed's or not.
 

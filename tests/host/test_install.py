@@ -20,7 +20,7 @@ from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED
 from dynpipe_ds.cli.checks import check_versions
 from dynpipe_ds.engine import EnabledEngine
 from dynpipe_ds.host import install, names
-from dynpipe_ds.host.hooks import Hooks
+from dynpipe_ds.host.hooks import Hooks, check_hooks
 
 INSTALL = rf"Install a supported release: pip install '{re.escape(DEEPSPEED_RANGE)}'"
 REMEDY = rf"which dynpipe_ds needs\. {INSTALL}"
@@ -133,3 +133,18 @@ def test_an_engine_class_of_ones_own_becomes_dynamic(base: type) -> None:
     order = made.__mro__
     assert order.index(Mine) < order.index(Hooks) < order.index(deepspeed.PipelineEngine)
     assert made.eval_batch is Mine.eval_batch and made.save_checkpoint is EnabledEngine.save_checkpoint
+
+
+def test_an_own_method_that_hides_ours_is_refused() -> None:
+    class Adds(deepspeed.PipelineEngine):  # type: ignore[misc]
+        def _exec_schedule(self, pipe_schedule: Any) -> None:
+            super()._exec_schedule(pipe_schedule)
+
+    class Hides(Adds):
+        def _take_model_step(self, lr_kwargs: Any) -> None:
+            deepspeed.PipelineEngine._take_model_step(self, lr_kwargs)
+
+    ours = DynamicPipelineModule.__new__(DynamicPipelineModule)
+    check_hooks(allocate(Adds, ours))
+    with pytest.raises(ValueError, match=r"Hides\._take_model_step hides .*; call super\(\)\._take_model_step"):
+        check_hooks(allocate(Hides, ours))
