@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.stage import Stage
 
@@ -31,6 +32,7 @@ class Run(Protocol):
         profiler: measures.
         config: the section.
         overhead: seconds spent on not training.
+        clock: which they are read from.
         num_batches: trained so far.
     """
 
@@ -39,13 +41,14 @@ class Run(Protocol):
     profiler: Profiler
     config: DynamicPipelineConfig
     overhead: Overhead
+    clock: Clock
     num_batches: int
 
     @property
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
 
-    def move_layers(self, boundaries: Sequence[int]) -> None:
+    def move_layers(self, boundaries: Sequence[int]) -> int:
         """Let layers move; collective over all ranks, which all do or none."""
 
     def notice_frozen_layers(self) -> None:

@@ -112,13 +112,16 @@ class Stage:
 
     # -- how it changes -----------------------------------------------------------------------
 
-    def move(self, boundaries: Sequence[int]) -> None:
+    def move(self, boundaries: Sequence[int]) -> int:
         """Let layers and their optimizer state move; collective over all ranks.
 
         What was frozen must have been noticed.
 
         Args:
             boundaries: ``S + 1`` checked ints, the same on every rank.
+
+        Returns:
+            Bytes that this rank sent or received, whichever is more.
 
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
@@ -129,8 +132,9 @@ class Stage:
                 "engine._configure_optimizer"
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
-            Migration(self, boundaries, buffer_bytes=self._buffer_bytes).run()
+            num_bytes = Migration(self, boundaries, buffer_bytes=self._buffer_bytes).run()
             self.settle()
+        return num_bytes
 
     def replace(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give layers parameters of another shape, with their optimizer state; collective over all ranks.

@@ -7,7 +7,6 @@ Whatever every rank fails in together leaves the partition as it is and training
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
@@ -48,6 +48,7 @@ class Training:
         balancer: as given.
         checkpoints: as given.
         config: the section; with fewer stages after re-packing.
+        clock: which all seconds are read from.
         profiler: measures batches.
         repacker: goes on with fewer stages.
         overhead: seconds that this rank has spent on not training.
@@ -63,8 +64,9 @@ class Training:
         self.balancer = balancer
         self.config = config
         self.checkpoints = checkpoints
+        self.clock = current_clock()
         self.overhead = Overhead()
-        self.profiler = Profiler(stage, self.overhead)
+        self.profiler = Profiler(stage, self.overhead, self.clock)
         self.repacker = Repacker(self)
         self.profiling = True
         self.num_batches = 0
@@ -166,27 +168,29 @@ class Training:
         except ValueError as error:  # the same on every rank: all read the same numbers
             self.warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
             return False
-        started, seconds = time.perf_counter(), measured.seconds
-        self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
-        if seconds.move_s > 0:  # a clock that jumped back is no cost
-            self.balancer.record_cost(seconds.move_s)
-        self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
-        write_profile(self._monitor, measured.profile, self.stage.pipeline.num_samples)
-        self.profiler.count_noting(time.perf_counter() - started)
+        seconds = measured.seconds
+        with self.clock.work("observe") as noting:
+            self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
+            if seconds.move_s > 0:  # a clock that jumped back is no cost
+                self.balancer.record_cost(seconds.move_s)
+            self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
+            write_profile(self._monitor, measured.profile, self.stage.pipeline.num_samples)
+        self.profiler.count_noting(noting.seconds)
         return True
 
     def _balance(self) -> None:
         """Decide, agree, move; what fails on every rank together leaves training going on as before."""
-        started, batch = time.perf_counter(), self.num_batches - 1
+        batch = self.num_batches - 1
         decided: tuple[Plan, Decision] | None = None
         failure: Exception | None = None
-        try:
-            decided = self.balancer.decide(batch, self.stage.partition)
-        except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
-            failure = error
-        if decided is not None or failure is not None:  # on one rank as on all: what is due follows from the profiles
-            failure = self._disagreement(decided and decided[0], failure)
-        plan_s = time.perf_counter() - started
+        with self.clock.work("decide") as deciding:
+            try:
+                decided = self.balancer.decide(batch, self.stage.partition)
+            except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
+                failure = error
+            if decided is not None or failure is not None:  # on one rank as on all: what is due follows from profiles
+                failure = self._disagreement(decided and decided[0], failure)
+        plan_s = deciding.seconds
         if decided is not None and failure is None and decided[1].rebalance:
             try:
                 self._move(decided[0], plan_s)
@@ -211,13 +215,14 @@ class Training:
 
     def _move(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
         self.overhead.planning_s += plan_s
-        before, started = self.stage.partition, time.perf_counter()
+        before = self.stage.partition
         if plan.boundaries == before:
             return None
-        self.move_layers(plan.boundaries)
+        with self.clock.work("move") as moving:
+            moving.num_bytes = self.move_layers(plan.boundaries)
         event = RebalanceEvent(
             batch=self.num_batches, before=before, after=self.stage.partition, predicted_gain=plan.predicted_gain,
-            bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
+            bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=moving.seconds,
         )
         self.overhead.migrating_s += event.migrate_s
         self.profiler.count_move(event.seconds)
@@ -245,18 +250,22 @@ class Training:
         newest = self.balancer.newest
         return smooth(newest, self.config.smoothing) if newest else None
 
-    def move_layers(self, boundaries: Sequence[int]) -> None:
+    def move_layers(self, boundaries: Sequence[int]) -> int:
         """Let layers move, without asking whether that pays.
 
         Args:
             boundaries: ``S + 1`` checked ints.
 
+        Returns:
+            Bytes that this rank sent or received, whichever is more.
+
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self.notice_frozen_layers()
-        self.stage.move(boundaries)
+        num_bytes = self.stage.move(boundaries)
         self.profiler.sizes_changed()
+        return num_bytes
 
     def notice_frozen_layers(self) -> None:
         """Rebuild the optimizer where the user froze or unfroze layers since the last batch.
@@ -265,11 +274,12 @@ class Training:
             ValueError: on every rank, if the replicas of a stage differ in what they froze.
             MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
         """
-        started = time.perf_counter()
-        if self.stage.notice_frozen_layers():
+        with self.clock.work("freeze") as freezing:
+            freezing.was_needed = self.stage.notice_frozen_layers()
+        if freezing.was_needed:
             self.profiler.sizes_changed()
             self.balancer.expect_change()
-            self.overhead.migrating_s += time.perf_counter() - started
+            self.overhead.migrating_s += freezing.seconds
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape.
@@ -277,29 +287,29 @@ class Training:
         Args:
             replacements: those of this rank's layers.
         """
-        started = time.perf_counter()
         self.notice_frozen_layers()
-        self.stage.replace(replacements)
+        with self.clock.work("replace") as replacing:
+            self.stage.replace(replacements)
         self.profiler.sizes_changed()
         self.balancer.expect_change()
-        self.overhead.migrating_s += time.perf_counter() - started
+        self.overhead.migrating_s += replacing.seconds
 
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain."""
         if not self.balancer.newest:
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
-        started = time.perf_counter()
         with self.stage.guard.naming_lost_ranks("a partition was chosen"):
             plan: Plan | None = None
             failure: Exception | None = None
-            try:
-                plan = self.balancer.choose(self.stage.partition)
-            except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
-                failure = error
-            failure = self._disagreement(plan, failure)
+            with self.clock.work("decide") as deciding:
+                try:
+                    plan = self.balancer.choose(self.stage.partition)
+                except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
+                    failure = error
+                failure = self._disagreement(plan, failure)
             if plan is None or failure is not None:
                 raise failure or AssertionError
-            event = self._move(plan, time.perf_counter() - started)
+            event = self._move(plan, deciding.seconds)
             self.balancer.release()
             return event
 

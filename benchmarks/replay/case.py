@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.models import MODELS
 from dynpipe_ds.partition import balanced
 from dynpipe_ds.simulation import Workload
 
 PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
+CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
+CLOCKS = ("virtual", "sleeping")
+COSTS = ("calibrated", "none")
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,12 @@ class Case:
         speeds: relative speed of every stage; empty for all alike.
         link_ms: mean delay of a message; 0 for the machine's own.
         link_spread: the delays of messages are ``link_ms`` x N(1, spread), within 0 and 4 (0: none vary).
-        seed: of dispersion and links.
+        seed: of dispersion, jitter and links.
+        replicas: data-parallel replicas of every stage, each with dispersion of its own.
+        jitter: of every layer's seconds from one micro-batch to the next, relative, besides the trace's dispersion.
+        leaves: workers that drop out: after so many batches training goes on with so many stages; pairs, ascending.
+        clock: ``"virtual"``: nobody sleeps, time is counted; ``"sleeping"``: layers sleep.
+        costs: what all but the layers takes in virtual time: ``"calibrated"`` or ``"none"``.
     """
 
     trace: str
@@ -104,23 +115,54 @@ class Case:
     link_ms: float = 0.0
     link_spread: float = 0.0
     seed: int = 0
+    replicas: int = 1
+    jitter: float = 0.0
+    leaves: tuple[tuple[int, int], ...] = ()
+    clock: str = "virtual"
+    costs: str = "calibrated"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speeds", tuple(self.speeds) or (1.0,) * self.num_stages)
-        if self.method not in METHODS:
-            raise ValueError(f"method = {self.method!r}: must be one of {', '.join(METHODS)}")
-        if len(self.speeds) != self.num_stages:
-            raise ValueError(f"speeds = {self.speeds}: need one for each of {self.num_stages} stages")
+        object.__setattr__(self, "leaves", tuple((batch, stages) for batch, stages in self.leaves))
+        for name, among in (("method", tuple(METHODS)), ("clock", CLOCKS), ("costs", COSTS)):
+            if getattr(self, name) not in among:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(among)}")
+        for name in ("num_stages", "num_micro_batches", "every", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
+        for name in ("layer_ms", "link_ms", "link_spread", "jitter"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0 and finite")
+        if len(self.speeds) != self.num_stages or not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"speeds = {self.speeds}: need one > 0 for each of {self.num_stages} stages")
         if self.num_batches <= WARM_UP:
             raise ValueError(f"num_batches = {self.num_batches}: must be more than the {WARM_UP} untimed ones")
+        self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        last = (0, self.num_stages)
+        for batch, stages in self.leaves:
+            if not (last[0] < batch < self.num_batches and 1 <= stages < last[1]):
+                raise ValueError(
+                    f"leaves = {self.leaves}: need pairs of a batch, from 1 to {self.num_batches - 1} and ascending, "
+                    f"and the stages that are left, fewer each time than before ({self.num_stages} at the start)"
+                )
+            last = batch, stages
 
     def load_trace(self) -> Trace:
         """Read or make the trace, its seconds scaled."""
         trace = load_trace(self.trace)
+        num_blocks = len(trace.layers) - 2  # without embedding and head
+        if num_blocks < self.num_stages:
+            raise ValueError(f"num_stages = {self.num_stages}: {self.trace} has only {num_blocks} blocks")
         return trace.scaled(self.layer_ms / 1e3 / trace.mean_layer_s()) if self.layer_ms else trace
 
+    def known_costs(self) -> Costs:
+        """What all but the layers takes in virtual time."""
+        return kept_costs() if self.costs == "calibrated" else Costs()
+
     def micro_batch_factors(self, moment: TraceBatch, batch: int, replica: int = 0) -> np.ndarray:
-        """``(L, M)`` factors of the layers' seconds, log-normal with mean 1 and the trace's dispersion.
+        """``(L, M)`` factors of the layers' seconds, log-normal with mean 1, the trace's dispersion and the jitter.
 
         Args:
             moment: the trace's batch.
@@ -128,9 +170,10 @@ class Case:
             replica: data-parallel replica, which has other data.
         """
         num_layers = len(moment.forward_s)
-        if not moment.dispersion:
+        if not moment.dispersion and not self.jitter:
             return np.ones((num_layers, self.num_micro_batches))
-        sigma = np.sqrt(np.log1p(np.square(moment.dispersion)))[:, None]
+        dispersion = np.array(moment.dispersion or [0.0] * num_layers)
+        sigma = np.sqrt(np.log1p(dispersion**2 + self.jitter**2))[:, None]
         draws = np.random.default_rng((self.seed, batch, replica)).normal(size=(num_layers, self.num_micro_batches))
         return np.exp(sigma * draws - sigma**2 / 2)
 
@@ -147,8 +190,7 @@ class Case:
 
     def workload(
         self, moment: TraceBatch, boundaries: Sequence[int], batch: int, *, replica: int = 0,
-        message_s: float | Sequence[float] = 0.0, late_s: tuple[float, float] = (0.0, 0.0),
-        step_s: float | Sequence[float] = 0.0,
+        costs: Costs | None = None,
     ) -> Workload:
         """What the simulator needs to know of a batch.
 
@@ -157,10 +199,9 @@ class Case:
             boundaries: S + 1 layer indices.
             batch: number of the batch.
             replica: data-parallel replica.
-            message_s: what a message takes on this machine, one number or one for each boundary.
-            late_s: by how much a forward and a backward through a stage are longer than its layers were told.
-            step_s: optimizer step of every stage.
+            costs: of everything but the layers; ``None``: of this case.
         """
+        costs = costs or self.known_costs()
         factors = self.micro_batch_factors(moment, batch, replica)
         slow = 1.0 / np.array(self.speeds)[:, None]
         spans = list(pairwise(boundaries))
@@ -170,16 +211,21 @@ class Case:
             return slow * np.array([table[low:high].sum(0) for low, high in spans])
 
         trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
-        forward_s = stages(moment.forward_s) + late_s[0]
-        backward_s = stages(moment.backward_s) + late_s[1] * trains
+        forward_s = stages(moment.forward_s) + costs.forward_s
+        backward_s = stages(moment.backward_s) + costs.backward_s * trains
         frozen = frozen_boundaries(moment, boundaries)
         activation_s, gradient_s = self.links_s(batch)
-        own = np.broadcast_to(np.asarray(message_s, dtype=float), (self.num_stages - 1,))[:, None]
         return Workload(
-            forward_s, backward_s, self.num_micro_batches,
-            activation_link_s=activation_s + own, gradient_link_s=gradient_s + own, step_s=step_s,
+            forward_s, backward_s, self.num_micro_batches, activation_link_s=activation_s + costs.message_s,
+            gradient_link_s=gradient_s + costs.message_s, step_s=costs.step_s,
             frozen_boundaries=frozen,
         )
+
+
+@cache
+def kept_costs() -> Costs:
+    """The constants that were measured once, with the machine that they were measured on beside them."""
+    return Costs(**json.loads(CALIBRATION.read_text(encoding="utf-8"))["costs"])
 
 
 @cache
@@ -255,8 +301,8 @@ class Result:
 
     Args:
         case: the run.
-        kind: ``"replay"`` or ``"simulation"``.
-        wall_s: seconds of the timed batches, from barrier to barrier, everything included.
+        kind: ``"replay"``, in virtual time; ``"sleeping replay"``; or ``"simulation"``.
+        wall_s: seconds of the timed batches on the replay's clock, from barrier to barrier, everything included.
         batches_s: seconds of every batch on the first rank, rebalancing included.
         bubbles: bubble ratio of every batch.
         stages_s: busy seconds of every stage in every batch.
@@ -269,10 +315,10 @@ class Result:
         losses: of every batch (replay).
         layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
             backward] by layer.
-        replicas: data-parallel replicas.
         engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
         step_s: median seconds of the optimizer step of every stage (replay).
-        message_s: seconds of one message over every boundary, measured before training (replay).
+        machine_s: seconds that the machine took for all batches (replay).
+        works_s: median seconds of the library's work by kind, on the first rank (sleeping replay).
     """
 
     case: Case
@@ -289,15 +335,15 @@ class Result:
     first_boundaries: list[int]
     losses: list[float] = field(default_factory=list)
     layers_s: list[list[list[float]]] = field(default_factory=list)
-    replicas: int = 1
     engine_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
-    message_s: list[float] = field(default_factory=list)
+    machine_s: float = 0.0
+    works_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def throughput(self) -> float:
         """Micro-batches a second over the timed batches, of all replicas."""
-        return self.replicas * self.case.num_micro_batches * (self.case.num_batches - WARM_UP) / self.wall_s
+        return self.case.replicas * self.case.num_micro_batches * (self.case.num_batches - WARM_UP) / self.wall_s
 
     @property
     def timed_batches_s(self) -> list[float]:
@@ -307,7 +353,7 @@ class Result:
     def last_throughput(self) -> float:
         """The same over the last quarter of the run, where the model has changed most."""
         last = self.batches_s[-max(1, len(self.batches_s) // 4) :]
-        return self.replicas * self.case.num_micro_batches * len(last) / math.fsum(last)
+        return self.case.replicas * self.case.num_micro_batches * len(last) / math.fsum(last)
 
     def last_bubble(self) -> float:
         """Mean bubble ratio of the last quarter of the run."""

@@ -1,4 +1,4 @@
-"""Replay traces on the real engine: real messages, profiles, decisions, migrations; layers that wait.
+"""Replay traces on the real engine: real messages, profiles, decisions, migrations; layers that are told their time.
 
 python -m benchmarks.replay.run --trace model:freezing:24 --stages 4 --batches 20 --methods all
 python -m benchmarks.replay.run --trace benchmarks/traces/recorded/moe.json --stages 2 --methods "optimal:time, auto"
@@ -9,24 +9,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import io
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import environment, launch
-from benchmarks.ranks import now_s, start_rank
+from benchmarks.forked import run_forked
+from benchmarks.launch import environment
+from benchmarks.ranks import start_rank
 from benchmarks.replay.case import (
+    CLOCKS,
+    COSTS,
     METHODS,
     PARAMETERS_A_LAYER,
     WARM_UP,
@@ -36,11 +35,37 @@ from benchmarks.replay.case import (
     first_boundaries,
     frozen_boundaries,
 )
-from benchmarks.replay.layers import WIDTH, ReplayLayer, loss_fn, micro_batches
+from benchmarks.replay.clocks import ReplayClock, SleepingClock, VirtualClock
+from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
+from benchmarks.replay.travelling import virtual_time
 from benchmarks.traces import TraceBatch
+from dynpipe_ds.measure import use_clock
 from scenarios.launch import free_port
 
+IN_WORDS = {
+    "virtual": "replay: the real engine in virtual time; layers don't compute",
+    "sleeping": "sleeping replay: the real engine; layers wait, they don't compute",
+}
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+@contextlib.contextmanager
+def time_of(case: Case) -> Iterator[ReplayClock]:
+    """The clock of a case, which engines made inside read; inside, messages take virtual time along.
+
+    Args:
+        case: a run.
+    """
+    if case.clock == "sleeping":
+        sleeping = SleepingClock()
+        use_clock(sleeping)
+        try:
+            yield sleeping
+        finally:
+            use_clock(None)
+    else:
+        with virtual_time(VirtualClock(case.known_costs(), byte_scale=1 / parameter_scale(case))) as virtual:
+            yield virtual
 
 
 class Replay:
@@ -48,17 +73,17 @@ class Replay:
 
     Args:
         case: the run.
+        clock: as :func:`time_of` gives it.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, clock: ReplayClock) -> None:
         import deepspeed
         from deepspeed.pipe import LayerSpec
 
         from dynpipe_ds import DynamicPipelineModule
 
-        self.case, self.trace, method = case, case.load_trace(), METHODS[case.method]
-        mean_parameters = sum(self.trace.batches[0].parameter_bytes) / 4 / len(self.trace.layers)
-        self.parameter_scale = PARAMETERS_A_LAYER / mean_parameters
+        self.case, self.clock, self.trace, method = case, clock, case.load_trace(), METHODS[case.method]
+        self.parameter_scale = parameter_scale(case)
         counts = self._parameter_counts(self.trace.batches[0])
         self.first_boundaries = first_boundaries(method, self.trace, case.num_stages)
         module = DynamicPipelineModule(
@@ -73,27 +98,36 @@ class Replay:
         self.engine: Any = deepspeed.initialize(model=module, config=config)[0]
         self.moves: list[Move] = []
         self.engine.on_rebalance(self._note)
+        self._speed, self._replica = case.speeds[self.engine.stage_id], self.engine.grid.get_data_parallel_id()
         self._counts = counts
-        self._links: _Links | None = _Links(self.engine) if case.link_ms else None
+        self._links: _Links | None = _Links(self.engine, clock) if case.link_ms else None
+        if case.clock == "virtual":
+            step_s = case.known_costs().step_s
+            self.engine.optimizer.register_step_post_hook(lambda *_: clock.advance(step_s))
 
     def run(self) -> Result:
         """Train all batches; the same result on every rank but for the clock of the first."""
-        case, batches_s, losses, profiles = self.case, [], [], []
-        message_s = one_way_s(self.engine)
+        case, clock, batches_s, losses, profiles = self.case, self.clock, [], [], []
+        machine_s, between_s, leaves = -time.perf_counter(), case.known_costs().batch_s, dict(case.leaves)
         for batch in range(case.num_batches):
+            if batch in leaves:
+                self.engine.repack(leaves[batch])
             if batch == WARM_UP:
-                began, before, first_moves = now_s(), self._overheads(), len(self.moves)
+                began_s, before, first_moves = self._now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
-            start_s = time.perf_counter()
+            start_s = clock.now_s()
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
-            batches_s.append(time.perf_counter() - start_s)
+            if case.clock == "virtual":
+                clock.advance(between_s)
+            batches_s.append(clock.now_s() - start_s)
             profiles.append(self.engine.last_batch_profile)
-        wall_s = now_s() - began
+        wall_s = self._now_s() - began_s
         profiling_s, planning_s = (b - a for a, b in zip(before, self._overheads(), strict=True))
+        works = clock.works_s if isinstance(clock, SleepingClock) else {}
         return Result(
-            case=case, kind="replay", wall_s=wall_s, batches_s=batches_s,
-            bubbles=[profile.bubble_ratio for profile in profiles],
+            case=case, kind="replay" if case.clock == "virtual" else "sleeping replay", wall_s=wall_s,
+            batches_s=batches_s, bubbles=[profile.bubble_ratio for profile in profiles],
             stages_s=[[stage.busy_s for stage in profile.stages] for profile in profiles],
             moves=self.moves, profiling_s=profiling_s, planning_s=planning_s,
             migrating_s=sum(move.migrate_s for move in self.moves[first_moves:]),
@@ -101,17 +135,22 @@ class Replay:
             layers_s=[[[layer.forward_s, layer.backward_s] for layer in profile.layers] for profile in profiles],
             engine_s=[max(stage.batch_s for stage in profile.stages) for profile in profiles],
             step_s=[
-                median(step_s) for step_s in zip(*([s.step_s for s in p.stages] for p in profiles), strict=True)
+                median(profile.stages[stage].step_s for profile in profiles if len(profile.stages) > stage)
+                for stage in range(len(profiles[0].stages))
             ],
-            message_s=message_s,
+            machine_s=machine_s + time.perf_counter(), works_s={kind: median(works[kind]) for kind in works},
         )
+
+    def _now_s(self) -> float:
+        """The time at which all ranks are here."""
+        dist.barrier()
+        return self.clock.now_s()
 
     def _set(self, moment: TraceBatch, batch: int) -> None:
         """Give the local layers their times, parameters and frozenness of a batch."""
-        stage, layers = self.engine.stage_id, self.engine.local_layers()
-        factors = self.case.micro_batch_factors(moment, batch) / self.case.speeds[stage]
+        factors = self.case.micro_batch_factors(moment, batch, self._replica) / self._speed
         self._resize(moment)
-        for index, layer in layers.items():
+        for index, layer in self.engine.local_layers().items():
             layer.requires_grad_(index >= moment.frozen_layers)
             forward_s = (moment.forward_s[index] * factors[index]).tolist()
             layer.set_batch(forward_s, (moment.backward_s[index] * factors[index]).tolist())
@@ -149,10 +188,10 @@ class Replay:
 class _Links:
     """Makes messages of an engine take longer: both sides wait after they have met."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, clock: ReplayClock) -> None:
         from deepspeed.runtime.pipe import schedule
 
-        self._stage, self._frozen = engine.stage_id, 0
+        self._engine, self._clock, self._frozen = engine, clock, 0
         self._seconds: tuple[Any, Any] = ((), ())
         self._sent: dict[type, int] = {}
         # Kind of message: activation or gradient, and where its boundary lies from this stage.
@@ -170,59 +209,37 @@ class _Links:
     def _slowed(self, kind: type, function: Any, payload: int, shift: int) -> Callable[..., None]:
         def run(engine: Any, **kwargs: Any) -> None:
             function(engine, **kwargs)
-            boundary, number = self._stage + shift, self._sent.get(kind, 0)
+            boundary, number = self._engine.stage_id + shift, self._sent.get(kind, 0)
             self._sent[kind] = number + 1
             if payload == 0 or boundary >= self._frozen:
-                time.sleep(float(self._seconds[payload][boundary, number]))
+                self._clock.advance(float(self._seconds[payload][boundary, number]))
 
         return run
 
 
-def one_way_s(engine: Any, rounds: int = 20) -> list[float]:
-    """Seconds of one message between neighbours, boundary by boundary, the same list on every rank.
+def parameter_scale(case: Case) -> float:
+    """Bytes of a replay layer for one of the trace's.
 
     Args:
-        engine: an engine before training.
-        rounds: there and back.
+        case: a run.
     """
-    from deepspeed.runtime.pipe import p2p
-
-    stage, message = engine.stage_id, torch.zeros(1, WIDTH)
-    found = torch.zeros(engine.num_stages - 1, dtype=torch.float64)
-    for boundary in range(engine.num_stages - 1):
-        if stage not in (boundary, boundary + 1):
-            continue
-        times = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            if stage == boundary:
-                p2p.send(message, stage + 1)
-                p2p.recv(message, stage + 1)
-            else:
-                p2p.recv(message, stage - 1)
-                p2p.send(message, stage - 1)
-            times.append(time.perf_counter() - began)
-        if stage == boundary:
-            found[boundary] = median(times) / 2
-    dist.all_reduce(found)
-    return list(found.tolist())
+    trace = case.load_trace()
+    return PARAMETERS_A_LAYER / (sum(trace.batches[0].parameter_bytes) / 4 / len(trace.layers))
 
 
-def replay_all(cases: Sequence[Case], out: Path) -> None:
-    """Run cases one after the other on this rank; the first rank writes a line for each when it is done.
+def replay_all(send: Callable[[Result], None], cases: Sequence[Case]) -> None:
+    """Run cases one after the other on this rank.
 
     Args:
-        cases: all with as many stages as there are ranks.
-        out: file of JSON lines.
+        send: takes a result as soon as it is there; the first rank's arrives.
+        cases: all with as many ranks as there are.
     """
-    _wake_first()
+    if any(case.clock == "sleeping" for case in cases):
+        _wake_first()
     for case in cases:
         start_rank()  # a world of its own for every run: an engine makes process groups and never gives them back
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = Replay(case).run()
-        if dist.get_rank() == 0:
-            with out.open("a") as file:
-                file.write(json.dumps(result.as_values()) + "\n")
+        with time_of(case) as clock:
+            send(Replay(case, clock).run())
         _leave()
 
 
@@ -250,39 +267,22 @@ def _leave() -> None:
 
 
 def run_cases(cases: Sequence[Case]) -> Iterator[Result]:
-    """Replay cases, one launch for every number of stages; yields them as they finish.
+    """Replay cases, one launch for every number of ranks; yields them as they finish.
 
     Args:
         cases: runs.
+
+    Raises:
+        ValueError: if a trace does not fit, before any rank starts.
+        RankError: if a rank fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for num_stages in dict.fromkeys(case.num_stages for case in cases):
-            jobs, out = Path(folder) / f"jobs{num_stages}.json", Path(folder) / f"results{num_stages}.jsonl"
-            here = [case for case in cases if case.num_stages == num_stages]
-            jobs.write_text(json.dumps([asdict(case) for case in here]))
-            out.touch()
-            with ThreadPoolExecutor(1) as background, out.open() as lines:
-                done = background.submit(
-                    launch, "benchmarks.replay.run", num_stages, f"--jobs={jobs}", f"--out={out}"
-                )
-                while True:
-                    ended = done.done()  # asked first: what was written before is read below
-                    yield from (Result.from_values(json.loads(line)) for line in _whole_lines(lines))
-                    if ended:
-                        break
-                    wait([done], timeout=1)
-                done.result()
-
-
-def _whole_lines(file: TextIO) -> Iterator[str]:
-    """What was added since the last call, up to the last line that is complete."""
-    while True:
-        start = file.tell()
-        line = file.readline()
-        if not line.endswith("\n"):
-            file.seek(start)
-            return
-        yield line
+    for case in cases:
+        case.load_trace()  # what does not fit is refused before any rank starts
+    launches: dict[Any, list[Case]] = {}
+    for number, case in enumerate(cases):  # who has left is missing in the next run
+        launches.setdefault((case.num_stages, case.replicas, number if case.leaves else ""), []).append(case)
+    for (num_stages, replicas, _), here in launches.items():
+        yield from run_forked(replay_all, num_stages * replicas, free_port(), here)
 
 
 def describe(result: Result) -> str:
@@ -296,45 +296,57 @@ def describe(result: Result) -> str:
         f"{case.trace} | S={case.num_stages} M={case.num_micro_batches} | {case.method:22} | "
         f"{result.throughput:7.2f} micro-batches/s | last {result.last_throughput():7.2f} | "
         f"bubble {result.bubbles[WARM_UP]:.3f} -> {result.last_bubble():.3f} | "
-        f"overhead {result.overhead():.2%} | {len(result.moves)} moves | {result.kind}"
+        f"overhead {result.overhead():.2%} | {len(result.moves)} moves | {result.kind} in {result.machine_s:.0f} s"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", nargs="+", default=["model:freezing:24"])
     parser.add_argument("--stages", type=int, nargs="+", default=[2])
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--micro-batches-per-stage", type=int, default=2)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--layer-ms", type=float, default=30.0)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--speeds", type=float, nargs="+", default=[], help="relative speed of every stage")
+    parser.add_argument("--link-ms", type=float, default=0.0, help="mean delay of a message")
+    parser.add_argument("--link-spread", type=float, default=0.0, help="relative spread of the delays")
+    parser.add_argument("--jitter", type=float, default=0.0, help="relative, of every layer and micro-batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--leave", type=_pair, nargs="+", default=[], metavar="BATCH:STAGES", help="after BATCH only STAGES are left"
+    )
+    parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0])
+    parser.add_argument("--costs", choices=COSTS, default=COSTS[0])
     parser.add_argument("--methods", nargs="+", default=["all"], help="'all' or labels: " + "; ".join(METHODS))
     parser.add_argument("--save", type=Path, help="file of JSON lines for the results")
-    parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        replay_all([Case(**job) for job in json.loads(options.jobs.read_text())], options.out)
-        return
     methods = list(METHODS) if options.methods == ["all"] else options.methods
-    try:  # here, before any rank starts
+    try:
         cases = [
-            Case(trace, method, stages, options.micro_batches_per_stage * stages, options.batches, options.layer_ms,
-                 options.every)
+            Case(
+                trace, method, stages, options.micro_batches_per_stage * stages, options.batches, options.layer_ms,
+                options.every, options.speeds, options.link_ms, options.link_spread, options.seed, options.replicas,
+                options.jitter, options.leave, options.clock, options.costs,
+            )
             for trace in options.trace for stages in options.stages for method in methods
         ]
         for case in cases:
-            num_blocks = len(case.load_trace().layers) - 2  # without embedding and head
-            if num_blocks < case.num_stages:
-                raise ValueError(f"--stages {case.num_stages}: {case.trace} has only {num_blocks} blocks")
+            case.load_trace()
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(environment(), "replay: layers wait, they don't compute", sep="\n", flush=True)
+    print(environment(), IN_WORDS[options.clock], sep="\n", flush=True)
     for result in run_cases(cases):
         print(describe(result), flush=True)
         if options.save:
             with options.save.open("a") as file:
                 file.write(json.dumps(result.as_values()) + "\n")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    batch, _, stages = text.partition(":")
+    return int(batch), int(stages)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,5 @@
-"""What layers take in time and memory."""
+"""What layers take in time and memory, and the clock that says so."""
+
+from dynpipe_ds.measure.clock import Clock, HostClock, Span, Work, current_clock, use_clock
+
+__all__ = ["Clock", "HostClock", "Span", "Work", "current_clock", "use_clock"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.gather import BalancingSeconds, LayerSizes, gather_profile, layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.measure.recorder import ActivationMeter, BatchRecorder
@@ -69,16 +69,18 @@ class Profiler:
     Args:
         stage: what is measured.
         overhead: gets the seconds that profiling takes.
+        clock: which all seconds are read from.
 
     Attributes:
         recorder: of the newest measured batch.
         obstacles: what layers return that can't be sent to another stage, as all ranks know it.
     """
 
-    def __init__(self, stage: MeasuredStage, overhead: Overhead) -> None:
+    def __init__(self, stage: MeasuredStage, overhead: Overhead, clock: Clock) -> None:
         self._stage = stage
+        self._clock = clock
         self._overhead = overhead
-        self.recorder = BatchRecorder()
+        self.recorder = BatchRecorder(clock)
         self.obstacles: dict[int, str] = {}
         self._measure_sizes = True
         self._meter: ActivationMeter | None = None
@@ -94,7 +96,7 @@ class Profiler:
         """
         module = self._stage.module
         is_due = self._measure_sizes or last is None or last.batch // _SIZES_EVERY != batch // _SIZES_EVERY
-        self._meter = ActivationMeter(module) if is_due else None
+        self._meter = ActivationMeter(module, self._clock) if is_due else None
         self._measure_sizes = False if is_due else self._measure_sizes
         module.recorder = self.recorder
         self.recorder.start(self._meter)
@@ -113,18 +115,19 @@ class Profiler:
         Raises:
             ValueError: on every rank, if some rank measured nonsense.
         """
-        started, stage = time.perf_counter(), self._stage
-        sizes, activation_bytes = self._measured_sizes() if self._meter is not None or last is None else _known(last)
-        times = self.recorder.stop()
-        gathering = time.perf_counter()
-        own_s = self.recorder.recording_s + gathering - started
+        stage = self._stage
+        with self._clock.work("profile") as adding_up:
+            sizes, activation_bytes = self._measured_sizes() if last is None or self._meter else _known(last)
+            times = self.recorder.stop()
+        own_s = self.recorder.recording_s + adding_up.seconds
+        gathering_s = self._clock.now_s()
         profile, seconds, obstructing = gather_profile(
             times, sizes, activation_bytes, batch=batch, boundaries=stage.partition,
             names=stage.module.layer_names(), stage=stage.stage_id, device=stage.device,
             spent=self._since._replace(own_s=self._since.own_s + own_s), obstacles=self.recorder.obstacles,
         )
         self.obstacles = agree_on_obstacles(obstructing, self.recorder.obstacles, self.obstacles)
-        self._since = BalancingSeconds(gather_s=time.perf_counter() - gathering)
+        self._since = BalancingSeconds(gather_s=self._clock.now_s() - gathering_s)
         self._overhead.profiling_s += own_s + seconds.gather_s
         return Measured(profile, seconds, self.obstacles)
 

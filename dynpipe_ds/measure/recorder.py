@@ -3,12 +3,11 @@
 A stage is one stream of work, so a batch is a list of marks: from this mark on, the stage is in this
 layer's forward, in that layer's backward, or waiting. A layer's backward begins when the gradient of its
 output is ready, which a tensor hook sees; recomputation under activation checkpointing falls into the
-backward. Marks are CUDA events (read after the batch, no synchronisation inside) or a monotonic clock.
+backward. Marks are the clock's stamps: CUDA events (read after the batch, no synchronisation inside) or the time.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,46 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.host import accelerator
+from dynpipe_ds.measure.clock import Clock, current_clock
 from dynpipe_ds.messages.values import obstacle, tensors_in
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
-
-
-class HostClock:
-    """Stamps of a monotonic clock, for devices that compute synchronously."""
-
-    def stamp(self) -> Any:
-        """Take a stamp now."""
-        return time.perf_counter()
-
-    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
-        """Seconds between successive stamps.
-
-        Args:
-            stamps: what :meth:`stamp` gave, in order.
-        """
-        return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-
-
-class DeviceClock:
-    """Stamps that are events on the accelerator's current stream."""
-
-    def stamp(self) -> Any:
-        """Record an event on the current stream; does not synchronise."""
-        event = accelerator.event()
-        event.record()
-        return event
-
-    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
-        """Seconds between successive stamps; waits for the last one.
-
-        Args:
-            stamps: what :meth:`stamp` gave, in order.
-        """
-        if stamps:
-            stamps[-1].synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(stamps, stamps[1:], strict=False)]
 
 
 @dataclass(frozen=True)
@@ -88,19 +51,20 @@ class BatchTimes:
 class BatchRecorder:
     """Collects the marks of one batch on one rank.
 
+    Args:
+        clock: whose stamps they are; ``None``: the one in use.
+
     Attributes:
         marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
         obstacles: what layers returned that can't be sent to another stage, by layer.
         mark_s: seconds that a mark takes, hooks included, as measured when this was made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.marks: list[tuple[int, int, float]] = []
         self.obstacles: dict[int, str] = {}
         self._types: dict[int, type] = {}
-        self._clock: HostClock | DeviceClock = (
-            HostClock() if accelerator.is_synchronous() else DeviceClock()
-        )
+        self._clock = clock or current_clock()
         self._labels: list[tuple[int, int]] = []
         self._stamps: list[Any] = []
         self._phase = FORWARD
@@ -220,11 +184,11 @@ def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> 
     @torch.enable_grad()
     def seconds(run: Callable[[int, Callable[[Any], Any], Any], Any]) -> float:
         first = x = torch.ones(1, requires_grad=True)
-        started = time.perf_counter()
+        started_s = recorder._clock.now_s()
         for layer in range(num_layers):
             x = run(layer, torch.neg, x)
         torch.autograd.grad(x, first)
-        return time.perf_counter() - started
+        return recorder._clock.now_s() - started_s
 
     seconds(recorder.run)
     with_s = min(seconds(recorder.run) for _ in range(repeats))
@@ -266,13 +230,15 @@ class ActivationMeter:
 
     Args:
         module: the stage, whose parameters do not count.
+        clock: says what counting takes; ``None``: the one in use.
 
     Attributes:
         num_bytes: by layer.
         seconds: what counting has taken.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, clock: Clock | None = None) -> None:
+        self._clock = clock or current_clock()
         self.num_bytes: dict[int, int] = {}
         self.seconds = 0.0
         self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -284,7 +250,7 @@ class ActivationMeter:
             layer: whose forward keeps them.
             tensors: tensors, or anything that holds some.
         """
-        started = time.perf_counter()
+        started_s = self._clock.now_s()
         for tensor in tensors_in(tuple(tensors)):
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
             if storage is None or storage.data_ptr() not in self._seen:
@@ -292,7 +258,7 @@ class ActivationMeter:
                 self.num_bytes[layer] = self.num_bytes.get(layer, 0) + size
                 if storage is not None:
                     self._seen.add(storage.data_ptr())
-        self.seconds += time.perf_counter() - started
+        self.seconds += self._clock.now_s() - started_s
 
     def hooks(self, layer: int) -> AbstractContextManager[Any]:
         """Count what autograd keeps inside.

@@ -82,8 +82,11 @@ class Migration:
         self._warnings: list[str] = []
         self._journal: Journal = []
 
-    def run(self) -> None:
+    def run(self) -> int:
         """Carry it out; collective over all ranks.
+
+        Returns:
+            Bytes that this rank sent or received, whichever is more.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
@@ -120,6 +123,8 @@ class Migration:
         self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
         for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):
             warn(text)
+        sent, received = map(sum, zip(weights.num_bytes, states.num_bytes, strict=True))
+        return max(sent, received)
 
     # -- phases -------------------------------------------------------------------------------
 

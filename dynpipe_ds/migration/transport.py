@@ -139,9 +139,10 @@ class _Stream:
         self, tensors: Sequence[Tensor], round_bytes: int, direct_bytes: int, device: torch.device
     ) -> None:
         self.rounds: list[_Round] = []
-        free_bytes = 0
+        self.num_bytes = free_bytes = 0
         for view in (flat_view(t).view(torch.uint8) for t in tensors if t.numel()):
             start = 0
+            self.num_bytes += view.numel()
             while start < view.numel():
                 if free_bytes == 0:
                     self.rounds.append(_Round([], []))
@@ -214,6 +215,11 @@ class Transfer:
         streams = (*self._out.values(), *self._into.values())
         self._num_rounds = max((len(stream.rounds) for stream in streams), default=0)
         self._under_way: list[dist.Work] = []
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes that leave this rank, and bytes that come."""
+        return sum(s.num_bytes for s in self._out.values()), sum(s.num_bytes for s in self._into.values())
 
     def start(self) -> None:
         """Let the first round travel while this rank does other things."""

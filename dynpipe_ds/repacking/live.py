@@ -49,13 +49,13 @@ class Shrink:
 
     Args:
         stage: what is here of the model.
-        move: lets layers move to boundaries, on all ranks or none.
+        move: lets layers move to boundaries, on all ranks or none; gives the bytes that this rank sent or received.
         staying: stages that stay, ascending, the same on every rank; stage 0 among them.
         boundaries: partition of the shorter pipeline.
     """
 
     def __init__(
-        self, stage: Stage, move: Callable[[Sequence[int]], None], staying: Sequence[int], boundaries: Sequence[int]
+        self, stage: Stage, move: Callable[[Sequence[int]], int], staying: Sequence[int], boundaries: Sequence[int]
     ) -> None:
         self._stage = stage
         self._move = move
@@ -69,11 +69,14 @@ class Shrink:
         """Whether this rank goes on."""
         return self._stage.stage_id in self._staying
 
-    def prepare(self, checks: Callable[[], None]) -> None:
+    def prepare(self, checks: Callable[[], None]) -> int:
         """Move the layers to the survivors and vote; collective over all ranks.
 
         Args:
             checks: more to try before the vote.
+
+        Returns:
+            Bytes that this rank sent or received, whichever is more.
 
         Raises:
             RepackError: on every rank, if any can't go through with it; the partition is then as it was.
@@ -81,7 +84,7 @@ class Shrink:
         before = self._stage.partition
         self._together(checks)
         try:
-            self._move(widened(self._boundaries, self._staying, self._stage.num_stages))
+            num_bytes = self._move(widened(self._boundaries, self._staying, self._stage.num_stages))
         except MigrationError as error:
             raise RepackError(f"re-packing failed, training goes on with all ranks ({error})") from error
         try:
@@ -89,6 +92,7 @@ class Shrink:
         except RepackError:
             self._move(before)
             raise
+        return num_bytes
 
     def _together(self, action: Callable[[], None]) -> None:
         stages = f"{self._stage.num_stages} to {len(self._staying)} stages"

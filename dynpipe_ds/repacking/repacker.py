@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -86,11 +85,11 @@ class Repacker:
         """
         if not self._run.balancer.newest:
             raise RuntimeError("there is no profile to re-pack by; train one batch first")
-        started = time.perf_counter()
-        chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
+        with self._run.clock.work("decide") as deciding:
+            chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
         if isinstance(chosen, Refusal):
             raise RepackError(f"re-packing to {num_stages} stages is not possible: {chosen.reason}")
-        return self._shrink(chosen, time.perf_counter() - started)
+        return self._shrink(chosen, deciding.seconds)
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -102,10 +101,10 @@ class Repacker:
             return
         if balancer.is_held(batch):
             return
-        started = time.perf_counter()
         try:
-            chosen = self._choose_workers(self._decide)
-            plan_s = self._agreed_cost(time.perf_counter() - started)
+            with run.clock.work("decide") as deciding:
+                chosen = self._choose_workers(self._decide)
+            plan_s = self._agreed_cost(deciding.seconds)
             wanted = self._is_wanted(chosen)
             self._next_batch = batch + self._batches_until_next_decision(plan_s)
             if wanted:
@@ -176,26 +175,26 @@ class Repacker:
 
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
-        began, guard = time.perf_counter(), self._stage.guard
-        before = self._stage.partition
+        guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
         shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
-        with guard.naming_lost_ranks(doing):
-            shrink.prepare(lambda: self._check_before_shrinking(chosen))
+        with guard.naming_lost_ranks(doing), clock.work("move") as moving:
+            moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
             released_ranks=chosen.released_ranks, released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
-            migrate_s=time.perf_counter() - began, regroup_s=0.0,
+            migrate_s=moving.seconds, regroup_s=0.0,
         )
         with guard.no_way_back(doing):
             if not shrink.stays:
                 shrink.leave(lambda: self._tell(event), self.giving_back.backend.leave)
-            regrouping = time.perf_counter()
-            shrink.go_on()
-        with guard.no_way_back(doing):  # among the ranks that stay
-            self._forget_old_stages(chosen.surviving_stages)
-            self.giving_back.give_back(chosen, shrink.world)
-        event = replace(event, regroup_s=time.perf_counter() - regrouping)
+        with clock.work("regroup") as regrouping:
+            with guard.no_way_back(doing):
+                shrink.go_on()
+            with guard.no_way_back(doing):  # among the ranks that stay
+                self._forget_old_stages(chosen.surviving_stages)
+                self.giving_back.give_back(chosen, shrink.world)
+        event = replace(event, regroup_s=regrouping.seconds)
         self._run.overhead.repacking_s += event.seconds
         self._tell(event)
         return event

@@ -1,0 +1,100 @@
+"""Ranks that share their imports, forked from one process that has torch and DeepSpeed: many fit on one machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["benchmarks.preload"])
+_TAIL = 3000  # characters of a failed rank's output
+
+
+class RankError(RuntimeError):
+    """A rank that failed, with the end of what it wrote."""
+
+
+def run_forked(function: Callable[..., None], num_ranks: int, port: int, *args: Any) -> Iterator[Any]:
+    """Call ``function(send, *args)`` in processes that have the environment of a launcher's ranks.
+
+    Args:
+        function: importable by name; what the first rank hands to its ``send`` is yielded here, as it comes.
+        num_ranks: how many.
+        port: free on this machine, for the ranks to meet.
+        *args: picklable arguments.
+
+    Raises:
+        RankError: if a rank raises or dies; the others are ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / str(rank) for rank in range(num_ranks)]
+        ours, theirs = _context.Pipe(duplex=False)
+        ranks = [
+            _context.Process(target=_run, args=(rank, num_ranks, port, str(log), theirs, function, args), daemon=True)
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            theirs.close()
+            running = {rank.sentinel: rank for rank in ranks}
+            while running:
+                ready = wait([*running, ours] if not ours.closed else [*running])
+                if ours in ready:
+                    yield from _received(ours)
+                for sentinel in running.keys() & set(ready):
+                    ended = running.pop(sentinel)  # type: ignore[index]
+                    ended.join()
+                    if ended.exitcode:
+                        number = ranks.index(ended)
+                        text = logs[number].read_text(errors="replace")[-_TAIL:]
+                        raise RankError(f"rank {number} of {num_ranks} ended with code {ended.exitcode}:\n{text}")
+            if not ours.closed:
+                while ours.poll():
+                    yield ours.recv()
+        finally:
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                rank.join()
+
+
+def _received(pipe: Connection) -> Iterator[Any]:
+    try:
+        while pipe.poll():
+            yield pipe.recv()
+    except EOFError:
+        pipe.close()
+
+
+def _run(
+    rank: int, num_ranks: int, port: int, log: str, pipe: Connection, function: Callable[..., None], args: Any
+) -> None:
+    file = open(log, "w", buffering=1)  # noqa: SIM115 - until the process ends
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    try:
+        function(pipe.send if rank == 0 else _nowhere, *args)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            os._exit(0)
+        traceback.print_exc()
+        file.flush()
+        os._exit(1)
+    file.flush()
+    os._exit(0)
+
+
+def _nowhere(value: Any) -> None:
+    """What other ranks measured is not needed."""

@@ -1,0 +1,212 @@
+"""The clocks of a replay: one that sleeps as long as it is told, and one that only counts.
+
+With :class:`VirtualClock` nobody sleeps. A rank's time passes where its layers, links and moves are told to take some,
+and where the library works, by stated constants. Real messages carry the time along (``travelling.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dynpipe_ds.measure import Clock, HostClock, Span, Work, current_clock
+
+FORWARD, BACKWARD = 1, -1
+"""The step from a layer to the next one of a pass."""
+
+
+class ReplayClock(Clock, Protocol):
+    """What replay layers and links need besides what an engine reads."""
+
+    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> AbstractContextManager[None]:
+        """Let what is inside last as long as told.
+
+        Args:
+            way: ``FORWARD`` or ``BACKWARD``.
+            layer: its index.
+            micro_batch: its number.
+            seconds: from begin to end.
+        """
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass.
+
+        Args:
+            seconds: how much.
+        """
+
+
+def replay_clock() -> ReplayClock:
+    """The clock in use, which must be one of a replay."""
+    clock = current_clock()
+    if not hasattr(clock, "lasts"):
+        raise RuntimeError(f"{type(clock).__name__} is no replay's clock; call use_clock before the engine is made")
+    return clock  # type: ignore[return-value]
+
+
+class SleepingClock(HostClock):
+    """The machine's own time; layers sleep.
+
+    A layer begins when the one before it *should* have ended: a sleep that ends late, as all do on a busy machine,
+    then makes a pass late once and not once a layer.
+
+    Attributes:
+        works_s: seconds of all that the library did, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.works_s: dict[str, list[float]] = {}
+        self._last = {FORWARD: (-2, -1, 0.0), BACKWARD: (-2, -1, 0.0)}
+
+    @contextmanager
+    def work(self, kind: Work) -> Iterator[Span]:
+        """Time what the library does inside, and keep it: constants of a virtual clock come from there.
+
+        Args:
+            kind: what it is.
+        """
+        with super().work(kind) as span:
+            yield span
+        if span.was_needed:
+            self.works_s.setdefault(kind, []).append(span.seconds)
+
+    @contextmanager
+    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> Iterator[None]:
+        """Sleep for what is left when the inside is done; see :class:`ReplayClock`."""
+        last_layer, last_micro_batch, ended_s = self._last[way]
+        follows = (last_layer + way, last_micro_batch) == (layer, micro_batch)
+        end_s = (ended_s if follows else self.now_s()) + seconds
+        self._last[way] = layer, micro_batch, end_s
+        yield
+        self.advance(end_s - self.now_s())
+
+    def advance(self, seconds: float) -> None:
+        """Sleep.
+
+        Args:
+            seconds: how long; nothing below 0.
+        """
+        if seconds > 0:
+            time.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What everything but the layers takes, as constants. The default: nothing, and bytes travel in no time.
+
+    Args:
+        forward_s: a forward through a stage, beside its layers.
+        backward_s: a backward.
+        message_s: one exchange of messages between two ranks that have met.
+        step_s: gradient reduction and optimizer step.
+        batch_s: what lies between two batches beside the library's work.
+        work_s: of each kind of the library's work.
+        bytes_per_s: speed at which layers move.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    message_s: float = 0.0
+    step_s: float = 0.0
+    batch_s: float = 0.0
+    work_s: dict[str, float] = field(default_factory=dict)
+    bytes_per_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name != "work_s"} | self.work_s
+        for name, value in numbers.items():
+            if not value >= 0 or (name == "bytes_per_s" and value == 0):
+                raise ValueError(f"costs: {name} = {value} must not be negative" + " or 0" * (name == "bytes_per_s"))
+
+
+class VirtualClock:
+    """Time that passes only where it is told to.
+
+    Args:
+        costs: of everything but the layers.
+        byte_scale: bytes of the model told for one that this replay's layers hold.
+    """
+
+    def __init__(self, costs: Costs | None = None, byte_scale: float = 1.0) -> None:
+        self.costs = costs or Costs()
+        self.byte_scale = byte_scale
+        self._now_s = 0.0
+        self._works = False
+        self._last = {FORWARD: (-2, -1), BACKWARD: (-2, -1)}
+
+    # -- what an engine reads -----------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """Seconds since the clock was made."""
+        return self._now_s
+
+    def stamp(self) -> float:
+        """The same."""
+        return self._now_s
+
+    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
+        """Seconds between successive stamps.
+
+        Args:
+            stamps: what :meth:`stamp` gave, in order.
+        """
+        return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
+
+    @contextmanager
+    def work(self, kind: Work) -> Iterator[Span]:
+        """Charge what the library does inside, its messages included; those still wait for whom they are from.
+
+        Args:
+            kind: what it is.
+        """
+        span, started_s, works = Span(), self._now_s, self._works
+        self._works = True
+        try:
+            yield span
+        finally:
+            self._works = works
+            if span.was_needed:
+                self.advance(self.costs.work_s.get(kind, 0.0))
+                self.advance(span.num_bytes * self.byte_scale / self.costs.bytes_per_s)
+            span.seconds = self._now_s - started_s
+
+    # -- how it passes ------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass.
+
+        Args:
+            seconds: how much.
+        """
+        self._now_s += seconds
+
+    def reach(self, moment_s: float) -> None:
+        """Let time pass until a moment, unless that is over.
+
+        Args:
+            moment_s: as :meth:`now_s` counts.
+        """
+        self._now_s = max(self._now_s, moment_s)
+
+    def meet(self, moments_s: Sequence[float]) -> None:
+        """Exchange messages with others, which begins when all have come to it.
+
+        Args:
+            moments_s: when they came.
+        """
+        self.reach(max(moments_s))
+        if not self._works:
+            self.advance(self.costs.message_s)
+
+    @contextmanager
+    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> Iterator[None]:
+        """Let a layer take its time; the first of a pass also what a pass takes beside its layers."""
+        last_layer, last_micro_batch = self._last[way]
+        if (last_layer + way, last_micro_batch) != (layer, micro_batch):
+            self.advance(self.costs.forward_s if way == FORWARD else self.costs.backward_s)
+        self._last[way] = layer, micro_batch
+        yield
+        self.advance(seconds)
