@@ -1,14 +1,16 @@
-"""Messages that take the time along: what makes the clocks of all ranks one.
+"""Messages that take the time along: what makes the clocks of all ranks of one machine one.
 
-Every message between two ranks is accompanied by the moment at which it was posted, both ways: gloo's sends wait for
-their receiver, so both go on at the later of both moments. After a collective all ranks of its group go on at the
-latest moment of all. The messages themselves are torch's, untouched.
+Who posts a message also writes down when, for the other end to read: gloo's sends wait for their receiver, so both go
+on at the later of both moments. After a collective all ranks of its group go on at the latest moment of all. The
+messages themselves are torch's, untouched.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,9 +18,10 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from benchmarks.replay.clocks import VirtualClock
@@ -28,7 +31,9 @@ _COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
 )  # fmt: skip
-_FROM_SENDER, _FROM_RECEIVER = 7001, 7002  # tags
+_PAUSE_S = 2e-4  # of the machine's time
+_sleep = time.sleep
+_KEPT = 64  # moments between two ranks; more messages are never under way
 _READS = ("sleep", "time", "perf_counter", "monotonic", "process_time")
 
 
@@ -41,7 +46,7 @@ def virtual_time(clock: VirtualClock) -> Iterator[VirtualClock]:
     """Let engines that are made inside read a virtual clock, and messages take its time along.
 
     Args:
-        clock: of this rank, which all its engines and layers share.
+        clock: of this rank, which all its engines and layers share. Collective over all ranks.
     """
     with ExitStack() as stack:
         for name in _COLLECTIVES:
@@ -95,21 +100,58 @@ class _Meets:
         return getattr(self._work, name)
 
 
+class _Board:
+    """Memory that all ranks share: when each of them posted its messages to and from each other one.
+
+    Attributes:
+        world: whose ranks they are.
+    """
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD
+        self._rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        path: list[Any] = [None]
+        if self._rank == 0:
+            number, path[0] = tempfile.mkstemp(prefix="replay-")
+            os.truncate(number, num_ranks**2 * 2 * _KEPT * 16)
+            os.close(number)
+        dist.broadcast_object_list(path, src=0)
+        # Of whom, to or from whom, as receiver or sender, the last ones: how many there were, and when.
+        self._moments = np.memmap(path[0], np.float64, "r+", shape=(num_ranks, num_ranks, 2, _KEPT, 2))
+        self._counts: dict[tuple[int, bool], int] = {}
+        dist.barrier()
+        if self._rank == 0:
+            os.unlink(path[0])
+
+    def write(self, peer: int, sends: bool, moment_s: float) -> int:
+        """Say when this rank posted a message; gives its number."""
+        number = self._counts[peer, sends] = self._counts.get((peer, sends), 0) + 1
+        place = self._moments[self._rank, peer, int(sends), number % _KEPT]
+        place[1] = moment_s
+        place[0] = number  # last: it says that the moment is there
+        return number
+
+    def read(self, peer: int, sends: bool, number: int) -> float:
+        """When the other end of this rank's message was posted; waits until it is."""
+        place = self._moments[peer, self._rank, int(not sends), number % _KEPT]
+        while place[0] < number:
+            _sleep(_PAUSE_S)
+        assert place[0] == number, "more messages under way than are kept"
+        return float(place[1])
+
+
 def _timed(post: Callable[[list[Any]], list[Any]], clock: VirtualClock) -> Callable[[list[Any]], list[Any]]:
     """Sends and receives that are over on both sides when both have come to them."""
+    board = _Board()
 
     @wraps(post)
     def run(operations: list[Any]) -> list[Any]:
-        now = torch.tensor([clock.now_s()], dtype=torch.float64)
-        theirs: list[Tensor] = []
-        times = []
-        for peer, sends in sorted({(op.peer, op.op is dist.isend) for op in operations}):
-            theirs.append(torch.zeros_like(now))
-            mine, other = (_FROM_SENDER, _FROM_RECEIVER) if sends else (_FROM_RECEIVER, _FROM_SENDER)
-            times.append(dist.P2POp(dist.isend, now, peer, tag=mine))
-            times.append(dist.P2POp(dist.irecv, theirs[-1], peer, tag=other))
-        works = post([*operations, *times])
-        return [*works, _Arrival(clock, theirs)]
+        nonlocal board
+        if board.world is not dist.group.WORLD:  # a smaller one, whose ranks are numbered anew; all come here first
+            board = _Board()
+        ends = sorted({(op.peer, op.op is dist.isend) for op in operations})
+        posted = [(peer, sends, board.write(peer, sends, clock.now_s())) for peer, sends in ends]
+        return [*post(operations), _Arrival(clock, board, posted)]
 
     return run
 
@@ -117,11 +159,11 @@ def _timed(post: Callable[[list[Any]], list[Any]], clock: VirtualClock) -> Calla
 class _Arrival:
     """What to wait for last."""
 
-    def __init__(self, clock: VirtualClock, theirs: Sequence[Tensor]) -> None:
-        self._clock, self._theirs = clock, theirs
+    def __init__(self, clock: VirtualClock, board: _Board, posted: Sequence[tuple[int, bool, int]]) -> None:
+        self._clock, self._board, self._posted = clock, board, posted
 
     def wait(self) -> None:
-        self._clock.meet([float(moment) for moment in self._theirs])
+        self._clock.meet([self._board.read(*message) for message in self._posted])
 
 
 def _not_in_layers(function: Callable[..., Any], name: str) -> Callable[..., Any]:
