@@ -72,8 +72,8 @@ def _replay(report: dict[str, Any] | None) -> str:
     stages = sorted({count for cells in by_scenario.values() for count in cells})
     rows = [[f"`{name}`", *(cells.get(s, "") for s in stages)] for name, cells in by_scenario.items()]
     words = (
-        "More stages than cores by **replay**: layers that wait as long as a load model of the paper says, on the real "
-        "engine with real messages, decisions and moves. Speedup of ours over the best static partition, the same of "
+        "More stages than cores by **replay**: the real engine with real messages, decisions and moves, in virtual "
+        "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the best static partition, the same of "
         "the best of the paper's balancers, and ours as a share of the ideal (every batch on its best partition, no "
         "overhead). All tables: [benchmarks/results/paper](benchmarks/results/paper)."
     )

@@ -28,10 +28,9 @@ class Size:
         stages: numbers of stages, each with the blocks of its model.
         scenarios: which.
         methods: labels; with more than 8 stages only those of :data:`MANY_STAGES`.
-        batches: of a run; three eighths less with more than 8 stages, whose batches are long.
+        batches: of a run.
         few: stages for the tables of network and workers.
         depths: blocks of the simulated tables.
-        pace: times all layers' milliseconds.
     """
 
     stages: dict[int, int]
@@ -40,19 +39,13 @@ class Size:
     batches: int
     few: tuple[int, ...]
     depths: tuple[int, ...]
-    pace: float
 
 
-FULL = Size(
-    {2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 16, (4,), (24, 32, 40, 48), 1.0
-)
-QUICK = Size(
-    {2: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 10, (2,), (24,), 0.5
-)
+FULL = Size({2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 40, (4,), (24, 32, 40, 48))
+QUICK = Size({4: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 20, (4,), (24,))
 
-# Forward and backward of a dense block, so that a stage's micro-batch lasts long beside the engine's own work,
-# S ranks of which share the machine's cores.
-LAYER_MS = {2: 6.0, 4: 8.0, 8: 12.0, 16: 20.0, 24: 30.0}
+LAYER_MS = 30.0
+"""Forward and backward of a dense block."""
 
 
 def scenario_of(trace: str) -> str:
@@ -62,15 +55,6 @@ def scenario_of(trace: str) -> str:
         trace: of a case.
     """
     return trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
-
-
-def micro_batches(num_stages: int) -> int:
-    """M: four a stage, two with many stages, where a batch would get long.
-
-    Args:
-        num_stages: S.
-    """
-    return (4 if num_stages <= 8 else 2) * num_stages
 
 
 def case(trace: str, method: str, num_stages: int, size: Size, **options: object) -> Case:
@@ -84,10 +68,8 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
         **options: further fields of the case.
     """
     changing = scenario_of(trace) in CHANGING_EVERY_BATCH
-    layer_ms = size.pace * LAYER_MS.get(num_stages, 30.0)
-    batches = size.batches if num_stages <= 8 else 5 * size.batches // 8
     return Case(
-        trace, method, num_stages, micro_batches(num_stages), batches, layer_ms, 1 if changing else EVERY,
+        trace, method, num_stages, 4 * num_stages, size.batches, LAYER_MS, 1 if changing else EVERY,
         **options,  # type: ignore[arg-type]
     )
 
@@ -116,7 +98,7 @@ def network(size: Size) -> list[Case]:
     """
     full = len(size.scenarios) > 2
     # A mean delay of a fifth of a dense stage's forward, which is a third of the stage's time.
-    delay_ms = {s: size.pace * LAYER_MS[s] * 24 / s / 15 for s in size.few}
+    delay_ms = {s: LAYER_MS * 24 / s / 15 for s in size.few}
     return [
         case(f"model:{name}:24", method, num_stages, size, link_ms=link * delay_ms[num_stages], link_spread=spread)
         for num_stages in size.few
@@ -145,7 +127,7 @@ def workers(size: Size) -> list[Case]:
     ]
 
 
-def replicas(size: Size) -> list[tuple[Case, int]]:
+def replicas(size: Size) -> list[Case]:
     """16 stages with 8 data-parallel replicas, 24 with 30 (Figure 3), for the simulator.
 
     Args:
@@ -154,7 +136,7 @@ def replicas(size: Size) -> list[tuple[Case, int]]:
     methods = (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
     pipelines = ((16, 8), (24, 30)) if len(size.scenarios) > 2 else ((16, 8),)
     return [
-        (case(f"model:{name}:{depth}", method, num_stages, size), count)
+        case(f"model:{name}:{depth}", method, num_stages, size, replicas=count)
         for num_stages, count in pipelines
         for depth in size.depths
         for name in size.scenarios
@@ -172,15 +154,14 @@ def run(cases: Sequence[Case], raw: Path) -> list[Result]:
     return _complete(cases, raw, lambda missing: run_cases(missing))
 
 
-def simulate_all(cases: Sequence[tuple[Case, int]], raw: Path) -> list[Result]:
+def simulate_all(cases: Sequence[Case], raw: Path) -> list[Result]:
     """Simulate the cases that ``raw`` does not hold yet.
 
     Args:
-        cases: runs and their replicas.
+        cases: runs.
         raw: file of JSON lines.
     """
-    count = {c: n for c, n in cases}
-    return _complete([c for c, _ in cases], raw, lambda missing: (predict(c, replicas=count[c]) for c in missing))
+    return _complete(cases, raw, lambda missing: map(predict, missing))
 
 
 def _complete(cases: Sequence[Case], raw: Path, make: Callable[[Sequence[Case]], Iterable[Result]]) -> list[Result]:

@@ -78,7 +78,7 @@ def plot_bars(
 
 
 def plot_predictions(path: Path, comparisons: Sequence[Any], goal: float) -> None:
-    """Draw predicted over measured batch times with the goal as a band.
+    """Draw virtual over sleeping seconds with the goal as a band.
 
     Args:
         path: PNG to write.
@@ -90,14 +90,15 @@ def plot_predictions(path: Path, comparisons: Sequence[Any], goal: float) -> Non
     places = np.arange(len(comparisons))
     axes.axhspan(-100 * goal, 100 * goal, color="#E8E8E8", label=f"goal: within {goal:.0%}")
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.plot(places, [100 * c.declared_error for c in comparisons], "s", color="#E69F00", label="as told")
-    axes.plot(places, [100 * c.error for c in comparisons], "o", color="#0072B2", label="with overheads")
-    axes.plot(places, [100 * c.own_error for c in comparisons], "^", color="#009E73", label="from its own profile")
+    for method, marker, colour in (("static uniform", "s", "#E69F00"), ("optimal:time", "o", "#0072B2")):
+        shown = np.array([c.case.method == method for c in comparisons])
+        errors = 100 * np.array([c.error for c in comparisons])
+        axes.plot(places[shown], errors[shown], marker, color=colour, label=method)
     names = [f"{c.case.trace.split(':')[1]}\n{c.case.num_stages} stages" for c in comparisons]
     axes.set_xticks(places, names, rotation=60, fontsize=7, ha="right")
-    axes.set_ylabel("predicted / measured batch time - 1 (%)")
+    axes.set_ylabel("virtual / sleeping seconds - 1 (%)")
     axes.legend(frameon=False, fontsize=8, ncols=4)
-    axes.set_title("Simulator against the real engine (replay)", fontsize=10)
+    axes.set_title("Replay in virtual time against sleeping replay", fontsize=10)
     _save(figure, path)
 
 

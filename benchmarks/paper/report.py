@@ -17,8 +17,9 @@ from benchmarks.paper.plots import plot_predictions
 __all__ = ["Report", "plot_predictions"]
 
 KINDS = {
-    "replay": "REPLAY: layers wait as long as a trace says and do not compute; engine, messages, profiles, decisions "
-    "and migrations are real",
+    "replay": "REPLAY: layers take the time that a trace says and do not compute; engine, messages, profiles, "
+    "decisions and migrations are real; nobody sleeps, time is counted",
+    "sleeping replay": "SLEEPING REPLAY: the same on the machine's own time; layers wait",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
 }
 
@@ -42,7 +43,7 @@ class Report:
     Args:
         name: of the files.
         folder: where they go.
-        kind: ``"replay"`` or ``"simulation"``.
+        kind: a key of :data:`KINDS`.
         quick: whether this is a short run, whose numbers are rough.
         title: heading.
         text: what the table shows.

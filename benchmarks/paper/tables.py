@@ -62,8 +62,8 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
     rows, panels, values = [], {}, []
     for (trace, num_stages, _), runs in groups.items():
         name, any_run = scenario_of(trace), next(iter(runs.values()))
-        timed = any_run.replicas * any_run.case.num_micro_batches * (any_run.case.num_batches - WARM_UP)
-        ideal = timed / ideal_s(any_run.case, any_run.replicas)
+        timed = any_run.case.replicas * any_run.case.num_micro_batches * (any_run.case.num_batches - WARM_UP)
+        ideal = timed / ideal_s(any_run.case)
         reached = max((runs[label].throughput for label in OUR_LABELS if label in runs), default=0.0) / ideal
         static = best(runs.values(), STATIC_LABELS)
         speedups = {label: run.throughput / static.throughput for label, run in runs.items()}
@@ -80,7 +80,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         ])
         panels.setdefault(f"{num_stages} stages, {blocks_of(any_run)} blocks", {})[name.replace("_", "\n")] = speedups
         values.append({
-            "scenario": name, "blocks": blocks_of(any_run), "stages": num_stages, "replicas": any_run.replicas,
+            "scenario": name, "blocks": blocks_of(any_run), "stages": num_stages, "replicas": any_run.case.replicas,
             "speedups": speedups,
             "throughputs": {label: run.throughput for label, run in runs.items()}, "last_quarter": last,
             "ideal": ideal, "reached": reached,
@@ -89,7 +89,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
     report.table, report.values = _markdown(header, rows), values
     report.text += (
         "Throughput in micro-batches a second"
-        + (" of all replicas" if any(r.replicas > 1 for r in results) else "")
+        + (" of all replicas" if any(r.case.replicas > 1 for r in results) else "")
         + ". *static uniform*: as many blocks on every stage (Megatron-LM's rule); *static parameters*: DeepSpeed's; "
         "*balanced*, *diffusion*: the paper's balancers, at a fixed interval; *optimal:time*: ours at the same "
         "interval; *auto*: ours, moving when it pays, which it can know after two to four batches at the soonest. "
@@ -104,7 +104,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
     longer = [run.wall_s / simulated_s(run) for run in results if run.kind == "replay"]
     if longer:
         report.notes.append(
-            f"Everything but the layers (messages, the engine, other work on the machine, overheads) makes the runs "
+            f"Everything but the layers (messages, the engine, overheads, as calibrated) makes the runs "
             f"{median(longer):.2f} times as long as the layers say, at worst {max(longer):.2f} times."
         )
     if any(v["same_losses"] is not None for v in values):

@@ -46,7 +46,7 @@ def virtual_time(clock: VirtualClock) -> Iterator[VirtualClock]:
     """Let engines that are made inside read a virtual clock, and messages take its time along.
 
     Args:
-        clock: of this rank, which all its engines and layers share. Collective over all ranks.
+        clock: of this rank, which all its engines and layers share.
     """
     with ExitStack() as stack:
         for name in _COLLECTIVES:
@@ -142,12 +142,12 @@ class _Board:
 
 def _timed(post: Callable[[list[Any]], list[Any]], clock: VirtualClock) -> Callable[[list[Any]], list[Any]]:
     """Sends and receives that are over on both sides when both have come to them."""
-    board = _Board()
+    board: _Board | None = None
 
     @wraps(post)
     def run(operations: list[Any]) -> list[Any]:
         nonlocal board
-        if board.world is not dist.group.WORLD:  # a smaller one, whose ranks are numbered anew; all come here first
+        if board is None or board.world is not dist.group.WORLD:  # of a new world all ranks come here first
             board = _Board()
         ends = sorted({(op.peer, op.op is dist.isend) for op in operations})
         posted = [(peer, sends, board.write(peer, sends, clock.now_s())) for peer, sends in ends]

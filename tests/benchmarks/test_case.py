@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.replay.case import METHODS, Case, Result, best, first_boundaries, frozen_boundaries
+from benchmarks.replay.clocks import Costs
 from benchmarks.replay.predict import predict
+from benchmarks.replay.run import run_cases
 from benchmarks.traces.models import MODELS
 from dynpipe_ds.config import parse_config
 
@@ -49,7 +53,7 @@ def test_links_stay_within_four_times_their_mean() -> None:
 def test_a_workload_adds_up_layers_speeds_and_frozen_stages() -> None:
     case = Case("model:freezing:8", "static uniform", 2, 3, 10, speeds=(1.0, 0.5))
     moment = case.load_trace().batches[-1]  # six layers are frozen
-    workload = case.workload(moment, [0, 6, 10], 0, message_s=0.001, late_s=(0.01, 0.02))
+    workload = case.workload(moment, [0, 6, 10], 0, costs=Costs(forward_s=0.01, backward_s=0.02, message_s=0.001))
     assert frozen_boundaries(moment, [0, 6, 10]) == workload.frozen_boundaries == 1
     assert workload.forward_s[:, 0] == pytest.approx([0.051 + 0.01, 2 * 0.031 + 0.01])
     assert workload.backward_s[:, 0] == pytest.approx([0.0, 2 * 0.062 + 0.02])
@@ -76,6 +80,36 @@ def test_simulated_runs_gain_by_time_and_not_by_parameters() -> None:
 
 def test_a_batch_of_replicas_ends_with_the_slowest() -> None:
     case = Case("model:moe:24", "static uniform", 2, 4, 4)
-    one, many = predict(case), predict(case, replicas=4)
+    one, many = predict(case), predict(replace(case, replicas=4))
     assert fmean(many.batches_s) > fmean(one.batches_s)
     assert many.throughput > 3.5 * one.throughput
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"clock": "sundial"}, "clock = 'sundial': must be one of virtual, sleeping"),
+    ({"costs": "some"}, "costs = 'some': must be one of calibrated, none"),
+    ({"num_micro_batches": 0}, "num_micro_batches = 0: must be >= 1"),
+    ({"replicas": 0}, "replicas = 0: must be >= 1"),
+    ({"jitter": -0.1}, "jitter = -0.1: must be >= 0 and finite"),
+    ({"link_ms": float("nan")}, "link_ms = nan: must be >= 0 and finite"),
+    ({"speeds": (1.0, 0.0)}, r"speeds = \(1.0, 0.0\): need one > 0 for each of 2 stages"),
+    ({"leaves": ((3, 2),)}, "fewer each time than before \\(2 at the start\\)"),
+    ({"leaves": ((10, 1),)}, "a batch, from 1 to 9 and ascending"),
+])  # fmt: skip
+def test_what_can_not_be_replayed_is_named(options: dict[str, Any], message: str) -> None:
+    plain = {"trace": "model:dense:24", "method": "static uniform", "num_stages": 2, "num_micro_batches": 4}
+    with pytest.raises(ValueError, match=message):
+        Case(**plain | {"num_batches": 10} | options)
+
+
+def test_a_trace_with_fewer_blocks_than_stages_is_refused_before_a_rank_starts() -> None:
+    with pytest.raises(ValueError, match="num_stages = 8: model:dense:6 has only 6 blocks"):
+        next(run_cases([Case("model:dense:6", "static uniform", 8, 8, 10)]))
+
+
+def test_jitter_has_mean_one_and_its_width() -> None:
+    case = Case("model:dense:24", "static uniform", 2, 400, 10, jitter=0.2, seed=1)
+    factors = case.micro_batch_factors(case.load_trace().batches[0], 3)
+    assert factors.mean() == pytest.approx(1.0, abs=0.01) and factors.std() == pytest.approx(0.2, rel=0.05)
+    again = replace(case, seed=2).micro_batch_factors(case.load_trace().batches[0], 3)
+    assert (factors != again).any()

@@ -1,33 +1,48 @@
-"""Replay on two real ranks: layers last as long as told, and where they are changes nothing."""
+"""Replay on real ranks: time passes as told, where layers are changes nothing but time, and every run is the same."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
-from benchmarks.replay.case import Case, Result
-from benchmarks.replay.run import Replay
+import pytest
+
+from benchmarks.replay.case import WARM_UP, Case, Result
+from benchmarks.replay.predict import predict
+from benchmarks.replay.run import Replay, time_of
+from dynpipe_ds.simulation import simulate
 from tests.distributed.ranks import run_ranks
 
 MICRO_BATCHES, BATCHES, LAYER_MS = 2, 6, 2.0
+
+
+def case_of(trace: str, method: str, num_stages: int = 2, **options: Any) -> Case:
+    return Case(trace, method, num_stages, MICRO_BATCHES * num_stages, BATCHES, LAYER_MS, **options)
+
+
 # By parameters, what pruning leaves decides and not the clock.
-CASES = (
-    ("model:freezing:6", "static uniform", 0.0), ("model:freezing:6", "optimal:time", 1.0),
-    ("model:pruning:6", "static uniform", 0.0), ("model:pruning:6", "balanced:parameters", 0.0),
+PAIRS = (
+    case_of("model:freezing:6", "static uniform"), case_of("model:freezing:6", "optimal:time", link_ms=1.0),
+    case_of("model:pruning:6", "static uniform"), case_of("model:pruning:6", "balanced:parameters"),
 )
 
 
-def _replay(rank: int) -> list[tuple[Result, dict[int, bytes]]]:
-    found = []
-    for trace, method, link_ms in CASES:
-        replay = Replay(Case(trace, method, 2, MICRO_BATCHES, BATCHES, LAYER_MS, every=1, link_ms=link_ms))
-        result = replay.run()
-        layers = replay.engine.local_layers()
-        found.append((result, {i: layer.weight.detach().numpy().tobytes() for i, layer in layers.items()}))
-    return found
+def _replay(case: Case) -> tuple[Result, dict[int, bytes]]:
+    with time_of(case) as clock:
+        run = Replay(case, clock)
+        result = run.run()
+        layers = run.engine.local_layers()
+        return result, {i: layer.weight.detach().numpy().tobytes() for i, layer in layers.items()}
 
 
-def test_replay_waits_as_told_moves_layers_and_keeps_the_bits() -> None:
-    first, second = run_ranks(_replay, 2)
+def _replay_all(rank: int, cases: list[Case]) -> list[tuple[Result, dict[int, bytes]]]:
+    return [_replay(case) for case in cases]
+
+
+@pytest.mark.parametrize("clock", ["virtual", "sleeping"])
+def test_replay_moves_layers_and_keeps_the_bits(clock: str) -> None:
+    first, second = run_ranks(_replay_all, 2, [replace(case, clock=clock) for case in PAIRS])
     weights = [own | theirs for (_, own), (_, theirs) in zip(first, second, strict=True)]
     for static_run in (0, 2):
         static, dynamic = first[static_run][0], first[static_run + 1][0]
@@ -47,4 +62,59 @@ def _check_busy(result: Result) -> None:
     for batch in range(BATCHES):
         seconds = told.at(batch, BATCHES).seconds
         for busy_s, (low, high) in zip(result.stages_s[batch], pairwise(parts[batch]), strict=True):
-            assert busy_s >= 0.99 * MICRO_BATCHES * sum(seconds[low:high]) > 0
+            assert busy_s >= 0.99 * MICRO_BATCHES * result.case.num_stages * sum(seconds[low:high]) > 0
+
+
+# All that a simulation knows as well: links, slow workers, dispersion, jitter, frozen stages, moves.
+SIMULATED = [
+    case_of("model:early_exit:9", "optimal:time", 3, costs="none", link_ms=0.5, link_spread=1.0),
+    case_of("model:freezing:6", "optimal:time", 3, costs="none", speeds=(1.0, 0.5, 1.0), jitter=0.2, seed=3),
+]
+
+
+def test_virtual_time_is_what_the_simulator_says() -> None:
+    """Forwards, backwards and messages of the real engine, to the rounding of sums; and its decisions."""
+    for case, (result, _) in zip(SIMULATED, run_ranks(_replay_all, 3, SIMULATED)[0], strict=True):
+        assert result.moves and result.kind == "replay"
+        trace, parts = case.load_trace(), result.boundaries_by_batch()
+        for batch in range(BATCHES):
+            told = simulate(case.workload(trace.at(batch, BATCHES), parts[batch], batch))
+            assert result.engine_s[batch] == result.batches_s[batch] == pytest.approx(told.batch_s, rel=1e-9)
+            assert result.bubbles[batch] == pytest.approx(told.bubble_ratio, abs=1e-9)
+        assert [move.boundaries for move in result.moves] == [move.boundaries for move in predict(case).moves]
+
+
+def test_what_is_stated_is_charged() -> None:
+    """The library's work beside the batches, moved bytes by their bandwidth; a run is its batches, to the last bit."""
+    case = case_of("model:freezing:6", "optimal:time")
+    (result, _), (free, _) = run_ranks(_replay_all, 2, [case, replace(case, costs="none")])[0]
+    costs = case.known_costs()
+    assert [move.plan_s for move in result.moves] == pytest.approx([costs.work_s["decide"]] * len(result.moves))
+    for move in result.moves:
+        told_s = costs.work_s["move"] + move.bytes_moved / result.parameter_scale / costs.bytes_per_s
+        assert move.migrate_s == pytest.approx(told_s), "of two stages one sends all that the other receives"
+    assert result.wall_s == pytest.approx(sum(result.batches_s[WARM_UP:]))
+    profile_s = costs.work_s["profile"] + costs.work_s["observe"]
+    assert result.profiling_s == pytest.approx((BATCHES - WARM_UP) * profile_s)
+    assert result.wall_s > free.wall_s and free.profiling_s == free.planning_s == free.migrating_s == 0.0
+
+
+def _values(result: Result) -> dict[str, Any]:
+    return result.as_values() | {"machine_s": 0.0}
+
+
+def test_replicas_and_two_runs_of_the_same() -> None:
+    """Two stages in two replicas, each with data of its own; a second run is the same to the last bit."""
+    case = case_of("model:moe:6", "optimal:time, auto", replicas=2)
+    (first, _), (again, _) = run_ranks(_replay_all, 4, [case, case])[0]
+    assert _values(first) == _values(again)
+    alone = run_ranks(_replay_all, 2, [replace(case, replicas=1)])[0][0][0]
+    assert sum(first.batches_s) > sum(alone.batches_s), "a batch ends with the slower replica"
+
+
+def test_workers_that_drop_out() -> None:
+    case = case_of("model:dense:6", "static uniform", 3, leaves=((2, 2), (4, 1)), costs="none")
+    stays = case_of("model:dense:6", "static uniform", 3, costs="none")
+    result = run_ranks(_replay_all, 3, [case], may_leave=(1, 2))[0][0][0]
+    assert [len(busy) for busy in result.stages_s] == [3, 3, 2, 2, 1, 1]
+    assert result.losses == run_ranks(_replay_all, 3, [stays])[0][0][0].losses

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.paper import experiments, published, tables
@@ -55,14 +56,15 @@ def test_conditions_are_compared_with_the_undisturbed_run(tmp_path: Path) -> Non
     equal, slow = json.loads((tmp_path / "workers_quick.json").read_text())["values"]
     assert equal["kept"] == {"static uniform": 1.0, "optimal:time": 1.0}
     assert slow["kept"]["static uniform"] < 0.75 < slow["kept"]["optimal:time"]
-    assert slow["partitions"]["optimal:time"][1] > 13, "the second stage is slow and should hold fewer layers"
+    first, second, *others = np.diff(slow["partitions"]["optimal:time"])
+    assert second < min(first, *others), "the second stage is slow and should hold fewer layers"
 
 
 def test_finished_runs_are_not_made_again(tmp_path: Path) -> None:
-    cases = [(Case("model:dense:8", "static uniform", 2, 4, 4), 1), (Case("model:moe:8", "static uniform", 2, 4, 4), 2)]
+    cases = [Case(f"model:{name}:8", "static uniform", 2, 4, 4, replicas=n) for name, n in (("dense", 1), ("moe", 2))]
     first = experiments.simulate_all(cases[:1], tmp_path / "raw.jsonl")
     both = experiments.simulate_all(cases, tmp_path / "raw.jsonl")
-    assert both[0] == first[0] and [run.replicas for run in both] == [1, 2]
+    assert both[0] == first[0] and [run.case for run in both] == cases
     assert len((tmp_path / "raw.jsonl").read_text().splitlines()) == 2
 
 

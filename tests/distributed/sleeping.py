@@ -1,72 +1,49 @@
 """Layers that take a known time by a clock of their own, so that a machine's speed does not matter.
 
-Nobody sleeps: each process has a time that passes only where a layer says so, and a message arrives at the moment it
-was sent. What the profiler measures by it can be computed by hand, to the last bit for times such as 0.25 s.
+Nobody sleeps: each process has a time that passes only where a layer says so, and messages carry it along. What the
+profiler measures by it can be computed by hand, to the last bit for times such as 0.25 s.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds.measure import recorder as profiling
-from dynpipe_ds.migration import transport
-from dynpipe_ds.migration.transport import post
+from benchmarks.replay.clocks import Costs, VirtualClock
+from benchmarks.replay.travelling import virtual_time
+from dynpipe_ds.measure import current_clock
 from tests.distributed.models import HIDDEN, Embed, Head
 
-Tensors = Mapping[int, Sequence[Tensor]]
+_until_the_end = ExitStack()
 
-_now_s = 0.0
+
+def told_time(costs: Costs | None = None) -> AbstractContextManager[VirtualClock]:
+    """Inside, engines of this process read a clock that nothing advances but the layers' own time and the costs."""
+    return virtual_time(VirtualClock(costs))
+
+
+def tell_time(costs: Costs | None = None) -> None:
+    """The same from now on until this process ends."""
+    if not isinstance(current_clock(), VirtualClock):
+        _until_the_end.enter_context(told_time(costs))
 
 
 def sleep(seconds: float) -> None:
     """Let time pass, if :func:`told_time` is in force."""
-    global _now_s
-    _now_s += seconds
-
-
-class _Arrival:
-    """What to wait for last: from then on it is not earlier than when the message was sent."""
-
-    def __init__(self, sent_s: Tensor) -> None:
-        self._sent_s = sent_s
-
-    def wait(self) -> None:
-        sleep(max(0.0, float(self._sent_s) - _now_s))
-
-
-def _post(sends: Tensors, receives: Tensors) -> list[Any]:
-    """What travels takes the time along."""
-    now = torch.tensor([_now_s], dtype=torch.float64)
-    theirs = {rank: torch.zeros_like(now) for rank, tensors in receives.items() if tensors}
-    works = post(
-        {rank: [*tensors, now] for rank, tensors in sends.items() if tensors},
-        {rank: [*receives[rank], sent_s] for rank, sent_s in theirs.items()},
-    )
-    return [*works, *map(_Arrival, theirs.values())]
-
-
-def told_time() -> ExitStack:
-    """From now on, until what is returned is closed, the profiler of this process measures the layers' own time."""
-    stack = ExitStack()
-    stack.enter_context(patch.object(profiling.HostClock, "stamp", lambda _: _now_s))
-    stack.enter_context(patch.object(transport, "post", _post))
-    return stack
+    clock = current_clock()
+    if isinstance(clock, VirtualClock):
+        clock.advance(seconds)
 
 
 def meet() -> None:
     """Let all ranks begin the next batch at once; collective."""
-    latest = torch.tensor([_now_s], dtype=torch.float64)
-    dist.all_reduce(latest, dist.ReduceOp.MAX)
-    sleep(float(latest) - _now_s)
+    dist.barrier()
 
 
 class _Nap(torch.autograd.Function):

@@ -33,7 +33,7 @@ from tests.distributed.models import (
     loss_fn,
 )
 from tests.distributed.ranks import run_ranks
-from tests.distributed.sleeping import sleep, told_time
+from tests.distributed.sleeping import sleep, tell_time
 
 Moves = dict[int, tuple[int, ...]]
 
@@ -377,7 +377,7 @@ def pinned(_rank: int) -> None:
         slow_layers, 2, (0, 2, 8), {}, arguments={"pin": [4], "partition_method": "optimal:time"},
         config={**ADAMW, "dynamic_pipeline": section},
     )
-    told_time()
+    tell_time()
     engine, batches = make(case), data(0, 4)
     assert engine.partition[1] not in (4, 6)
     for cut in (4, 6):

@@ -56,7 +56,7 @@ def nonsense(times: float) -> AbstractContextManager[Any]:
 
 def jump(seconds: float) -> AbstractContextManager[Any]:
     """The clock is set ahead or back in the middle of a batch, between two stamps of one layer."""
-    from dynpipe_ds.measure.recorder import HostClock
+    from dynpipe_ds.measure import HostClock
 
     original, calls = HostClock.stamp, iter(range(10**6))
     return patch.object(HostClock, "stamp", lambda self: original(self) + seconds * (next(calls) > 60))

@@ -1,0 +1,108 @@
+"""The clocks of a replay, on one process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.replay.clocks import BACKWARD, FORWARD, Costs, SleepingClock, VirtualClock, replay_clock
+from benchmarks.replay.layers import ReplayLayer
+from benchmarks.replay.travelling import WallClockError, virtual_time
+from dynpipe_ds.measure import HostClock, current_clock, use_clock
+
+
+def test_time_passes_where_it_is_told_to() -> None:
+    clock = VirtualClock(Costs(forward_s=0.5, backward_s=0.25, work_s={"move": 2.0}, bytes_per_s=8.0), byte_scale=4.0)
+    for layer in (3, 4):
+        with clock.lasts(FORWARD, layer, 0, 1.0):
+            pass
+    assert clock.now_s() == 2.5, "two layers, one pass"
+    with clock.lasts(BACKWARD, 4, 0, 1.0):
+        pass
+    assert clock.now_s() == 3.75
+    with clock.work("move") as moving:
+        moving.num_bytes = 6
+    assert moving.seconds == 2.0 + 6 * 4 / 8
+    with clock.work("decide") as deciding:
+        clock.meet([10.0, 9.0])
+    assert clock.now_s() == 10.0 and deciding.seconds == 10.0 - 8.75, "it waits for others"
+    with clock.work("move") as moving:
+        moving.was_needed = False
+    assert moving.seconds == 0.0
+    assert clock.durations_s([1.0, 1.5, 4.0]) == [0.5, 2.5]
+
+
+def test_messages_take_their_time_but_within_the_librarys_work() -> None:
+    clock = VirtualClock(Costs(message_s=0.5))
+    clock.meet([0.0, 2.0])
+    assert clock.now_s() == 2.5
+    with clock.work("profile"):
+        clock.meet([2.0])
+    assert clock.now_s() == 2.5
+
+
+def test_a_sleeping_clock_keeps_what_the_library_took() -> None:
+    clock = SleepingClock()
+    with clock.work("decide"), clock.work("observe"):
+        pass
+    with clock.work("freeze") as freezing:
+        freezing.was_needed = False
+    assert {kind: len(seconds) for kind, seconds in clock.works_s.items()} == {"observe": 1, "decide": 1}
+
+
+@pytest.mark.parametrize(("costs", "message"), [
+    ({"step_s": -1.0}, "step_s = -1.0 must not be negative"),
+    ({"work_s": {"move": float("nan")}}, "move = nan must not be negative"),
+    ({"bytes_per_s": 0.0}, "bytes_per_s = 0.0 must not be negative or 0"),
+])  # fmt: skip
+def test_costs_that_can_not_be_are_named(costs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Costs(**costs)
+
+
+def test_the_clock_in_use() -> None:
+    with virtual_time(VirtualClock()) as clock:
+        assert current_clock() is replay_clock() is clock
+        layer = ReplayLayer(0, 4)
+        layer.set_batch([1.5], [2.0])
+        layer(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert clock.now_s() == 3.5
+    assert isinstance(current_clock(), HostClock)
+    with pytest.raises(RuntimeError, match="HostClock is no replay's clock; call use_clock"):
+        ReplayLayer(0, 4)(torch.ones(1, 2))
+    use_clock(clock)
+    try:
+        assert current_clock() is clock
+    finally:
+        use_clock(None)
+
+
+class _Dozing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.0)
+        return x
+
+
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.perf_counter()
+        return gradient
+
+
+def test_layers_that_read_the_machines_time_are_named() -> None:
+    with virtual_time(VirtualClock()):
+        with pytest.raises(WallClockError, match="layer _Dozing calls time.sleep: in a replay in virtual time"):
+            _Dozing()(torch.ones(1))
+        with pytest.raises(WallClockError, match="autograd function .*_Timed calls time.perf_counter"):
+            _Timed.apply(torch.ones(1, requires_grad=True)).backward()
+        assert time.perf_counter() > 0, "whoever is no layer may"
+    _Dozing()(torch.ones(1))
