@@ -9,7 +9,7 @@ import json
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -58,7 +58,7 @@ def problems(name: str, value: Any) -> list[str]:
     text = inspect.cleandoc(documented.__doc__ or "")
     if not text:
         return [f"{name}: has no docstring"]
-    if inspect.isclass(value) and issubclass(value, Enum):
+    if inspect.isclass(value) and (issubclass(value, Enum) or Protocol in value.__bases__):
         return []
     try:
         signature = inspect.signature(documented)

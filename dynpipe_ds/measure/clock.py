@@ -42,7 +42,7 @@ class Clock(Protocol):
         """A moment in the computation, which may be still under way on a device."""
 
     def durations_s(self, stamps: Sequence[Any]) -> list[float]:
-        """Seconds between successive stamps.
+        """Return the seconds between successive stamps.
 
         Args:
             stamps: what :meth:`stamp` gave, in order.
@@ -53,6 +53,9 @@ class Clock(Protocol):
 
         Args:
             kind: what it is.
+
+        Returns:
+            A context with the piece of work, whose seconds are known when it is over.
         """
 
 
@@ -68,7 +71,7 @@ class HostClock:
         return self.now_s()
 
     def durations_s(self, stamps: Sequence[Any]) -> list[float]:
-        """Seconds between successive stamps.
+        """Return the seconds between successive stamps.
 
         Args:
             stamps: what :meth:`stamp` gave, in order.
@@ -81,6 +84,9 @@ class HostClock:
 
         Args:
             kind: what it is.
+
+        Returns:
+            A context with the piece of work, whose seconds are known when it is over.
         """
         span, started_s = Span(), self.now_s()
         try:
