@@ -1,16 +1,21 @@
-"""What all commands share: reading arguments, printing a result, saying what is wrong."""
+"""What all commands share: reading arguments and files, saying what is wrong, showing values."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.sections import parse_bytes
 
 OK = 0
@@ -22,23 +27,30 @@ PROBLEMS = 1
 USAGE = 2
 """A wrong argument or a file that can't be used: nothing was computed."""
 
+_CODES = "exit codes: 0 done, 1 problems found, 2 wrong usage"
+
 Result = tuple[int, str, Mapping[str, Any]]
 """Exit code, the text for people, and the same as values for ``--json``."""
 
 
-class UsageError(ValueError):
+class UsageError(Exception):
     """An argument or a file that can't be used; one line with value, rule and remedy."""
 
 
-class ProblemError(ValueError):
+class ProblemError(Exception):
     """The command was understood and the answer is that it can't be done; one line."""
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line each, and whose help ends in examples as they are typed."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+    def __init__(self, *, epilog: str = "", **options: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+            epilog=f"{epilog}\n\n{_CODES}", **options,
+        )  # fmt: skip
+        # May stand before a command as well as after it: without a default, what was given before is left alone.
+        self.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line and leave with the code for wrong usage."""
@@ -49,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], Result], *, what: str, more: str, examples: str
 ) -> Parser:
-    """Add a command, with ``--json``.
+    """Add a command and return its parser.
 
     Args:
         commands: what ``add_subparsers`` returned.
@@ -58,36 +70,55 @@ def add_command(
         what: one line on it.
         more: a paragraph on it.
         examples: command lines, one below the other.
-
-    Returns:
-        Its parser.
     """
     lines = "\n".join(f"  {line}" for line in examples.strip().splitlines())
-    parser: Parser = commands.add_parser(
-        name, help=what, description=f"{what[0].upper()}{what[1:]}.\n\n{more.strip()}",
-        epilog=f"examples:\n{lines}\n\nexit codes: 0 done, 1 problems found, 2 wrong usage",
-    )
-    add_json(parser)
+    description = f"{what[0].upper()}{what[1:]}.\n\n{more.strip()}"
+    parser: Parser = commands.add_parser(name, help=what, description=description, epilog=f"examples:\n{lines}")
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, which may stand before the command as well as after it."""
-    # Without a default, so that the command's parser leaves alone what was given before the command.
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the result as JSON")
+# -- what is wrong -------------------------------------------------------------------
 
 
-def show(result: Result, *, as_json: bool) -> int:
-    """Print a result and return its exit code.
+@contextmanager
+def usage(where: str = "") -> Iterator[None]:
+    """Turn what a block refuses (``ValueError``) into a :class:`UsageError`.
 
     Args:
-        result: what a command returned.
-        as_json: print the values instead of the text.
+        where: written before it, such as a file's name.
     """
-    code, text, values = result
-    print(json.dumps(values, indent=1, allow_nan=False) if as_json else text)
-    return code
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(where + "; ".join(listed_problems(error))) from error
+
+
+@contextmanager
+def users_code(failed: str, hint: str = "", *, show: bool = False) -> Iterator[None]:
+    """Turn whatever a block raises into a :class:`ProblemError`.
+
+    Args:
+        failed: written before it.
+        hint: written after it.
+        show: raise it as it is instead.
+    """
+    try:
+        yield
+    except Exception as error:
+        if show or isinstance(error, UsageError):
+            raise
+        raise ProblemError(f"{failed} {type(error).__name__}: {error}{hint}") from error
+
+
+def listed_problems(error: ValueError) -> list[str]:
+    """The problems of an error that lists them below a title, as the configuration's do; else its text, in one line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    listed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return listed or [" ".join(lines)]
+
+
+# -- files and modules ---------------------------------------------------------------
 
 
 def load_profile(path: str, num_micro_batches: int | None = None) -> PipelineProfile:
@@ -100,19 +131,15 @@ def load_profile(path: str, num_micro_batches: int | None = None) -> PipelinePro
     Raises:
         UsageError: when there is no such file or it is no profile.
     """
-    remedy = "write one with 'dynpipe profile' or engine.profile.save(path)"
     try:
         profile = PipelineProfile.load(path)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file; {remedy}") from None
     except (ValueError, OSError) as error:
-        raise UsageError(f"{error}; {remedy}") from error
-    if num_micro_batches is None:
-        return profile
-    return PipelineProfile(profile.batch, profile.boundaries, num_micro_batches, profile.layers, profile.stages)
+        wrong = f"{path}: no such file" if isinstance(error, FileNotFoundError) else error
+        raise UsageError(f"{wrong}; write one with 'dynpipe profile' or engine.profile.save(path)") from error
+    return profile if num_micro_batches is None else replace(profile, num_micro_batches=num_micro_batches)
 
 
-def load_json(path: str, what: str) -> dict[str, Any]:
+def load_json(path: str, what: str = "a DeepSpeed JSON") -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Args:
@@ -122,125 +149,133 @@ def load_json(path: str, what: str) -> dict[str, Any]:
     Raises:
         UsageError: when there is no such file or it holds something else.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise UsageError(f"{path}: no such file; give the path of {what}")
+    remedy = f"give the path of {what}"
+    if not Path(path).is_file():
+        raise UsageError(f"{path}: no such file; {remedy}")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UsageError(f"{path}: not valid JSON ({error}); give the path of {what}") from error
+        raise UsageError(f"{path}: not valid JSON ({error}); {remedy}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: holds a JSON {type(values).__name__}, not an object; give the path of {what}")
+        raise UsageError(f"{path}: holds a JSON {type(values).__name__}, not an object; {remedy}")
     return values
 
 
-def boundaries_of(text: str) -> tuple[int, ...]:
+def partition_of(text: str, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
     """Read boundaries, or the file that ``plan --json`` wrote.
 
     Args:
         text: such as ``0,5,9,14``, also with spaces or bars instead of commas, as partitions are printed; or a path.
+        num_layers: L.
+        num_stages: S; ``None``: as many as there are.
 
     Raises:
-        UsageError: when it is neither.
+        UsageError: when it is neither, or no partition of so many layers.
     """
+    planned = "what 'dynpipe plan --json' wrote"
     if Path(text).is_file():
-        values = load_json(text, "what 'dynpipe plan --json' wrote").get("boundaries")
-        if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise UsageError(f"{text}: has no list 'boundaries'; give the path of what 'dynpipe plan --json' wrote")
-        return tuple(values)
+        cuts = load_json(text, planned).get("boundaries")
+        if not isinstance(cuts, list) or not all(type(cut) is int for cut in cuts):
+            raise UsageError(f"{text}: has no list 'boundaries'; give the path of {planned}")
+    else:
+        try:
+            cuts = [int(part) for part in re.split(r"[\s,|]+", text.strip("[]() "))]
+        except ValueError:
+            raise UsageError(
+                f"partition {text!r}: must be boundaries such as 0,5,9,14 or the path of {planned}"
+            ) from None
+    with usage(f"partition {text}: "):
+        stages = max(1, len(cuts) - 1) if num_stages is None else num_stages
+        return check_boundaries(cuts, num_layers=num_layers, num_stages=stages, allow_empty=True)
+
+
+def imported(name: str, *, where: str, remedy: str) -> ModuleType:
+    """Import a module that Python finds from here or from the current folder.
+
+    Args:
+        name: of the module.
+        where: it was named, for the message.
+        remedy: what helps when it is not found.
+
+    Raises:
+        UsageError: when it is not found.
+    """
+    sys.path.insert(0, "")
     try:
-        return tuple(int(part) for part in re.split(r"[\s,|]+", text.strip("[]() ")))
-    except ValueError:
-        raise UsageError(
-            f"partition {text!r}: must be boundaries such as 0,5,9,14 or the path of what 'dynpipe plan --json' wrote"
-        ) from None
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{where}: {error}; {remedy}") from error
 
 
-def listed_problems(error: ValueError) -> list[str]:
-    """The problems in an error of the configuration's, which lists them below a title.
-
-    Args:
-        error: what was raised.
-
-    Returns:
-        One line each; the whole text if it lists none.
-    """
-    lines = [line.strip() for line in str(error).splitlines()]
-    listed = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return listed or [" ".join(lines)]
+# -- arguments -----------------------------------------------------------------------
 
 
-def _each(text: str, read: Callable[[str], Any]) -> Any:
-    """One value, or a list of those between commas."""
-    values = [read(part.strip()) for part in text.split(",")]
-    return values if len(values) > 1 else values[0]
-
-
-def sizes(text: str) -> Any:
-    """Read ``16GiB`` or ``16GiB,8GiB`` for argparse: bytes, or a list of them."""
-
-    def read(part: str) -> int:
-        value = parse_bytes(part)
-        if isinstance(value, str):
-            value = int(value) if value.isdigit() else 0
-        if not isinstance(value, int) or value < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} must be a number of bytes >= 1 or a size such as 16GiB")
-        return value
-
-    return _each(text, read)
-
-
-def seconds(text: str) -> Any:
-    """Read ``0.002`` or ``0,0.02,0`` for argparse: seconds, or a list of them."""
-
-    def read(part: str) -> float:
-        try:
-            value = float(part)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{part!r} must be finite seconds >= 0, such as 0.002")
-        return value
-
-    return _each(text, read)
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Make a reader of whole numbers for argparse.
+def value_of(read: Callable[[str], Any], allows: Callable[[Any], bool], rule: str) -> Callable[[str], Any]:
+    """Make a reader of one value for argparse.
 
     Args:
-        least: the smallest one allowed.
+        read: turns the text into the value, or raises a ``ValueError``.
+        allows: whether the value may be that.
+        rule: completes "must be ...".
     """
 
-    def read(text: str) -> int:
+    def value(text: str) -> Any:
         try:
-            value = int(text)
+            found = read(text)
         except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= {least}")
-        return value
+            found = None
+        if found is None or not allows(found):
+            raise argparse.ArgumentTypeError(f"{text!r} must be {rule}")
+        return found
 
-    return read
+    return value
 
 
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """Add the profile that :func:`load_profile` reads."""
+def one_or_each(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make a reader of one value, or of a list of them with commas between them."""
+
+    def values(text: str) -> Any:
+        found = [read(part.strip()) for part in text.split(",")]
+        return found if len(found) > 1 else found[0]
+
+    return values
+
+
+def whole(least: int) -> Callable[[str], Any]:
+    """Make a reader of whole numbers that are not smaller than one."""
+    return value_of(int, lambda value: value >= least, f"a whole number >= {least}")
+
+
+def listed(read: type[int] | type[float], kind: str) -> Callable[[str], Any]:
+    """Make a reader of lists of numbers, such as ``1,2``."""
+    rule = f"{kind} with commas between them, such as 1,2"
+    return value_of(lambda text: [read(part) for part in text.split(",")], bool, rule)
+
+
+seconds = value_of(float, lambda value: 0 <= value < float("inf"), "finite seconds >= 0, such as 0.002")
+size = value_of(
+    lambda text: int(str(parse_bytes(text))), lambda value: value >= 1,
+    "a number of bytes >= 1 or a size such as 16GiB",
+)  # fmt: skip
+
+
+def add_simulated(parser: argparse.ArgumentParser) -> None:
+    """Add what simulating commands share: the profile that :func:`load_profile` reads, micro-batches and links."""
     parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
-
-
-def add_links(parser: argparse.ArgumentParser) -> None:
-    """Add the options on links and micro-batches that simulating commands share."""
     parser.add_argument(
         "--micro-batches", type=whole(1), metavar="M", help="micro-batches of a batch (default: the profile's)"
     )
     parser.add_argument(
-        "--activation-link-s", type=seconds, default=0.0, metavar="S",
+        "--activation-link-s", type=one_or_each(seconds), default=0.0, metavar="S",
         help="seconds that a micro-batch's activations take over a boundary; one number, or one a boundary (default 0)",
     )
     parser.add_argument(
-        "--gradient-link-s", type=seconds, default=0.0, metavar="S", help="the same for gradients (default 0)"
-    )
+        "--gradient-link-s", type=one_or_each(seconds), default=0.0, metavar="S",
+        help="the same for gradients (default 0)",
+    )  # fmt: skip
+
+
+# -- showing -------------------------------------------------------------------------
 
 
 def milliseconds(value_s: float) -> str:
@@ -269,11 +304,7 @@ def brackets(boundaries: Sequence[int]) -> str:
 
 
 def layer_spans(layers: Collection[int]) -> str:
-    """Show layers by their indices: ``layer 3``, ``layers 0-2, 7``.
-
-    Args:
-        layers: indices, at least one.
-    """
+    """Show layers, at least one, by their indices: ``layer 3``, ``layers 0-2, 7``."""
     spans: list[list[int]] = []
     for layer in sorted(layers):
         if spans and spans[-1][-1] == layer - 1:
@@ -282,13 +313,3 @@ def layer_spans(layers: Collection[int]) -> str:
             spans.append([layer])
     shown = ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)
     return f"layer{'s' if len(layers) > 1 else ''} {shown}"
-
-
-def last_lines(log: Path) -> str:
-    """The last two lines that a process printed, as one.
-
-    Args:
-        log: what it printed.
-    """
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return " | ".join([line.strip() for line in lines if line.strip()][-2:])[-600:] or "it printed nothing"

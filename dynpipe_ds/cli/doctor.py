@@ -5,20 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dynpipe_ds.cli.checks import (
-    Check,
-    check_accelerator,
-    check_compiler,
-    check_config,
-    check_extensions,
-    check_launcher,
-    check_network,
-    check_versions,
-)
+from dynpipe_ds.cli.checks import Check, check_config, check_machine
 from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, load_json, whole
 from dynpipe_ds.cli.numerics import check_numerics
 
@@ -39,11 +31,7 @@ dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
+    """Add the command."""
     parser = add_command(
         commands, "doctor", run, what="check this machine and a configuration", more=_MORE, examples=_EXAMPLES
     )
@@ -62,9 +50,6 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Carry out the command.
 
-    Args:
-        arguments: as parsed.
-
     Raises:
         UsageError: for arguments that don't go together, or a file that is no JSON object.
     """
@@ -73,18 +58,15 @@ def run(arguments: argparse.Namespace) -> Result:
     if arguments.layers is not None and arguments.config is None:
         raise UsageError("--layers and --stages are for checking a configuration: give it by --config")
     port = _port(arguments.port)
-    config = None if arguments.config is None else load_json(arguments.config, "a DeepSpeed JSON")
-    checks = [
-        *check_versions(), *check_launcher(), *check_compiler(), *check_accelerator(), *check_network(port),
-        *check_extensions(),
-    ]  # fmt: skip
+    config = None if arguments.config is None else load_json(arguments.config)
+    checks = list(check_machine(port))
     if config is not None:
         checks += check_config(config, num_layers=arguments.layers, num_stages=arguments.stages)
     if arguments.numerics:
         checks += check_numerics()
-    num_problems = sum(check.status == "problem" for check in checks)
-    values = {"ok": not num_problems, "checks": [asdict(check) for check in checks]}
-    return (PROBLEMS if num_problems else OK), _text(checks), values
+    is_good = all(check.status != "problem" for check in checks)
+    values = {"ok": is_good, "checks": [asdict(check) for check in checks]}
+    return (OK if is_good else PROBLEMS), _text(checks), values
 
 
 def _port(given: int | None) -> int:
@@ -97,13 +79,13 @@ def _port(given: int | None) -> int:
 
 def _text(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
+    indent = " " * (width + 11)
+    remedies = textwrap.TextWrapper(
+        110, f"{indent}-> ", f"{indent}   ", break_long_words=False, break_on_hyphens=False
+    )  # fmt: skip
     lines = []
     for check in checks:
-        lines.append(f"{_SIGNS[check.status]}  {check.name:{width}}  {check.found}")
-        if check.remedy:
-            lines += textwrap.wrap(check.remedy, 110, initial_indent=" " * (width + 11) + "-> ",
-                                   subsequent_indent=" " * (width + 14), break_long_words=False,
-                                   break_on_hyphens=False)  # fmt: skip
-    counts = {status: sum(check.status == status for check in checks) for status in ("problem", "warning")}
-    told = [f"{count} {status}{'' if count == 1 else 's'}" for status, count in counts.items() if count]
+        lines += [f"{_SIGNS[check.status]}  {check.name:{width}}  {check.found}", *remedies.wrap(check.remedy)]
+    counts = Counter(check.status for check in checks)
+    told = [f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("problem", "warning") if counts[s]]
     return "\n".join([*lines, "", ", ".join(told) or "all is well"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +18,13 @@ from dynpipe_ds.cli.command import (
     Result,
     UsageError,
     add_command,
+    imported,
     load_json,
     mebibytes,
     milliseconds,
+    usage,
+    users_code,
+    value_of,
     whole,
 )
 from dynpipe_ds.host import accelerator
@@ -40,6 +43,7 @@ dynpipe profile my_model:layers
 dynpipe profile my_model:layers --output profile.json --config ds_config.json --repeats 10
 dynpipe profile my_model:layers --micro-batches 8 --optimizer-bytes 4 --activation-checkpointing --json
 """
+_HINT = " (--traceback shows where)"
 
 
 class _Model(NamedTuple):
@@ -50,11 +54,7 @@ class _Model(NamedTuple):
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
+    """Add the command."""
     parser = add_command(
         commands, "profile", run, what="measure the layers of a model on this device", more=_MORE, examples=_EXAMPLES
     )
@@ -70,7 +70,8 @@ def add_parser(commands: Any) -> None:
         help="data-parallel replicas, which share optimizer state under ZeRO-1 (default 1)",
     )
     parser.add_argument(
-        "--optimizer-bytes", type=float, metavar="BYTES",
+        "--optimizer-bytes", metavar="BYTES",
+        type=value_of(float, lambda value: 0 <= value < float("inf"), "finite and >= 0, such as 8 for Adam in fp32"),
         help="optimizer state for each parameter on a rank (default: by --config's optimizer, else 8, Adam's)",
     )
     parser.add_argument(
@@ -84,14 +85,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Carry out the command.
 
-    Args:
-        arguments: as parsed.
-
     Raises:
         UsageError: for a value that can't be used.
         ProblemError: when the model can't be built or run.
     """
-    config = {} if arguments.config is None else load_json(arguments.config, "a DeepSpeed JSON")
+    config = {} if arguments.config is None else load_json(arguments.config)
     memory = _memory(config, arguments)
     num_micro_batches = arguments.micro_batches or config.get("gradient_accumulation_steps") or 1
     if type(num_micro_batches) is not int or num_micro_batches < 1:  # DeepSpeed also takes "auto"
@@ -110,22 +108,18 @@ def run(arguments: argparse.Namespace) -> Result:
         except LayerError as error:
             if arguments.traceback:
                 raise
-            raise ProblemError(f"{arguments.model}: {error} (--traceback shows where)") from error
+            raise ProblemError(f"{arguments.model}: {error}{_HINT}") from error
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     profile.save(arguments.output)
     values = _values(profile, arguments.output, memory)
-    return OK, _text(profile, values), values
+    return OK, _text(values), values
 
 
 def _memory(config: dict[str, Any], arguments: argparse.Namespace) -> TrainingMemory:
     given = arguments.optimizer_bytes
-    if given is not None and not 0 <= given < float("inf"):
-        raise UsageError(f"--optimizer-bytes {given}: must be finite and >= 0, such as 8 for Adam in fp32")
     without = config if given is None else {key: value for key, value in config.items() if key != "optimizer"}
-    try:
+    with usage(f"{arguments.config}: "):
         memory = TrainingMemory.from_config(without, num_replicas=arguments.replicas)
-    except ValueError as error:
-        raise UsageError(f"{arguments.config}: {error}") from error
     return memory if given is None else replace(memory, optimizer_bytes=given)
 
 
@@ -134,41 +128,28 @@ def _load(name: str, *, show: bool) -> _Model:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise UsageError(f"MODEL {name!r}: must be package.module:function, such as my_model:layers")
-    sys.path.insert(0, "")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"MODEL {name}: {error}; start where Python finds the module, or set PYTHONPATH") from error
-    except Exception as error:
-        if show:
-            raise
-        raise ProblemError(
-            f"MODEL {name}: {module} can't be imported: {type(error).__name__}: {error} (--traceback shows where)"
-        ) from error
-    if not callable(getattr(imported, function, None)):
+    with users_code(f"MODEL {name}: {module} can't be imported:", _HINT, show=show):
+        remedy = "start where Python finds the module, or set PYTHONPATH"
+        found = getattr(imported(module, where=f"MODEL {name}", remedy=remedy), function, None)
+    if not callable(found):
         raise UsageError(f"MODEL {name}: {module} has no function {function!r}; name the one that returns the layers")
-    try:
-        returned = getattr(imported, function)()
-    except Exception as error:
-        if show:
-            raise
-        raise ProblemError(
-            f"{name}() raised {type(error).__name__}: {error} (--traceback shows where)"
-        ) from error
+    with users_code(f"{name}() raised", _HINT, show=show):
+        returned = found()
     return _checked(name, returned)
 
 
 def _checked(name: str, returned: Any) -> _Model:
-    rule = "must return (layers, (inputs, labels)) or (layers, (inputs, labels), loss_fn)"
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        raise UsageError(f"{name}() returned {_kind(returned)}: it {rule}")
+    def check(is_right: bool, value: Any, what: str = "", more: str = "") -> None:
+        if not is_right:
+            rule = f"must return (layers, (inputs, labels)) or (layers, (inputs, labels), loss_fn){more}"
+            raise UsageError(f"{name}() returned {_kind(value)}{what}: it {rule}")
+
+    check(isinstance(returned, tuple) and len(returned) in (2, 3), returned)
     layers, batch, loss_fn = (*returned, None)[:3]
-    if not isinstance(layers, Sequence) or not len(layers):
-        raise UsageError(f"{name}() returned {_kind(layers)} as layers: it {rule}, with a list of at least one layer")
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UsageError(f"{name}() returned {_kind(batch)} as batch: it {rule}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise UsageError(f"{name}() returned {_kind(loss_fn)} as loss_fn: it {rule}")
+    has_layers = isinstance(layers, Sequence) and len(layers) > 0
+    check(has_layers, layers, " as layers", ", with a list of at least one layer")
+    check(isinstance(batch, tuple | list) and len(batch) == 2, batch, " as batch")
+    check(loss_fn is None or callable(loss_fn), loss_fn, " as loss_fn")
     return _Model(layers, batch[0], batch[1], loss_fn)
 
 
@@ -178,13 +159,11 @@ def _kind(value: Any) -> str:
 
 
 def _values(profile: PipelineProfile, path: str, memory: TrainingMemory) -> dict[str, Any]:
-    layers = [
-        {"layer": i, "name": layer.name, "forward_s": layer.forward_s, "backward_s": layer.backward_s,
-         "num_parameters": layer.num_parameters, "state_bytes": layer.state_bytes,
-         "activation_bytes": layer.activation_bytes}
-        for i, layer in enumerate(profile.layers)
-    ]  # fmt: skip
     keys = ("forward_s", "backward_s", "num_parameters", "state_bytes", "activation_bytes")
+    layers = [
+        {"layer": i, "name": layer.name, **{key: getattr(layer, key) for key in keys}}
+        for i, layer in enumerate(profile.layers)
+    ]
     return {
         "profile": path, "device": accelerator.kind(), "threads": torch.get_num_threads(),
         "dtype": str(memory.dtype).removeprefix("torch."), "num_micro_batches": profile.num_micro_batches,
@@ -192,7 +171,7 @@ def _values(profile: PipelineProfile, path: str, memory: TrainingMemory) -> dict
     }  # fmt: skip
 
 
-def _text(profile: PipelineProfile, values: dict[str, Any]) -> str:
+def _text(values: dict[str, Any]) -> str:
     rows = [["layer", "name", "forward ms", "backward ms", "parameters", "state MiB", "activations MiB"]]
     for layer in [*values["layers"], {"layer": "all", "name": "", **values["total"]}]:
         rows.append([

@@ -13,18 +13,18 @@ from dynpipe_ds.cli.command import (
     Result,
     UsageError,
     add_command,
-    add_links,
-    add_profile,
-    boundaries_of,
+    add_simulated,
     brackets,
     load_profile,
     mebibytes,
     milliseconds,
+    one_or_each,
+    partition_of,
     percent,
     seconds,
+    usage,
 )
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.reporting import format_table, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 
@@ -45,15 +45,10 @@ dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 16 --activatio
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
+    """Add the command."""
     parser = add_command(
         commands, "simulate", run, what="show one batch of a partition in time", more=_MORE, examples=_EXAMPLES
     )
-    add_profile(parser)
     parser.add_argument(
         "--partition", metavar="PARTITION",
         help="boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)",
@@ -65,18 +60,16 @@ def add_parser(commands: Any) -> None:
         help="whether a sender waits for its receiver, as with gloo (default), or not",
     )
     parser.add_argument(
-        "--step-s", type=seconds, default=0.0, metavar="S", help="seconds of the optimizer step (default 0)"
+        "--step-s", type=one_or_each(seconds), default=0.0, metavar="S",
+        help="seconds of the optimizer step (default 0)",
     )
-    add_links(parser)
+    add_simulated(parser)
     parser.add_argument("--gantt", metavar="FILE", help=f"draw the timeline ({', '.join(_PICTURES)})")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace; open it at https://ui.perfetto.dev")
 
 
 def run(arguments: argparse.Namespace) -> Result:
     """Carry out the command.
-
-    Args:
-        arguments: as parsed.
 
     Raises:
         UsageError: for a value that can't be used.
@@ -86,33 +79,19 @@ def run(arguments: argparse.Namespace) -> Result:
     profile = load_profile(arguments.profile, arguments.micro_batches)
     if not any(profile.costs("time")):
         raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
-    cuts = [_partition(arguments.partition, profile)]
-    if arguments.against is not None:
-        cuts.append(_partition(arguments.against, profile))
-    try:
-        outcomes = {brackets(cut): _simulate(profile, cut, arguments) for cut in cuts}
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    files = _write(arguments, outcomes)
+    if arguments.partition is None and not profile.boundaries:
+        raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
+    given = [arguments.partition, *([arguments.against] if arguments.against is not None else [])]
+    partitions = [profile.boundaries if text is None else partition_of(text, len(profile.layers)) for text in given]
+    with usage():
+        outcomes = {cuts: _simulate(profile, cuts, arguments) for cuts in partitions}
+    named = {brackets(cuts): outcome for cuts, outcome in outcomes.items()}
+    files = _write(arguments, named)
     values = {
         "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
-        "partitions": [_values(cut, outcomes[brackets(cut)]) for cut in dict.fromkeys(cuts)], "files": files,
+        "partitions": [_values(cuts, outcome) for cuts, outcome in outcomes.items()], "files": files,
     }  # fmt: skip
-    return OK, _text(outcomes, profile.num_micro_batches, files), values
-
-
-def _partition(given: str | None, profile: PipelineProfile) -> tuple[int, ...]:
-    if given is None:
-        if not profile.boundaries:
-            raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
-        return profile.boundaries
-    cuts = boundaries_of(given)
-    try:
-        return check_boundaries(
-            cuts, num_layers=len(profile.layers), num_stages=max(1, len(cuts) - 1), allow_empty=True
-        )
-    except ValueError as error:
-        raise UsageError(f"partition {given}: {error}") from error
+    return OK, _text(named, profile.num_micro_batches, files), values
 
 
 def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Simulation:
@@ -171,16 +150,15 @@ def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WID
         A line a stage.
     """
     num_stages = 1 + max(interval.stage for interval in timeline)
-    share_s = [[dict.fromkeys(".FB>S", 0.0) for _ in range(width)] for _ in range(num_stages)]
     column_s = until_s / width
+    untouched = {".": column_s, "F": 0.0, "B": 0.0, ">": 0.0, "S": 0.0}  # of equal shares the first one is shown
+    share_s = [[dict(untouched) for _ in range(width)] for _ in range(num_stages)]
     for interval in timeline:
         first, last = int(interval.start_s / column_s), int(interval.end_s / column_s)
         for column in range(first, min(last, width - 1) + 1):
             low, high = max(interval.start_s, column * column_s), min(interval.end_s, (column + 1) * column_s)
             share_s[interval.stage][column][_SIGNS[interval.kind]] += max(0.0, high - low)
-    for row in share_s:
-        for shares in row:
-            shares["."] += column_s - sum(shares.values())
+            share_s[interval.stage][column]["."] -= max(0.0, high - low)
     label = len(str(num_stages - 1))
     return "\n".join(
         f"stage {stage:{label}} |{''.join(max(shares, key=shares.__getitem__) for shares in row)}|"

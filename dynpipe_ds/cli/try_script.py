@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, seconds, whole
-from dynpipe_ds.cli.trying.processes import START, leaving_in_order
+from dynpipe_ds.cli.running import START, leaving_in_order
+from dynpipe_ds.cli.trying.settings import DEEPSPEED, Settings
 from dynpipe_ds.cli.trying.text import text_of, values_of
-from dynpipe_ds.cli.trying.trial import Plan, carry_out
+from dynpipe_ds.cli.trying.trial import carry_out
 
 _MORE = """
 Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's PipelineModule,
@@ -30,11 +31,7 @@ dynpipe try --json -- bash run.sh
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
+    """Add the command."""
     parser = add_command(
         commands, "try", run, what="run an existing script with and without moving layers", more=_MORE,
         examples=_EXAMPLES,
@@ -60,20 +57,17 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Carry out the command.
 
-    Args:
-        arguments: as parsed.
-
     Raises:
         UsageError: without a command, or with a folder that is not empty.
     """
     command = arguments.command_line[arguments.command_line[:1] == ["--"] :]
     if not command:
         raise UsageError("there is no command to try; give the one that starts your script after --")
-    plan = Plan(
-        command, arguments.batches, arguments.move_every, arguments.seed, arguments.timeout, not arguments.no_reasons
-    )
+    settings = Settings(DEEPSPEED, arguments.batches, arguments.move_every, arguments.seed)
     with leaving_in_order(), _folder(arguments.folder) as folder:
-        trial = carry_out(plan, folder, _teller())
+        trial = carry_out(
+            command, settings, folder, timeout_s=arguments.timeout, ask_why=not arguments.no_reasons, tell=_teller()
+        )
         if sys.stderr.isatty():
             print(file=sys.stderr)  # below the line that was written over and over
         values = values_of(trial)
@@ -96,16 +90,13 @@ def _folder(given: str | None) -> Iterator[Path]:
 
 def _teller() -> Callable[[str], None]:
     """Shows lines on stderr, one above the other on a terminal."""
+    start, end = ("\r", "") if sys.stderr.isatty() else ("", "\n")
     last = ""
 
     def tell(line: str) -> None:
         nonlocal last
-        if line == last:
-            return
-        if sys.stderr.isatty():
-            print(f"\r{line:{len(last)}}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if line != last:
+            print(start + line.ljust(len(last) if start else 0), end=end, file=sys.stderr, flush=True)
         last = line
 
     return tell

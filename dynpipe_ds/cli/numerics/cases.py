@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynpipe_ds.cli.numerics.model import MICRO_BATCH_SIZE, NUM_LAYERS, NUM_MICRO_BATCHES
+from dynpipe_ds.cli.command import brackets
+from dynpipe_ds.cli.numerics.model import MICRO_BATCH_SIZE, NUM_LAYERS, NUM_MICRO_BATCHES, Block, Embedding, Head
 
 NUM_BATCHES = 4
 NUM_STAGES = 2
@@ -53,6 +54,14 @@ class Mode:
             **self.config,
         }
 
+    def layers(self) -> list[tuple[Any, ...]]:
+        """The class of every layer and what it is built with; tied, the first one is the last one, too."""
+        blocks = [
+            (Block, i, self.dropout, not self.checkpointing, i in self.frozen) for i in range(1, NUM_LAYERS - 1)
+        ]
+        first = (Embedding, 0, 0 in self.frozen)
+        return [first, *blocks, first if self.tied else (Head, NUM_LAYERS - 1)]
+
 
 @dataclass(frozen=True)
 class Course:
@@ -67,22 +76,12 @@ class Course:
     moves: tuple[tuple[int, Boundaries], ...] = ()
 
     def __str__(self) -> str:
-        return " then ".join(_brackets(b) for b in (self.first, *(b for _, b in self.moves)))
+        return " then ".join(map(brackets, (self.first, *(b for _, b in self.moves))))
 
     def at(self, batch: int) -> str:
-        """The cut in force, and how it came about.
-
-        Args:
-            batch: counted from 0.
-        """
-        past = [b for start, b in self.moves if start <= batch]
-        return f"cut {_brackets(self.first)}" if not past else (
-            f"cut {_brackets(past[-1])} (moved from {_brackets([self.first, *past][-2])})"
-        )
-
-
-def _brackets(boundaries: Boundaries) -> str:
-    return "[" + " ".join(map(str, boundaries)) + "]"
+        """The cut in force in a batch, counted from 0, and how it came about."""
+        *earlier, present = [brackets(b) for b in (self.first, *(b for start, b in self.moves if start <= batch))]
+        return f"cut {present} (moved from {earlier[-1]})" if earlier else f"cut {present}"
 
 
 _ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}

@@ -11,10 +11,11 @@ from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_DEEPSP
 from dynpipe_ds.cli.checks import Check
 from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.compare import compare, merge
-from dynpipe_ds.cli.numerics.processes import COMMAND, PATIENCE_S, started
+from dynpipe_ds.cli.numerics.processes import COMMAND, PATIENCE_S, start, wait
 from dynpipe_ds.cli.numerics.rank import record_file
 from dynpipe_ds.cli.numerics.record import Record, load
 from dynpipe_ds.cli.numerics.reference import train_undivided
+from dynpipe_ds.cli.running import Processes
 
 
 def check_numerics(command: Sequence[str] = COMMAND, patience_s: float = PATIENCE_S) -> list[Check]:
@@ -22,16 +23,17 @@ def check_numerics(command: Sequence[str] = COMMAND, patience_s: float = PATIENC
 
     Args:
         command: of one of the processes; a folder is appended.
-        patience_s: seconds without progress after which they count as stuck.
+        patience_s: seconds without progress after which they count as stuck, once they train.
 
     Returns:
         One check for each way to train, or one for each problem.
     """
     with tempfile.TemporaryDirectory(prefix="dynpipe-numerics-") as name:
         folder = Path(name)
-        with started(folder, command, patience_s) as ranks:
+        with Processes(folder) as processes:
+            start(processes, folder, command)
             references = {mode: train_undivided(mode) for mode in MODES}
-            failure = ranks.wait()
+            failure = wait(processes, folder, patience_s)
         checks = [check for mode in MODES for check in check_mode(folder, mode, references[mode])]
     if failure or len({check.name for check in checks}) < len(MODES):
         checks.append(Check("numerics", "problem", failure or "the processes ended before all was trained", remedy()))
@@ -57,11 +59,10 @@ def check_mode(folder: Path, mode: Mode, reference: Record) -> Iterator[Check]:
             runs[course], wrong = merge((load(files[0]), load(files[1])))
             problems += [f"cut {course}: {problem}" for problem in wrong]
     verdict = compare(mode, reference, runs)
-    problems += verdict.problems
     name = f"numerics {mode.name}"
-    for problem in problems:
+    for problem in (*problems, *verdict.problems):
         yield Check(name, "problem", problem, remedy())
-    if not problems and len(runs) == len(COURSES):
+    if not problems and not verdict.problems and len(runs) == len(COURSES):
         yield Check(name, "ok", (
             f"{len(runs)} cuts, {NUM_BATCHES} batches: as the undivided model within {verdict.largest:.0e} "
             f"(allowed {mode.tolerance:.0e}), equal bits for every cut"

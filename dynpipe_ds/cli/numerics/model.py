@@ -28,64 +28,26 @@ def _weights(index: int, *shape: int) -> nn.Parameter:
 
 
 class Embedding(nn.Module):
-    """Token embedding; tied, also the output layer.
+    """Token embedding, ``(batch, length)`` to ``(batch, length, hidden)``; tied, also the output layer."""
 
-    Args:
-        index: of the layer.
-        frozen: whether it is not trained.
-    """
-
-    def __init__(self, index: int, frozen: bool) -> None:
+    def __init__(self, index: int, frozen: bool = False) -> None:
         super().__init__()
         self.weight = _weights(index, VOCABULARY, HIDDEN)
         self.requires_grad_(not frozen)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Look tokens up.
-
-        Args:
-            tokens: ints, ``(batch, length)``.
-
-        Returns:
-            ``(batch, length, hidden)``.
-        """
-        return nn.functional.embedding(tokens, self.weight)
-
-
-def as_head(module: Embedding, x: Tensor) -> Tensor:
-    """The embedding's weights as output layer.
-
-    Args:
-        module: the embedding.
-        x: ``(batch, length, hidden)``.
-
-    Returns:
-        Logits, ``(batch, length, vocabulary)``.
-    """
-    return x @ module.weight.t()
-
-
-class Head(nn.Module):
-    """An output layer with weights of its own.
-
-    Args:
-        index: of the layer.
-    """
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.weight = _weights(index, VOCABULARY, HIDDEN)
-
     def forward(self, x: Tensor) -> Tensor:
-        """Logits.
+        """Look tokens up."""
+        return nn.functional.embedding(x, self.weight)
 
-        Args:
-            x: ``(batch, length, hidden)``.
-
-        Returns:
-            ``(batch, length, vocabulary)``.
-        """
+    def logits(self, x: Tensor) -> Tensor:
+        """The weights as output layer: ``(batch, length, hidden)`` to ``(batch, length, vocabulary)``."""
         return x @ self.weight.t()
+
+
+class Head(Embedding):
+    """An output layer with weights of its own."""
+
+    forward = Embedding.logits
 
 
 class Block(nn.Module):
@@ -111,14 +73,7 @@ class Block(nn.Module):
         self.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the layer computes.
-
-        Args:
-            x: ``(batch, length, hidden)``.
-
-        Returns:
-            The same shape.
-        """
+        """Add what the layer computes to ``(batch, length, hidden)``."""
         if self.training and self.mean is not None:
             self.mean.mul_(0.5).add_(x.detach().mean((0, 1)))
         change: Tensor = self.dropout(torch.tanh(self.norm(x) @ self.up + self.bias) @ self.down)
@@ -126,24 +81,12 @@ class Block(nn.Module):
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy, in fp32.
-
-    Args:
-        logits: ``(batch, length, vocabulary)``.
-        labels: ints, ``(batch, length)``.
-
-    Returns:
-        The mean, a scalar.
-    """
+    """Cross-entropy, in fp32."""
     return nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), labels.view(-1))
 
 
 def micro_batches(seed: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and what follows them, without end.
-
-    Args:
-        seed: of the data.
-    """
+    """Tokens and what follows them, without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         tokens = torch.randint(VOCABULARY, (MICRO_BATCH_SIZE, LENGTH + 1), generator=generator)
@@ -151,11 +94,7 @@ def micro_batches(seed: int = 5) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with two parameter groups: weight decay for matrices, another learning rate for vectors.
-
-    Args:
-        parameters: of a stage, or of the model.
-    """
+    """AdamW with two parameter groups: weight decay for matrices, another learning rate for vectors."""
     given = list(parameters)
     matrices = {"params": [p for p in given if p.dim() > 1], "weight_decay": 0.5}
     vectors = {"params": [p for p in given if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.04}
@@ -163,9 +102,5 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
-    """A learning rate that falls after every batch.
-
-    Args:
-        optimizer: that it belongs to.
-    """
+    """A learning rate that falls after every batch."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda batch: 0.5**batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -34,23 +33,16 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
-        return not (self.losses or self.evaluations or self.weights or self.state)
+        return not str(self)
 
     def __str__(self) -> str:
         return "; ".join(text for text in (self.losses, self.evaluations, self.weights, self.state) if text)
 
 
 def compare(first: Outcome, second: Outcome) -> Difference:
-    """Compare two complete runs.
-
-    Args:
-        first: the one to compare with.
-        second: the other.
-    """
-    losses, batch = _losses([r.losses for r in first.ranks], [r.losses for r in second.ranks], "the loss of batch")
-    evaluations, _ = _losses(
-        [r.evaluations for r in first.ranks], [r.evaluations for r in second.ranks], "the result of evaluation"
-    )
+    """Compare two complete runs."""
+    losses, batch = _losses(first, second, "batch", "the loss of batch")
+    evaluations, _ = _losses(first, second, "evaluation", "the result of evaluation")
     unread = any("unread" in rank.end for rank in (*first.ranks, *second.ranks))
     weights = "" if unread else _layers(first.held("weights"), second.held("weights"), "weights")
     a, b = first.held("state"), second.held("state")
@@ -59,14 +51,14 @@ def compare(first: Outcome, second: Outcome) -> Difference:
     return Difference(losses, evaluations, weights, state, batch, len(both))
 
 
-def _losses(first: list[list[list[str]]], second: list[list[list[str]]], what: str) -> tuple[str, int]:
-    """The earliest that differs on any rank."""
-    found: list[tuple[int, str]] = []
-    for a, b in zip(first, second, strict=True):
-        for i, (x, y) in enumerate(zip_longest(a, b), start=1):
-            if x != y:
-                found.append((i, f"{what} {i} differs{_amount(x, y)}"))
-                break
+def _losses(first: Outcome, second: Outcome, kind: str, what: str) -> tuple[str, int]:
+    """The earliest that differs on any rank, and its number."""
+    found = [
+        (i, f"{what} {i} differs{_amount(x, y)}")
+        for a, b in zip(first.ranks, second.ranks, strict=True)
+        for i, (x, y) in enumerate(zip_longest(a.losses(kind), b.losses(kind)), start=1)
+        if x != y
+    ]
     index, text = min(found, default=(0, ""))
     return text, index
 
@@ -83,13 +75,5 @@ def _amount(a: list[str] | None, b: list[str] | None) -> str:
 
 def _layers(first: Digests, second: Digests, what: str) -> str:
     differing = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
-    return f"{what} of {layer_spans(layers_in(differing))} differ" if differing else ""
-
-
-def layers_in(names: Collection[str]) -> set[int]:
-    """Layers that names of digests speak of.
-
-    Args:
-        names: ``replica/layer/name``.
-    """
-    return {int(name.split("/")[1]) for name in names}
+    layers = {int(name.split("/")[1]) for name in differing}
+    return f"{what} of {layer_spans(layers)} differ" if differing else ""

@@ -27,7 +27,7 @@ class Process:
 
     Attributes:
         name: of its files: host and process id.
-        events: by kind, in order.
+        events: by kind, in order: ``batch`` has what ``train_batch`` returned, ``evaluation`` what ``eval_batch`` did.
     """
 
     name: str
@@ -36,22 +36,16 @@ class Process:
     @property
     def facts(self) -> Event:
         """What its engine said of itself; empty without one."""
-        return self.events["engine"][0] if self.events["engine"] else {}
-
-    @property
-    def losses(self) -> list[list[str]]:
-        """What ``train_batch`` returned, by batch."""
-        return [batch["loss"] for batch in self.events["batch"]]
-
-    @property
-    def evaluations(self) -> list[list[str]]:
-        """What ``eval_batch`` returned."""
-        return [evaluation["loss"] for evaluation in self.events["evaluation"]]
+        return next(iter(self.events["engine"]), {})
 
     @property
     def end(self) -> Event:
         """What it held at the end; empty if it did not end as it should."""
-        return self.events["end"][0] if self.events["end"] else {}
+        return next(iter(self.events["end"]), {})
+
+    def losses(self, kind: str = "batch") -> list[list[str]]:
+        """What was returned every time."""
+        return [event["loss"] for event in self.events[kind]]
 
 
 @dataclass
@@ -85,22 +79,14 @@ class Outcome:
     @property
     def num_batches(self) -> int:
         """Batches that every rank finished."""
-        return min((len(rank.losses) for rank in self.ranks), default=0)
+        return min((len(rank.losses()) for rank in self.ranks), default=0)
 
     def told(self, kind: str) -> list[Event]:
-        """Events of one kind that all ranks have alike, from the first rank.
-
-        Args:
-            kind: such as ``move``.
-        """
+        """Events of one kind, such as ``move``, that all ranks have alike: the first one's."""
         return self.ranks[0].events[kind] if self.ranks else []
 
     def held(self, what: str) -> Digests:
-        """Digests of all ranks at the end.
-
-        Args:
-            what: ``weights`` or ``state``.
-        """
+        """Digests of ``weights`` or ``state`` of all ranks at the end, by ``replica/layer/name``."""
         found: dict[str, set[str]] = defaultdict(set)
         for rank in self.ranks:
             for name, digest in rank.end.get(what, {}).items():
@@ -119,12 +105,7 @@ class Outcome:
 
 
 def read(folder: Path, settings: Settings) -> Outcome:
-    """Read what has been recorded so far.
-
-    Args:
-        folder: of the run.
-        settings: of the run.
-    """
+    """Read what has been recorded so far."""
     processes = [_process(file) for file in sorted(folder.glob("*.events"))]
     ranks = sorted((p for p in processes if p.facts), key=lambda p: int(p.facts["rank"]))
     raised = [error for process in processes for error in process.events["error"]]

@@ -25,13 +25,7 @@ class Run(Protocol):
     """Runs the script once more."""
 
     def __call__(self, way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        """Run it.
-
-        Args:
-            way: one of the three.
-            changes: what to change beside.
-            batches: after which to stop; as always, if not given.
-        """
+        """Run one of the three ways with changes, and stop after so many batches; as always, if not given."""
 
 
 @dataclass(frozen=True)
@@ -138,23 +132,13 @@ def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
 
 
 class _Question:
-    """Why two runs differ.
-
-    Args:
-        first: the one to compare with.
-        second: the other.
-        run: runs the script again.
-    """
+    """Why the second of two runs differs from the first."""
 
     def __init__(self, first: Outcome, second: Outcome, run: Run) -> None:
         self._first, self._second, self._run = first, second, run
 
     def answer(self, suspects: Sequence[_Suspect]) -> list[Reason]:
-        """Change one thing after the other until nothing differs.
-
-        Args:
-            suspects: what may be the reason, in the order to try.
-        """
+        """Change one thing after the other, in this order, until nothing differs."""
         tried: list[_Suspect] = []
         failed: list[Reason] = []
         for suspect in (s for s in suspects if s.applies([*self._first.ranks, *self._second.ranks])):

@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ class Record:
         os.register_at_fork(after_in_child=self._open)  # a script may import DeepSpeed once and fork its ranks
 
     def _open(self) -> None:
-        name = f"{socket.gethostname()}-{os.getpid()}"
+        name = f"{os.uname().nodename}-{os.getpid()}"
         self._stream: TextIO = (self._folder / f"{name}.events").open("a", encoding="utf-8")
         self._stacks = (self._folder / f"{name}.stacks").open("w", encoding="utf-8")
         faulthandler.register(WHERE_ARE_YOU, self._stacks)
@@ -44,21 +43,12 @@ class Record:
         return self._told is not None
 
     def say(self, event: str, **values: Any) -> None:
-        """Write an event.
-
-        Args:
-            event: its name.
-            **values: what JSON can hold.
-        """
+        """Write an event with what JSON can hold."""
         self._stream.write(json.dumps({"event": event, **values}) + "\n")
         self._stream.flush()
 
     def error(self, error: BaseException) -> None:
-        """Write an error, once; leaving a script on purpose is none.
-
-        Args:
-            error: as raised.
-        """
+        """Write an error, once; leaving a script on purpose is none."""
         if error is self._told or isinstance(error, (SystemExit, KeyboardInterrupt)):
             return
         self._told = error

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dynpipe_ds.cli.trying.compare import Difference, compare
 from dynpipe_ds.cli.trying.outcome import Outcome
-from dynpipe_ds.cli.trying.processes import run
 from dynpipe_ds.cli.trying.reasons import Reason, explain
+from dynpipe_ds.cli.trying.run import run
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS, Settings
 
 
@@ -35,53 +35,38 @@ class Trial:
         return len(self.outcomes) == len(WAYS) and not any(outcome.failure for outcome in self.outcomes.values())
 
     @property
-    def good(self) -> bool:
-        """Whether all is equal, or differs for a reason that was shown, and no move failed."""
-        equal = all(difference.equal for difference in self.differences.values())
-        shown = bool(self.reasons) and all(reason.shown for reason in self.reasons)
-        return self.complete and (equal or shown) and not self._has_failed_moves
+    def equal(self) -> bool:
+        """Whether all bits are, as far as the script ran."""
+        return all(difference.equal for difference in self.differences.values())
 
     @property
-    def _has_failed_moves(self) -> bool:
-        """Whether a layer could not be carried, where a move was within the rules."""
-        return any(refused["failed"] for refused in self.outcomes[MOVING].told("refused"))
+    def good(self) -> bool:
+        """Whether all is equal, or differs for a reason that was shown, and every layer could be carried."""
+        shown = bool(self.reasons) and all(reason.shown for reason in self.reasons)
+        if not self.complete or not (self.equal or shown):
+            return False
+        return not any(refused["failed"] for refused in self.outcomes[MOVING].told("refused"))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run.
-
-    Attributes:
-        command: as the user starts the script.
-        batches: after which the script is stopped.
-        move_every: batches between two moves.
-        seed: of the boundaries.
-        timeout_s: longest time in which no batch is finished; the start may take several times that.
-        explain: whether to run more often where something differs.
-    """
-
-    command: Sequence[str]
-    batches: int
-    move_every: int
-    seed: int
-    timeout_s: float
-    explain: bool
-
-
-def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
+def carry_out(
+    command: Sequence[str], settings: Settings, folder: Path, *, timeout_s: float, ask_why: bool,
+    tell: Callable[[str], None],
+) -> Trial:
     """Run the script all ways and compare.
 
     Args:
-        plan: what to run.
+        command: as the user starts the script.
+        settings: of the first run; the others differ in the way and in what they change.
         folder: for what is recorded; one folder a run.
+        timeout_s: longest time in which no batch is finished; the start may take several times that.
+        ask_why: whether to run more often where something differs.
         tell: given lines about how far it is.
     """
-    settings = Settings(DEEPSPEED, plan.batches, plan.move_every, plan.seed)
 
     def once(way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
         place = folder / f"run-{1 + sum(1 for _ in folder.glob('run-*'))}"
-        wanted = replace(settings, way=way, changes=changes, batches=batches or plan.batches)
-        return run(plan.command, wanted, place, timeout_s=plan.timeout_s, tell=tell)
+        wanted = replace(settings, way=way, changes=changes, batches=batches or settings.batches)
+        return run(command, wanted, place, timeout_s=timeout_s, tell=tell)
 
     trial = Trial()
     for way in WAYS:
@@ -89,11 +74,9 @@ def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
         if trial.outcomes[way].failure:  # the next one would only fail the same way
             break
     done = {way: outcome for way, outcome in trial.outcomes.items() if not outcome.failure}
-    for way in done:
-        if way != DEEPSPEED:
-            trial.differences[way] = compare(done[DEEPSPEED], done[way])
+    trial.differences = {way: compare(done[DEEPSPEED], done[way]) for way in done if way != DEEPSPEED}
     if MOVING in done:
         trial.moved = compare(done[STILL], done[MOVING])
-    if plan.explain and not all(difference.equal for difference in trial.differences.values()):
+    if ask_why and not trial.equal:
         trial.reasons = explain(done, once)
     return trial
