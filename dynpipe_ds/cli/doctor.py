@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dynpipe_ds.cli import reading
 from dynpipe_ds.cli.checks import Check, check_config, check_machine
-from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, load_json, whole
+from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command
 from dynpipe_ds.cli.numerics import check_numerics
 
 DEFAULT_PORT = 29500  # DeepSpeed's launcher's own
@@ -39,10 +40,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--numerics", action="store_true", help="compare a small model, cut at several places, with the undivided one"
     )
-    parser.add_argument("--layers", type=whole(1), metavar="L", help="layers of the model; with --stages")
-    parser.add_argument("--stages", type=whole(1), metavar="N", help="pipeline stages; with --layers")
+    parser.add_argument("--layers", type=reading.whole(1), metavar="L", help="layers of the model; with --stages")
+    parser.add_argument("--stages", type=reading.whole(1), metavar="N", help="pipeline stages; with --layers")
     parser.add_argument(
-        "--port", type=whole(1), metavar="PORT",
+        "--port", type=reading.whole(1), metavar="PORT",
         help=f"port of the first rank (default MASTER_PORT, else {DEFAULT_PORT})",
     )
 
@@ -58,9 +59,9 @@ def run(arguments: argparse.Namespace) -> Result:
     if arguments.layers is not None and arguments.config is None:
         raise UsageError("--layers and --stages are for checking a configuration: give it by --config")
     port = _port(arguments.port)
-    config = None if arguments.config is None else load_json(arguments.config)
+    config = reading.json_object(arguments.config)
     checks = list(check_machine(port))
-    if config is not None:
+    if arguments.config is not None:
         checks += check_config(config, num_layers=arguments.layers, num_stages=arguments.stages)
     if arguments.numerics:
         checks += check_numerics()

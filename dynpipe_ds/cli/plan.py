@@ -7,28 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from dynpipe_ds.cli.command import (
-    OK,
-    ProblemError,
-    Result,
-    UsageError,
-    add_command,
-    add_simulated,
-    brackets,
-    imported,
-    listed,
-    load_json,
-    load_profile,
-    mebibytes,
-    milliseconds,
-    one_or_each,
-    partition_of,
-    percent,
-    size,
-    usage,
-    users_code,
-    whole,
-)
+from dynpipe_ds.cli import reading, show
+from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage, users_code
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.decide.methods import COSTS
 from dynpipe_ds.measure.profile import PipelineProfile
@@ -40,11 +20,18 @@ from dynpipe_ds.partition import (
     partitioner_names,
     run_partitioner,
 )
-from dynpipe_ds.reporting import format_table
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 _OF_THE_SECTION = ("partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages")
-_UNKNOWN = "n/a"
+_COLUMNS = {
+    "stage": "stage", "layers": "layers", "forward ms": "forward_s", "backward ms": "backward_s",
+    "idle": "bubble_ratio", "state MiB": "state_bytes", "in flight": "micro_batches_in_flight",
+    "activations MiB": "activation_bytes", "peak MiB": "peak_bytes",
+}  # fmt: skip
+_OTHER_COLUMNS = {
+    "partitioner": "partitioner", "batch ms": "batch_s", "bubble": "bubble_ratio", "largest peak MiB": "peak_bytes",
+    "partition": "partition",
+}  # fmt: skip
 
 _MORE = """
 Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
@@ -64,21 +51,22 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands, "plan", run, what="choose stage boundaries for a profile", more=_MORE, examples=_EXAMPLES
     )
-    parser.add_argument("--stages", type=whole(1), metavar="N", help="number of stages (default: the profile's)")
+    parser.add_argument("--stages", type=reading.whole(1), metavar="N", help="how many (default: as in the profile)")
     parser.add_argument(
         "--partitioner", metavar="NAME", help=f"{', '.join(partitioner_names())} or one of --import (default optimal)"
     )
     parser.add_argument("--cost", choices=COSTS, help="what to balance (default time)")
     parser.add_argument(
-        "--memory-cap-bytes", type=one_or_each(size), metavar="SIZE",
+        "--memory-cap-bytes", type=reading.one_or_each(reading.num_bytes), metavar="SIZE",
         help="most a stage may hold: 16GiB, or 16GiB,8GiB,... by stage",
     )
     parser.add_argument(
-        "--pinned-cuts", type=listed(int, "whole numbers"), metavar="C,...",
+        "--pinned-cuts", type=reading.listed(int, "whole numbers"), metavar="C,...",
         help="c keeps layers c-1 and c on one stage",
     )
     parser.add_argument(
-        "--stage-speeds", type=listed(float, "numbers"), metavar="V,...", help="relative speed of every stage's worker"
+        "--stage-speeds", type=reading.listed(float, "numbers"), metavar="V,...",
+        help="relative speed of every stage's worker",
     )
     parser.add_argument("--allow-empty-stages", action="store_true", default=None, help="a stage may have no layer")
     parser.add_argument("--config", metavar="FILE", help=f'DeepSpeed JSON whose "{SECTION}" section has these settings')
@@ -90,7 +78,7 @@ def add_parser(commands: Any) -> None:
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="import it first: it may call register_partitioner",
     )
-    add_simulated(parser)
+    reading.add_simulated(parser)
 
 
 def run(arguments: argparse.Namespace) -> Result:
@@ -103,8 +91,8 @@ def run(arguments: argparse.Namespace) -> Result:
     for module in arguments.imports:
         where = f"--import {module}"
         with users_code(f"{where}: can't be imported:"), usage(f"{where}: "):  # register_partitioner's own complaint
-            imported(module, where=where, remedy="give a module that Python finds from the current folder")
-    profile = load_profile(arguments.profile, arguments.micro_batches)
+            reading.module(module, where=where, remedy="give a module that Python finds from the current folder")
+    profile = reading.profile(arguments.profile, arguments.micro_batches)
     num_stages = arguments.stages or len(profile.boundaries) - 1
     if num_stages < 1:
         raise UsageError(f"{arguments.profile} has no partition of its own; give the number of stages by --stages")
@@ -119,15 +107,11 @@ def run(arguments: argparse.Namespace) -> Result:
 
 def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> DynamicPipelineConfig:
     """The section of --config with the options laid over it, checked by the section's own rules."""
-    section: dict[str, Any] = {}
-    if arguments.config is not None:
-        file = load_json(arguments.config)
-        with usage(f"{arguments.config}: "):  # what is wrong there is said of the file alone
-            parse_config(file)
-        section = dict(file.get(SECTION, {}))
-    given = {key: getattr(arguments, key) for key in _OF_THE_SECTION}
-    section |= {key: value for key, value in given.items() if value is not None} | {"enabled": True}
-    config = parse_config({SECTION: section})
+    file = reading.json_object(arguments.config)
+    with usage(f"{arguments.config}: "):  # what is wrong there is said of the file alone
+        parse_config(file)
+    given = {key: getattr(arguments, key) for key in _OF_THE_SECTION if getattr(arguments, key) is not None}
+    config = parse_config({SECTION: {**file.get(SECTION, {}), **given, "enabled": True}})
     get_partitioner(config.partitioner or "optimal")
     check_against_model(config, num_layers=num_layers, num_stages=num_stages)
     return config
@@ -154,7 +138,7 @@ class _Case:
         )
         self.current = profile.boundaries if len(profile.boundaries) == num_stages + 1 else None
         if arguments.current is not None:
-            self.current = partition_of(arguments.current, len(profile.layers), num_stages)
+            self.current = reading.partition(arguments.current, len(profile.layers), num_stages)
 
     def _plan(self, partitioner: str) -> Plan:
         config, links = self.config, self.links if self.cost == "time" else {}  # they are in seconds
@@ -225,21 +209,21 @@ class _Case:
 
 
 def _text(case: _Case, values: Mapping[str, Any]) -> str:
-    above = f"the slowest stage is {percent(values['imbalance'])} above a perfect balance"
-    times = f"{_batch(values)}; {above}" if case.has_times else f"{_UNKNOWN}: the profile has no times; {above}"
+    above = f"the slowest stage is {values['imbalance']:.1%} above a perfect balance"
+    times = f"{_batch(values)}; {above}" if case.has_times else f"{show.UNKNOWN}: the profile has no times; {above}"
     parts = [
-        f"partition   {brackets(values['boundaries'])}   by {values['partitioner']}:{values['cost']}, "
+        f"partition   {show.brackets(values['boundaries'])}   by {values['partitioner']}:{values['cost']}, "
         f"{len(case.profile.layers)} layers, {case.num_stages} stages, {values['num_micro_batches']} micro-batches",
         f"a batch     {times}",
     ]
     if (current := values["current"]) is not None:
         times = f"{_batch(current)}; " if case.has_times else ""
         moving = (
-            f"moving shrinks the slowest stage by {percent(current['predicted_gain'])} and takes "
-            f"{mebibytes(current['bytes_to_move'])} MiB"
+            f"moving shrinks the slowest stage by {current['predicted_gain']:.1%} and takes "
+            f"{show.mebibytes(current['bytes_to_move'])} MiB"
         )
         gain = "the same partition" if current["boundaries"] == values["boundaries"] else moving
-        parts.append(f"now         {brackets(current['boundaries'])}   {times}{gain}")
+        parts.append(f"now         {show.brackets(current['boundaries'])}   {times}{gain}")
     parts += ["", _stage_table(values["stages"])]
     if "others" in values:
         parts += ["", _other_table(case, values["others"])]
@@ -247,32 +231,23 @@ def _text(case: _Case, values: Mapping[str, Any]) -> str:
 
 
 def _batch(values: Mapping[str, Any]) -> str:
-    return f"{milliseconds(values['batch_s'])} ms, bubble {percent(values['bubble_ratio'])}"
+    return f"{show.milliseconds(values['batch_s'])} ms, bubble {values['bubble_ratio']:.1%}"
 
 
 def _stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
-    head = ["stage", "layers", "forward ms", "backward ms", "idle", "state MiB", "in flight", "activations MiB"]
-    capped = stages[0]["cap_bytes"] is not None
-    rows = [[*head, "peak MiB", *(["cap MiB"] if capped else [])]]
-    for stage in stages:
-        layers = f"{stage['first_layer']}-{stage['last_layer']}" if stage["num_layers"] else "none"
-        rows.append([
-            str(stage["stage"]), layers, milliseconds(stage["forward_s"]), milliseconds(stage["backward_s"]),
-            percent(stage["bubble_ratio"]), mebibytes(stage["state_bytes"]), str(stage["micro_batches_in_flight"]),
-            mebibytes(stage["activation_bytes"]), mebibytes(stage["peak_bytes"]),
-            *([mebibytes(stage["cap_bytes"])] if capped else []),
-        ])  # fmt: skip
-    return format_table(rows)
+    columns = _COLUMNS if stages[0]["cap_bytes"] is None else {**_COLUMNS, "cap MiB": "cap_bytes"}
+    spans = [f"{stage['first_layer']}-{stage['last_layer']}" if stage["num_layers"] else "none" for stage in stages]
+    return show.table(columns, ({**stage, "layers": span} for stage, span in zip(stages, spans, strict=True)))
 
 
 def _other_table(case: _Case, others: Sequence[Mapping[str, Any]]) -> str:
-    rows = [["partitioner", "batch ms", "bubble", "largest peak MiB", "partition"]]
+    rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for other in others:
         if "error" in other:
             notes.append(f"({len(notes) + 1}) {other['error']}")
-            rows.append([other["partitioner"], *[_UNKNOWN] * 3, f"({len(notes)})"])
-            continue
-        times = [milliseconds(other["batch_s"]), percent(other["bubble_ratio"])] if case.has_times else [_UNKNOWN] * 2
-        rows.append([other["partitioner"], *times, mebibytes(other["peak_bytes"]), brackets(other["boundaries"])])
-    return "\n".join([format_table(rows), *notes])
+            rows.append({**other, "partition": f"({len(notes)})"})
+        else:
+            unknown = {} if case.has_times else {"batch_s": None, "bubble_ratio": None}
+            rows.append({**other, "partition": show.brackets(other["boundaries"]), **unknown})
+    return "\n".join([show.table(_OTHER_COLUMNS, rows), *notes])

@@ -12,25 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dynpipe_ds.cli.command import (
-    OK,
-    ProblemError,
-    Result,
-    UsageError,
-    add_command,
-    imported,
-    load_json,
-    mebibytes,
-    milliseconds,
-    usage,
-    users_code,
-    value_of,
-    whole,
-)
+from dynpipe_ds.cli import reading, show
+from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage, users_code
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.reporting import format_table
 
 _MORE = """
 MODEL is package.module:function. The function takes no arguments and returns (layers, (inputs, labels)) or
@@ -43,6 +29,10 @@ dynpipe profile my_model:layers
 dynpipe profile my_model:layers --output profile.json --config ds_config.json --repeats 10
 dynpipe profile my_model:layers --micro-batches 8 --optimizer-bytes 4 --activation-checkpointing --json
 """
+_COLUMNS = {
+    "layer": "layer", "name": "name", "forward ms": "forward_s", "backward ms": "backward_s",
+    "parameters": "num_parameters", "state MiB": "state_bytes", "activations MiB": "activation_bytes",
+}  # fmt: skip
 _HINT = " (--traceback shows where)"
 
 
@@ -62,23 +52,22 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", default="profile.json", metavar="FILE", help="(default profile.json)")
     parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON: precision, optimizer, micro-batches")
     parser.add_argument(
-        "--micro-batches", type=whole(1), metavar="M",
+        "--micro-batches", type=reading.whole(1), metavar="M",
         help="micro-batches of a batch (default: gradient_accumulation_steps of --config, else 1)",
     )
     parser.add_argument(
-        "--replicas", type=whole(1), default=1, metavar="N",
+        "--replicas", type=reading.whole(1), default=1, metavar="N",
         help="data-parallel replicas, which share optimizer state under ZeRO-1 (default 1)",
     )
     parser.add_argument(
-        "--optimizer-bytes", metavar="BYTES",
-        type=value_of(float, lambda value: 0 <= value < float("inf"), "finite and >= 0, such as 8 for Adam in fp32"),
+        "--optimizer-bytes", type=reading.at_least_0("finite and >= 0, such as 8 for Adam in fp32"), metavar="BYTES",
         help="optimizer state for each parameter on a rank (default: by --config's optimizer, else 8, Adam's)",
     )
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="recompute every layer (interval 1) in its backward"
     )
-    parser.add_argument("--repeats", type=whole(1), default=5, metavar="N", help="measured passes (default 5)")
-    parser.add_argument("--warmup", type=whole(0), default=2, metavar="N", help="passes before them (default 2)")
+    parser.add_argument("--repeats", type=reading.whole(1), default=5, metavar="N", help="measured passes (default 5)")
+    parser.add_argument("--warmup", type=reading.whole(0), default=2, metavar="N", help="unmeasured ones (default 2)")
     parser.add_argument("--traceback", action="store_true", help="if the model fails, show where")
 
 
@@ -89,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Result:
         UsageError: for a value that can't be used.
         ProblemError: when the model can't be built or run.
     """
-    config = {} if arguments.config is None else load_json(arguments.config)
+    config = reading.json_object(arguments.config)
     memory = _memory(config, arguments)
     num_micro_batches = arguments.micro_batches or config.get("gradient_accumulation_steps") or 1
     if type(num_micro_batches) is not int or num_micro_batches < 1:  # DeepSpeed also takes "auto"
@@ -130,7 +119,7 @@ def _load(name: str, *, show: bool) -> _Model:
         raise UsageError(f"MODEL {name!r}: must be package.module:function, such as my_model:layers")
     with users_code(f"MODEL {name}: {module} can't be imported:", _HINT, show=show):
         remedy = "start where Python finds the module, or set PYTHONPATH"
-        found = getattr(imported(module, where=f"MODEL {name}", remedy=remedy), function, None)
+        found = getattr(reading.module(module, where=f"MODEL {name}", remedy=remedy), function, None)
     if not callable(found):
         raise UsageError(f"MODEL {name}: {module} has no function {function!r}; name the one that returns the layers")
     with users_code(f"{name}() raised", _HINT, show=show):
@@ -159,7 +148,7 @@ def _kind(value: Any) -> str:
 
 
 def _values(profile: PipelineProfile, path: str, memory: TrainingMemory) -> dict[str, Any]:
-    keys = ("forward_s", "backward_s", "num_parameters", "state_bytes", "activation_bytes")
+    keys = list(_COLUMNS.values())[2:]
     layers = [
         {"layer": i, "name": layer.name, **{key: getattr(layer, key) for key in keys}}
         for i, layer in enumerate(profile.layers)
@@ -172,16 +161,11 @@ def _values(profile: PipelineProfile, path: str, memory: TrainingMemory) -> dict
 
 
 def _text(values: dict[str, Any]) -> str:
-    rows = [["layer", "name", "forward ms", "backward ms", "parameters", "state MiB", "activations MiB"]]
-    for layer in [*values["layers"], {"layer": "all", "name": "", **values["total"]}]:
-        rows.append([
-            str(layer["layer"]), layer["name"], milliseconds(layer["forward_s"]), milliseconds(layer["backward_s"]),
-            f"{layer['num_parameters']:,}", mebibytes(layer["state_bytes"]), mebibytes(layer["activation_bytes"]),
-        ])  # fmt: skip
+    rows = [*values["layers"], {"layer": "all", "name": "", **values["total"]}]
     threads = f", {values['threads']} threads" if values["device"] == "cpu" else ""
     return "\n".join([
         f"one micro-batch on {values['device']}{threads}, {values['dtype']}; state: parameters, gradients, optimizer",
-        "", format_table(rows), "",
+        "", show.table(_COLUMNS, rows), "",
         f"written: {values['profile']} ({values['num_micro_batches']} micro-batches a batch)",
         f"next:    dynpipe plan {values['profile']} --stages 2",
     ])  # fmt: skip

@@ -84,7 +84,7 @@ class Processes:
                     found.append(process)
         return found
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         """End all, and what they would leave for others to wait for."""
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDING))  # a second Ctrl-C waits
         locks: set[Path] = set()

@@ -8,30 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from dynpipe_ds.cli.command import (
-    OK,
-    Result,
-    UsageError,
-    add_command,
-    add_simulated,
-    brackets,
-    load_profile,
-    mebibytes,
-    milliseconds,
-    one_or_each,
-    partition_of,
-    percent,
-    seconds,
-    usage,
-)
+from dynpipe_ds.cli import reading, show
+from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.reporting import format_table, save_chrome_trace, save_gantt
+from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 
 WIDTH = 96
 """Columns of the text timeline."""
 
 _SIGNS = {"forward": "F", "backward": "B", "send": ">", "recv": ">", "step": "S", "wait": "."}
+_COLUMNS = {
+    "stage": "stage", "busy ms": "busy_s", "fill ms": "fill_s", "waiting ms": "waiting_s", "transfer ms": "transfer_s",
+    "drain ms": "drain_s", "step ms": "step_s", "bubble": "bubble_ratio", "in flight": "peak_micro_batches",
+    "activations MiB": "peak_activation_bytes",
+}  # fmt: skip
 _PICTURES = (".png", ".svg", ".pdf")
 _MORE = """
 Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the time
@@ -60,10 +51,10 @@ def add_parser(commands: Any) -> None:
         help="whether a sender waits for its receiver, as with gloo (default), or not",
     )
     parser.add_argument(
-        "--step-s", type=one_or_each(seconds), default=0.0, metavar="S",
+        "--step-s", type=reading.one_or_each(reading.seconds), default=0.0, metavar="S",
         help="seconds of the optimizer step (default 0)",
     )
-    add_simulated(parser)
+    reading.add_simulated(parser)
     parser.add_argument("--gantt", metavar="FILE", help=f"draw the timeline ({', '.join(_PICTURES)})")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace; open it at https://ui.perfetto.dev")
 
@@ -76,22 +67,24 @@ def run(arguments: argparse.Namespace) -> Result:
     """
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
-    profile = load_profile(arguments.profile, arguments.micro_batches)
+    profile = reading.profile(arguments.profile, arguments.micro_batches)
     if not any(profile.costs("time")):
         raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
     if arguments.partition is None and not profile.boundaries:
         raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
-    given = [arguments.partition, *([arguments.against] if arguments.against is not None else [])]
-    partitions = [profile.boundaries if text is None else partition_of(text, len(profile.layers)) for text in given]
+    given = [text for text in (arguments.partition, arguments.against) if text is not None]
+    partitions = [reading.partition(text, len(profile.layers)) for text in given]
+    if arguments.partition is None:
+        partitions.insert(0, profile.boundaries)
     with usage():
         outcomes = {cuts: _simulate(profile, cuts, arguments) for cuts in partitions}
-    named = {brackets(cuts): outcome for cuts, outcome in outcomes.items()}
-    files = _write(arguments, named)
+    named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
     values = {
         "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
-        "partitions": [_values(cuts, outcome) for cuts, outcome in outcomes.items()], "files": files,
+        "partitions": [_values(cuts, outcome) for cuts, outcome in outcomes.items()],
+        "files": _write(arguments, named),
     }  # fmt: skip
-    return OK, _text(named, profile.num_micro_batches, files), values
+    return OK, _text(named, profile.num_micro_batches, values), values
 
 
 def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Simulation:
@@ -122,19 +115,20 @@ def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, files: Sequence[str]) -> str:
+def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Mapping[str, Any]) -> str:
     longest_s = max(outcome.batch_s for outcome in outcomes.values())
     parts = []
-    for name, outcome in outcomes.items():
+    for (name, outcome), found in zip(outcomes.items(), values["partitions"], strict=True):
         parts += [
-            f"partition {name}: {milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
-            f"bubble {percent(outcome.bubble_ratio)}",
-            "", text_timeline(outcome.timeline, longest_s), "", _stage_table(outcome), "",
+            f"partition {name}: {show.milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
+            f"bubble {outcome.bubble_ratio:.1%}",
+            "", text_timeline(outcome.timeline, longest_s), "",
+            show.table(_COLUMNS, ({"stage": i, **stage} for i, stage in enumerate(found["stages"]))), "",
         ]  # fmt: skip
     if len(outcomes) == 2:
         first, second = outcomes.values()
         parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
-    parts += [f"written: {file}" for file in files]
+    parts += [f"written: {file}" for file in values["files"]]
     return "\n".join(parts).rstrip()
 
 
@@ -165,14 +159,3 @@ def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WID
         for stage, row in enumerate(share_s)
     )
 
-
-def _stage_table(outcome: Simulation) -> str:
-    head = ["stage", "busy ms", "fill ms", "waiting ms", "transfer ms", "drain ms", "step ms", "bubble", "in flight"]
-    rows = [[*head, "activations MiB"]]
-    for number, stage in enumerate(outcome.stages):
-        times = (stage.busy_s, stage.fill_s, stage.waiting_s, stage.transfer_s, stage.drain_s, stage.step_s)
-        rows.append([
-            str(number), *map(milliseconds, times), percent(stage.bubble_ratio), str(stage.peak_micro_batches),
-            mebibytes(stage.peak_activation_bytes),
-        ])  # fmt: skip
-    return format_table(rows)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, seconds, whole
+from dynpipe_ds.cli import reading
+from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command
 from dynpipe_ds.cli.running import START, leaving_in_order
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, Settings
 from dynpipe_ds.cli.trying.text import text_of, values_of
@@ -37,14 +38,16 @@ def add_parser(commands: Any) -> None:
         examples=_EXAMPLES,
     )
     parser.add_argument(
-        "--batches", type=whole(1), default=8, metavar="N", help="stop after so many batches (default 8)"
+        "--batches", type=reading.whole(1), default=8, metavar="N", help="stop after so many batches (default 8)"
     )
     parser.add_argument(
-        "--move-every", type=whole(1), default=2, metavar="N", help="batches between two moves (default 2)"
+        "--move-every", type=reading.whole(1), default=2, metavar="N", help="batches between two moves (default 2)"
     )
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the random boundaries (default 0)")
     parser.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S",
+        "--seed", type=reading.whole(0), default=0, metavar="N", help="of the random boundaries (default 0)"
+    )
+    parser.add_argument(
+        "--timeout", type=reading.seconds, default=300.0, metavar="S",
         help=f"give up when no batch was finished for so many seconds, {START} times that at the start (default 300)",
     )
     parser.add_argument(

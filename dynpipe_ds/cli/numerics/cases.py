@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynpipe_ds.cli.command import brackets
 from dynpipe_ds.cli.numerics.model import MICRO_BATCH_SIZE, NUM_LAYERS, NUM_MICRO_BATCHES, Block, Embedding, Head
+from dynpipe_ds.cli.show import brackets
 
 NUM_BATCHES = 4
 NUM_STAGES = 2

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynpipe_ds.cli.command import layer_spans
 from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Course, Mode
 from dynpipe_ds.cli.numerics.model import NUM_LAYERS
 from dynpipe_ds.cli.numerics.record import KINDS, WEIGHT, WHOLE, Quantity, Record
+from dynpipe_ds.cli.show import layer_spans
 
 _LEAST_SIZE = 1e-3  # of the largest tensor of its kind and batch: below, rounding is all there is to see
 _MISSING = float("inf")

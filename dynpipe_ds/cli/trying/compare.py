@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from dynpipe_ds.cli.command import layer_spans
+from dynpipe_ds.cli.show import layer_spans
 from dynpipe_ds.cli.trying.outcome import Outcome
 from dynpipe_ds.cli.trying.weights import Digests, number
 

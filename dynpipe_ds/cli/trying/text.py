@@ -8,12 +8,13 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from dynpipe_ds.cli.command import brackets, layer_spans, milliseconds, percent
+from dynpipe_ds.cli.show import brackets, layer_spans, milliseconds
 from dynpipe_ds.cli.trying.outcome import Outcome
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS
 from dynpipe_ds.cli.trying.trial import Trial
 from dynpipe_ds.cli.trying.weights import number
 from dynpipe_ds.reporting import format_table
+
 
 def text_of(trial: Trial) -> str:
     """The table, and below it what it does not say."""
@@ -147,7 +148,7 @@ def _cost_line(trial: Trial) -> str:
     if "batch_s" not in cost:
         return line
     return (
-        f"{line} ({percent(cost['accounted_s'] / cost['batch_s'])}), {cost['difference_s'] * 1e3:+.2f} ms by medians "
+        f"{line} ({cost['accounted_s'] / cost['batch_s']:.1%}), {cost['difference_s'] * 1e3:+.2f} ms by medians "
         f"of batches, which spread by {milliseconds(cost['spread_s'])} ms; moves not included"
     )
 

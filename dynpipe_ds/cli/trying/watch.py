@@ -39,7 +39,7 @@ class Watch:
         is_moving = settings.way == MOVING and facts["ours"]
         self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
         record.say("engine", **facts)
-        self._has_looked = self._has_told_flags = False
+        self._said: set[str] = set()
         engine.module.register_forward_hook(self._at_cut)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
@@ -68,28 +68,29 @@ class Watch:
                 self._moves.move(self._num_batches)
         return loss
 
-    def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
-        """What leaves the stage: looked at once; its gradient is made contiguous where the run wants it."""
+    def _at_cut(self, module: Any, _: Any, output: Any) -> None:
+        """What leaves the stage, and the gradients that come back."""
         if self._engine.is_last_stage():
-            return output
-        parts = output if isinstance(output, tuple) else (output,)
-        trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not torch.is_grad_enabled():
-            if trained and not self._has_told_flags:
-                self._has_told_flags = True
-                self._record.say("flagged")
-            return output
-        if not module.training:
-            return output
-        if not self._has_looked:
-            self._has_looked = True
-            self._record.say("crossing", outputs=len(trained))
+            return
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if torch.is_grad_enabled() and module.training:
+            self._say_once("crossing", outputs=len(trained))
             for tensor in trained:
-                tensor.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
-        if DENSE_CUTS not in self._settings.changes:
-            return output
-        dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
-        return dense if isinstance(output, tuple) else dense[0]
+                tensor.register_hook(self._at_gradient)  # type: ignore[no-untyped-call]
+        elif trained and not torch.is_grad_enabled():
+            self._say_once("flagged")
+
+    def _at_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient as it is, or contiguous, as DeepSpeed has it, where the run wants that."""
+        if gradient is None or gradient.is_contiguous():  # none where a checkpoint only hands a tensor through
+            return None
+        self._say_once("strided")
+        return gradient.contiguous() if DENSE_CUTS in self._settings.changes else None
+
+    def _say_once(self, event: str, **values: Any) -> None:
+        if event not in self._said:
+            self._said.add(event)
+            self._record.say(event, **values)
 
     def _without_flags(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Give layers what was received under ``no_grad`` as DeepSpeed does."""
@@ -97,10 +98,6 @@ class Watch:
             for tensor in tensors_in(inputs):
                 tensor.requires_grad_(False)
         return forward(*inputs)
-
-    def _look_at_gradient(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and not gradient.is_contiguous():  # none where a checkpoint only hands a tensor through
-            self._record.say("strided")
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._record.errors():
@@ -134,21 +131,6 @@ class Watch:
             held = {"unread": f"{type(error).__name__}: {error}"}
         overhead = getattr(self._engine, "overhead", None)
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
-
-
-class _DenseGradient(torch.autograd.Function):
-    """Changes nothing but the memory layout of the gradient, to the one that DeepSpeed gives it."""
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else gradient.contiguous()
-
-
-_dense_gradient: Any = _DenseGradient.apply
 
 
 def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
