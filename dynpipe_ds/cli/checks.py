@@ -60,11 +60,7 @@ def found(name: str, value: str, remedy: str = "", status: Status = "problem") -
 
 
 def check_machine(port: int) -> Iterator[Check]:
-    """All that has to be right before a job is started.
-
-    Args:
-        port: that the first rank will listen on.
-    """
+    """All that has to be right before a job is started whose first rank listens on a port."""
     yield from check_versions()
     yield _check_launcher()
     yield from _check_compiler()
@@ -216,12 +212,9 @@ def extensions_folder() -> Path:
 def check_config(
     config: dict[str, Any], *, num_layers: int | None = None, num_stages: int | None = None
 ) -> Iterator[Check]:
-    """The ``"dynamic_pipeline"`` section, every problem as one check.
+    """The ``"dynamic_pipeline"`` section of a DeepSpeed configuration, every problem as one check.
 
-    Args:
-        config: a whole DeepSpeed configuration.
-        num_layers: L, with ``num_stages`` to check what depends on the model.
-        num_stages: S.
+    With L and S also what depends on the model.
     """
     lines: list[str] = []
     section: DynamicPipelineConfig | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,23 +42,25 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog}: error: {message}; see {self.prog} --help", file=sys.stderr)
         raise SystemExit(USAGE)
 
+    def option(self, name: str, metavar: str, what: str, read: Callable[[str], Any] = str, **more: Any) -> None:
+        """Add an option with a value; its help says the default."""
+        default = more.get("default")
+        if default is not None:
+            what += f" (default {default if isinstance(default, str) else f'{default:g}'})"
+        self.add_argument(name, metavar=metavar, help=what, type=read, **more)
 
-def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], Result], *, what: str, more: str, examples: str
-) -> Parser:
-    """Add a command and return its parser.
+    def flag(self, name: str, what: str, **more: Any) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=what, **more)
 
-    Args:
-        commands: what ``add_subparsers`` returned.
-        name: of the command.
-        run: carries it out.
-        what: one line on it.
-        more: a paragraph on it.
-        examples: command lines, one below the other.
-    """
-    lines = "\n".join(f"  {line}" for line in examples.strip().splitlines())
-    description = f"{what[0].upper()}{what[1:]}.\n\n{more.strip()}"
-    parser: Parser = commands.add_parser(name, help=what, description=description, epilog=f"examples:\n{lines}")
+
+def add_command(commands: Any, name: str, run: Callable[[argparse.Namespace], Result]) -> Parser:
+    """Add a command, whose help is the docstring of what runs it: one line, paragraphs, examples."""
+    description, _, examples = inspect.cleandoc(run.__doc__ or "").partition("Examples:")
+    what = description.partition("\n")[0].rstrip(".")
+    parser: Parser = commands.add_parser(
+        name, help=what[:1].lower() + what[1:], description=description.strip(), epilog=f"examples:{examples}"
+    )
     parser.set_defaults(run=run, parser=parser)
     return parser
 
@@ -73,13 +76,7 @@ def usage(where: str = "") -> Iterator[None]:
 
 @contextmanager
 def users_code(failed: str, hint: str = "", *, show: bool = False) -> Iterator[None]:
-    """Turn whatever a block raises into a :class:`ProblemError`.
-
-    Args:
-        failed: written before it.
-        hint: written after it.
-        show: raise it as it is instead.
-    """
+    """Turn whatever a block raises into a :class:`ProblemError` that says what failed; or show it as it was raised."""
     try:
         yield
     except Exception as error:

@@ -18,41 +18,30 @@ from dynpipe_ds.cli.numerics import check_numerics
 DEFAULT_PORT = 29500  # DeepSpeed's launcher's own
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
-_MORE = """
-Looks at versions, launcher, compiler, accelerator, network and the folder of compiled operations, and with --config
-at a DeepSpeed JSON, all problems at once. With --numerics it trains a small model on two processes of the CPU, cut at
-several places, and compares losses, gradients and weights with the undivided model: less than a minute. Nothing is
-changed. A warning may be meant and does not count.
-"""
-_EXAMPLES = """
-dynpipe doctor
-dynpipe doctor --config ds_config.json
-dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = add_command(
-        commands, "doctor", run, what="check this machine and a configuration", more=_MORE, examples=_EXAMPLES
-    )
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON to check")
-    parser.add_argument(
-        "--numerics", action="store_true", help="compare a small model, cut at several places, with the undivided one"
-    )
-    parser.add_argument("--layers", type=reading.whole(1), metavar="L", help="layers of the model; with --stages")
-    parser.add_argument("--stages", type=reading.whole(1), metavar="N", help="pipeline stages; with --layers")
-    parser.add_argument(
-        "--port", type=reading.whole(1), metavar="PORT",
-        help=f"port of the first rank (default MASTER_PORT, else {DEFAULT_PORT})",
-    )
+    parser = add_command(commands, "doctor", run)
+    parser.option("--config", "FILE", "DeepSpeed JSON to check")
+    parser.flag("--numerics", "compare a small model, cut at several places, with the undivided one")
+    parser.option("--layers", "L", "layers of the model; with --stages", reading.whole(1))
+    parser.option("--stages", "N", "pipeline stages; with --layers", reading.whole(1))
+    port = f"port of the first rank (default MASTER_PORT, else {DEFAULT_PORT})"
+    parser.option("--port", "PORT", port, reading.whole(1))
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Check this machine and a configuration.
 
-    Raises:
-        UsageError: for arguments that don't go together, or a file that is no JSON object.
+    Looks at versions, launcher, compiler, accelerator, network and the folder of compiled operations, and with
+    --config at a DeepSpeed JSON, all problems at once. With --numerics it trains a small model on two processes of the
+    CPU, cut at several places, and compares losses, gradients and weights with the undivided model: less than a
+    minute. Nothing is changed. A warning may be meant and does not count.
+
+    Examples:
+      dynpipe doctor
+      dynpipe doctor --config ds_config.json
+      dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
     """
     if (arguments.layers is None) != (arguments.stages is None):
         raise UsageError("--layers and --stages belong together: give both, or neither")

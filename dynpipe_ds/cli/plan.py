@@ -33,47 +33,23 @@ _OTHER_COLUMNS = {
     "partition": "partition",
 }  # fmt: skip
 
-_MORE = """
-Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
-Layer times are taken as those of a worker of speed 1. Options named as a key of the "dynamic_pipeline" section mean
-the same; --config takes them from a DeepSpeed JSON, and options given here win.
-"""
-_EXAMPLES = """
-dynpipe plan profile.json --stages 4
-dynpipe plan profile.json --stages 4 --memory-cap-bytes 16GiB --compare
-dynpipe plan profile.json --stages 2 --partitioner diffusion --stage-speeds 1,0.5 --pinned-cuts 1
-dynpipe plan profile.json --stages 2 --config ds_config.json --json
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = add_command(
-        commands, "plan", run, what="choose stage boundaries for a profile", more=_MORE, examples=_EXAMPLES
-    )
-    parser.add_argument("--stages", type=reading.whole(1), metavar="N", help="how many (default: as in the profile)")
-    parser.add_argument(
-        "--partitioner", metavar="NAME", help=f"{', '.join(partitioner_names())} or one of --import (default optimal)"
-    )
+    parser = add_command(commands, "plan", run)
+    known = f"{', '.join(partitioner_names())} or one of --import (default optimal)"
+    parser.option("--stages", "N", "number of stages (default: the profile's)", reading.whole(1))
+    parser.option("--partitioner", "NAME", known)
     parser.add_argument("--cost", choices=COSTS, help="what to balance (default time)")
-    parser.add_argument(
-        "--memory-cap-bytes", type=reading.one_or_each(reading.num_bytes), metavar="SIZE",
-        help="most a stage may hold: 16GiB, or 16GiB,8GiB,... by stage",
-    )
-    parser.add_argument(
-        "--pinned-cuts", type=reading.listed(int, "whole numbers"), metavar="C,...",
-        help="c keeps layers c-1 and c on one stage",
-    )
-    parser.add_argument(
-        "--stage-speeds", type=reading.listed(float, "numbers"), metavar="V,...",
-        help="relative speed of every stage's worker",
-    )
-    parser.add_argument("--allow-empty-stages", action="store_true", default=None, help="a stage may have no layer")
-    parser.add_argument("--config", metavar="FILE", help=f'DeepSpeed JSON whose "{SECTION}" section has these settings')
-    parser.add_argument(
-        "--current", metavar="PARTITION", help="boundaries now in use, to compare with (default: the profile's)"
-    )
-    parser.add_argument("--compare", action="store_true", help="also show what the other partitioners would choose")
+    cap = "most a stage may hold: 16GiB, or 16GiB,8GiB,... by stage"
+    parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
+    whole_numbers, numbers = reading.listed(int, "whole numbers"), reading.listed(float, "numbers")
+    parser.option("--pinned-cuts", "C,...", "c keeps layers c-1 and c on one stage", whole_numbers)
+    parser.option("--stage-speeds", "V,...", "relative speed of every stage's worker", numbers)
+    parser.flag("--allow-empty-stages", "a stage may have no layer", default=None)
+    parser.option("--config", "FILE", f'DeepSpeed JSON whose "{SECTION}" section has these settings')
+    parser.option("--current", "PARTITION", "boundaries now in use, to compare with (default: the profile's)")
+    parser.flag("--compare", "also show what the other partitioners would choose")
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="import it first: it may call register_partitioner",
@@ -82,11 +58,17 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Choose stage boundaries for a profile.
 
-    Raises:
-        UsageError: for a value that can't be used.
-        ProblemError: when no partition satisfies the constraints.
+    Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
+    Layer times are taken as those of a worker of speed 1. Options named as a key of the "dynamic_pipeline" section
+    mean the same; --config takes them from a DeepSpeed JSON, and options given here win.
+
+    Examples:
+      dynpipe plan profile.json --stages 4
+      dynpipe plan profile.json --stages 4 --memory-cap-bytes 16GiB --compare
+      dynpipe plan profile.json --stages 2 --partitioner diffusion --stage-speeds 1,0.5 --pinned-cuts 1
+      dynpipe plan profile.json --stages 2 --config ds_config.json --json
     """
     for module in arguments.imports:
         where = f"--import {module}"

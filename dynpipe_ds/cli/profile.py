@@ -8,27 +8,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dynpipe_ds.cli import reading, show
 from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage, users_code
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.layerwise import LayerError, LossFunction, TrainingMemory, measure_layers
+from dynpipe_ds.measure.layerwise import LayerError, TrainingMemory, measure_layers
 from dynpipe_ds.measure.profile import PipelineProfile
 
-_MORE = """
-MODEL is package.module:function. The function takes no arguments and returns (layers, (inputs, labels)) or
-(layers, (inputs, labels), loss_fn): layers as PipelineModule takes them, one micro-batch, and the loss. Layers are
-built, run and dropped one after the other in one process, so the model may be larger than the device. The file that
-is written goes into 'dynpipe plan' and into DynamicPipelineModule(profile=..., partition_method="profile").
-"""
-_EXAMPLES = """
-dynpipe profile my_model:layers
-dynpipe profile my_model:layers --output profile.json --config ds_config.json --repeats 10
-dynpipe profile my_model:layers --micro-batches 8 --optimizer-bytes 4 --activation-checkpointing --json
-"""
 _COLUMNS = {
     "layer": "layer", "name": "name", "forward ms": "forward_s", "backward ms": "backward_s",
     "parameters": "num_parameters", "state MiB": "state_bytes", "activations MiB": "activation_bytes",
@@ -36,47 +25,38 @@ _COLUMNS = {
 _HINT = " (--traceback shows where)"
 
 
-class _Model(NamedTuple):
-    layers: Sequence[Any]
-    inputs: Any
-    labels: Any
-    loss_fn: LossFunction | None
-
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = add_command(
-        commands, "profile", run, what="measure the layers of a model on this device", more=_MORE, examples=_EXAMPLES
-    )
+    parser = add_command(commands, "profile", run)
     parser.add_argument("model", metavar="MODEL", help="package.module:function, found from the current folder")
-    parser.add_argument("--output", default="profile.json", metavar="FILE", help="(default profile.json)")
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON: precision, optimizer, micro-batches")
-    parser.add_argument(
-        "--micro-batches", type=reading.whole(1), metavar="M",
-        help="micro-batches of a batch (default: gradient_accumulation_steps of --config, else 1)",
-    )
-    parser.add_argument(
-        "--replicas", type=reading.whole(1), default=1, metavar="N",
-        help="data-parallel replicas, which share optimizer state under ZeRO-1 (default 1)",
-    )
-    parser.add_argument(
-        "--optimizer-bytes", type=reading.at_least_0("finite and >= 0, such as 8 for Adam in fp32"), metavar="BYTES",
-        help="optimizer state for each parameter on a rank (default: by --config's optimizer, else 8, Adam's)",
-    )
-    parser.add_argument(
-        "--activation-checkpointing", action="store_true", help="recompute every layer (interval 1) in its backward"
-    )
-    parser.add_argument("--repeats", type=reading.whole(1), default=5, metavar="N", help="measured passes (default 5)")
-    parser.add_argument("--warmup", type=reading.whole(0), default=2, metavar="N", help="unmeasured ones (default 2)")
-    parser.add_argument("--traceback", action="store_true", help="if the model fails, show where")
+    parser.option("--output", "FILE", "where to write", default="profile.json")
+    parser.option("--config", "FILE", "DeepSpeed JSON: precision, optimizer, micro-batches")
+    batch = "micro-batches of a batch (default: gradient_accumulation_steps of --config, else 1)"
+    parser.option("--micro-batches", "M", batch, reading.whole(1))
+    replicas = "data-parallel replicas, which share optimizer state under ZeRO-1"
+    parser.option("--replicas", "N", replicas, reading.whole(1), default=1)
+    state = "optimizer state for each parameter on a rank (default: by --config's optimizer, else 8, Adam's)"
+    rule = "finite and >= 0, such as 8 for Adam in fp32"
+    parser.option("--optimizer-bytes", "BYTES", state, reading.at_least_0(rule))
+    parser.flag("--activation-checkpointing", "recompute every layer (interval 1) in its backward")
+    parser.option("--repeats", "N", "measured passes", reading.whole(1), default=5)
+    parser.option("--warmup", "N", "passes before them", reading.whole(0), default=2)
+    parser.flag("--traceback", "if the model fails, show where")
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Measure the layers of a model on this device.
 
-    Raises:
-        UsageError: for a value that can't be used.
-        ProblemError: when the model can't be built or run.
+    MODEL is package.module:function. The function takes no arguments and returns (layers, (inputs, labels)) or
+    (layers, (inputs, labels), loss_fn): layers as PipelineModule takes them, one micro-batch, and the loss. Layers are
+    built, run and dropped one after the other in one process, so the model may be larger than the device. The file
+    that is written goes into 'dynpipe plan' and into DynamicPipelineModule(profile=..., partition_method="profile").
+
+    Examples:
+      dynpipe profile my_model:layers
+      dynpipe profile my_model:layers --output profile.json --config ds_config.json --repeats 10
+      dynpipe profile my_model:layers --micro-batches 8 --optimizer-bytes 4 --activation-checkpointing --json
     """
     config = reading.json_object(arguments.config)
     memory = _memory(config, arguments)
@@ -87,12 +67,11 @@ def run(arguments: argparse.Namespace) -> Result:
             "give the number by --micro-batches"
         )
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints is no part of the result
-        model = _load(arguments.model, show=arguments.traceback)
+        layers, (inputs, labels), loss_fn = _load(arguments.model, show=arguments.traceback)
         try:
             profile = measure_layers(
-                model.layers, model.inputs, model.labels, loss_fn=model.loss_fn, memory=memory,
-                num_micro_batches=num_micro_batches, repeats=arguments.repeats, warmup=arguments.warmup,
-                checkpointed=arguments.activation_checkpointing,
+                layers, inputs, labels, loss_fn=loss_fn, memory=memory, num_micro_batches=num_micro_batches,
+                repeats=arguments.repeats, warmup=arguments.warmup, checkpointed=arguments.activation_checkpointing,
             )
         except LayerError as error:
             if arguments.traceback:
@@ -112,7 +91,7 @@ def _memory(config: dict[str, Any], arguments: argparse.Namespace) -> TrainingMe
     return memory if given is None else replace(memory, optimizer_bytes=given)
 
 
-def _load(name: str, *, show: bool) -> _Model:
+def _load(name: str, *, show: bool) -> tuple[Any, ...]:
     """Import and call the user's function."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
@@ -127,7 +106,7 @@ def _load(name: str, *, show: bool) -> _Model:
     return _checked(name, returned)
 
 
-def _checked(name: str, returned: Any) -> _Model:
+def _checked(name: str, returned: Any) -> tuple[Any, ...]:
     def check(is_right: bool, value: Any, what: str = "", more: str = "") -> None:
         if not is_right:
             rule = f"must return (layers, (inputs, labels)) or (layers, (inputs, labels), loss_fn){more}"
@@ -139,7 +118,7 @@ def _checked(name: str, returned: Any) -> _Model:
     check(has_layers, layers, " as layers", ", with a list of at least one layer")
     check(isinstance(batch, tuple | list) and len(batch) == 2, batch, " as batch")
     check(loss_fn is None or callable(loss_fn), loss_fn, " as loss_fn")
-    return _Model(layers, batch[0], batch[1], loss_fn)
+    return layers, batch, loss_fn
 
 
 def _kind(value: Any) -> str:

@@ -13,22 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dynpipe_ds.cli.command import UsageError, usage
+from dynpipe_ds.cli.command import Parser, UsageError, usage
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.sections import parse_bytes
 
 
 def profile(path: str, num_micro_batches: int | None = None) -> PipelineProfile:
-    """Read a profile file.
-
-    Args:
-        path: of the JSON file.
-        num_micro_batches: M to use instead of the profile's own.
-
-    Raises:
-        UsageError: when there is no such file or it is no profile.
-    """
+    """Read a profile file; M is then its own, unless another number is given."""
     try:
         found = PipelineProfile.load(path)
     except (ValueError, OSError) as error:
@@ -38,15 +30,7 @@ def profile(path: str, num_micro_batches: int | None = None) -> PipelineProfile:
 
 
 def json_object(path: str | None, what: str = "a DeepSpeed JSON") -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: of the file; ``None``: an empty object.
-        what: it should hold, for the message.
-
-    Raises:
-        UsageError: when there is no such file or it holds something else.
-    """
+    """Read a JSON object from a file; without a path, an empty one."""
     if path is None:
         return {}
     remedy = f"give the path of {what}"
@@ -62,16 +46,7 @@ def json_object(path: str | None, what: str = "a DeepSpeed JSON") -> dict[str, A
 
 
 def partition(text: str, num_layers: int, num_stages: int | None = None) -> tuple[int, ...]:
-    """Read boundaries, or the file that ``plan --json`` wrote.
-
-    Args:
-        text: such as ``0,5,9,14``, also with spaces or bars instead of commas, as partitions are printed; or a path.
-        num_layers: L.
-        num_stages: S; ``None``: as many as there are.
-
-    Raises:
-        UsageError: when it is neither, or no partition of so many layers.
-    """
+    """Read boundaries of L layers and S stages as they are printed, or ``0,5,9,14``, or the file of ``plan --json``."""
     planned = "what 'dynpipe plan --json' wrote"
     if Path(text).is_file():
         cuts = json_object(text, planned).get("boundaries")
@@ -90,16 +65,7 @@ def partition(text: str, num_layers: int, num_stages: int | None = None) -> tupl
 
 
 def module(name: str, *, where: str, remedy: str) -> ModuleType:
-    """Import a module that Python finds from here or from the current folder.
-
-    Args:
-        name: of the module.
-        where: it was named, for the message.
-        remedy: what helps when it is not found.
-
-    Raises:
-        UsageError: when it is not found.
-    """
+    """Import a module that Python finds from here or from the current folder, named by the user somewhere."""
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
@@ -108,13 +74,7 @@ def module(name: str, *, where: str, remedy: str) -> ModuleType:
 
 
 def value_of(read: Callable[[str], Any], allows: Callable[[Any], bool], rule: str) -> Callable[[str], Any]:
-    """Make a reader of one value for argparse.
-
-    Args:
-        read: turns the text into the value, or raises a ``ValueError``.
-        allows: whether the value may be that.
-        rule: completes "must be ...".
-    """
+    """Make a reader for argparse of one value that must be something (``rule``), and is not otherwise allowed."""
 
     def value(text: str) -> Any:
         try:
@@ -161,17 +121,10 @@ num_bytes = value_of(
 )  # fmt: skip
 
 
-def add_simulated(parser: argparse.ArgumentParser) -> None:
+def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
-    link_s = one_or_each(seconds)
+    link_s = "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary"
     parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
-    parser.add_argument(
-        "--micro-batches", type=whole(1), metavar="M", help="micro-batches of a batch (default: the profile's)"
-    )
-    parser.add_argument(
-        "--activation-link-s", type=link_s, default=0.0, metavar="S",
-        help="seconds that a micro-batch's activations take over a boundary; one number, or one a boundary (default 0)",
-    )
-    parser.add_argument(
-        "--gradient-link-s", type=link_s, default=0.0, metavar="S", help="the same for gradients (default 0)"
-    )
+    parser.option("--micro-batches", "M", "micro-batches of a batch (default: the profile's)", whole(1))
+    parser.option("--activation-link-s", "S", link_s, one_or_each(seconds), default=0.0)
+    parser.option("--gradient-link-s", "S", "the same for gradients", one_or_each(seconds), default=0.0)

@@ -39,17 +39,7 @@ class Processes:
         return self
 
     def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str], **options: Any) -> None:
-        """Start one.
-
-        Args:
-            command: that it runs.
-            log: file for what it prints.
-            environment: its variables.
-            **options: of ``Popen``.
-
-        Raises:
-            OSError: if there is no such command.
-        """
+        """Start one, which prints into a file; further options are those of ``Popen``."""
         with log.open("wb") as stream:
             self._started.append(subprocess.Popen(
                 command, env={**environment, _MARK: str(self._folder)}, stdout=stream, stderr=subprocess.STDOUT,

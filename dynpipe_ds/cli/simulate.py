@@ -24,46 +24,34 @@ _COLUMNS = {
     "activations MiB": "peak_activation_bytes",
 }  # fmt: skip
 _PICTURES = (".png", ".svg", ".pdf")
-_MORE = """
-Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the time
-goes. docs/simulation.md says what the simulator models and what it leaves out.
-"""
-_EXAMPLES = """
-dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
-dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
-dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 16 --activation-link-s 0.002 --schedule gpipe --json
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = add_command(
-        commands, "simulate", run, what="show one batch of a partition in time", more=_MORE, examples=_EXAMPLES
-    )
-    parser.add_argument(
-        "--partition", metavar="PARTITION",
-        help="boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)",
-    )
-    parser.add_argument("--against", metavar="PARTITION", help="a second partition to set beside the first")
+    parser = add_command(commands, "simulate", run)
+    partition = "boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)"
+    parser.option("--partition", "PARTITION", partition)
+    parser.option("--against", "PARTITION", "a second partition to set beside the first")
     parser.add_argument("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default 1f1b)")
     parser.add_argument(
         "--sends", choices=get_args(Sends), default="rendezvous",
         help="whether a sender waits for its receiver, as with gloo (default), or not",
     )
-    parser.add_argument(
-        "--step-s", type=reading.one_or_each(reading.seconds), default=0.0, metavar="S",
-        help="seconds of the optimizer step (default 0)",
-    )
+    parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
     reading.add_simulated(parser)
-    parser.add_argument("--gantt", metavar="FILE", help=f"draw the timeline ({', '.join(_PICTURES)})")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace; open it at https://ui.perfetto.dev")
+    parser.option("--gantt", "FILE", f"draw the timeline ({', '.join(_PICTURES)})")
+    parser.option("--trace", "FILE", "write a Chrome trace; open it at https://ui.perfetto.dev")
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Show one batch of a partition in time.
 
-    Raises:
-        UsageError: for a value that can't be used.
+    Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the
+    time goes. docs/simulation.md says what the simulator models and what it leaves out.
+
+    Examples:
+      dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
+      dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
+      dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 8 --gradient-link-s 0.01 --schedule gpipe --json
     """
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
@@ -133,16 +121,7 @@ def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Ma
 
 
 def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WIDTH) -> str:
-    """Draw a timeline with characters, a row a stage: each shows what the stage does most in its stretch of time.
-
-    Args:
-        timeline: intervals.
-        until_s: seconds that the whole width stands for.
-        width: columns.
-
-    Returns:
-        A line a stage.
-    """
+    """Draw intervals with characters, a row a stage: what it does most in each stretch of ``until_s`` seconds."""
     num_stages = 1 + max(interval.stage for interval in timeline)
     column_s = until_s / width
     untouched = {".": column_s, "F": 0.0, "B": 0.0, ">": 0.0, "S": 0.0}  # of equal shares the first one is shown

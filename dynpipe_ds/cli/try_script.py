@@ -18,50 +18,32 @@ from dynpipe_ds.cli.trying.settings import DEEPSPEED, Settings
 from dynpipe_ds.cli.trying.text import text_of, values_of
 from dynpipe_ds.cli.trying.trial import carry_out
 
-_MORE = """
-Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's PipelineModule,
-with DynamicPipelineModule in its place, and with that while layers move to random places. Compares losses and weights
-bit for bit and says why something differs, what is refused, and what the section costs a batch. Nothing is saved:
-save_checkpoint is left out. All processes must run on this machine.
-"""
-_EXAMPLES = """
-dynpipe try -- deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json
-dynpipe try --move-every 2 --batches 20 --folder tried -- torchrun --nproc-per-node 4 train.py
-dynpipe try --json -- bash run.sh
-"""
-
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser = add_command(
-        commands, "try", run, what="run an existing script with and without moving layers", more=_MORE,
-        examples=_EXAMPLES,
-    )
-    parser.add_argument(
-        "--batches", type=reading.whole(1), default=8, metavar="N", help="stop after so many batches (default 8)"
-    )
-    parser.add_argument(
-        "--move-every", type=reading.whole(1), default=2, metavar="N", help="batches between two moves (default 2)"
-    )
-    parser.add_argument(
-        "--seed", type=reading.whole(0), default=0, metavar="N", help="of the random boundaries (default 0)"
-    )
-    parser.add_argument(
-        "--timeout", type=reading.seconds, default=300.0, metavar="S",
-        help=f"give up when no batch was finished for so many seconds, {START} times that at the start (default 300)",
-    )
-    parser.add_argument(
-        "--no-reasons", action="store_true", help="where something differs, don't run the script more often to see why"
-    )
-    parser.add_argument("--folder", metavar="DIR", help="keep the script's output and what was recorded there")
+    parser = add_command(commands, "try", run)
+    parser.option("--batches", "N", "stop after so many batches", reading.whole(1), default=8)
+    parser.option("--move-every", "N", "batches between two moves", reading.whole(1), default=2)
+    parser.option("--seed", "N", "of the random boundaries", reading.whole(0), default=0)
+    patience = f"give up when no batch was finished for so many seconds, {START} times that at the start"
+    parser.option("--timeout", "S", patience, reading.seconds, default=300.0)
+    parser.flag("--no-reasons", "where something differs, don't run the script more often to see why")
+    parser.option("--folder", "DIR", "keep the script's output and what was recorded there")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="your own start command")
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Run an existing script with and without moving layers.
 
-    Raises:
-        UsageError: without a command, or with a folder that is not empty.
+    Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's
+    PipelineModule, with DynamicPipelineModule in its place, and with that while layers move to random places. Compares
+    losses and weights bit for bit and says why something differs, what is refused, and what the section costs a batch.
+    Nothing is saved: save_checkpoint is left out. All processes must run on this machine.
+
+    Examples:
+      dynpipe try -- deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json
+      dynpipe try --move-every 2 --batches 20 --folder tried -- torchrun --nproc-per-node 4 train.py
+      dynpipe try --json -- bash run.sh
     """
     command = arguments.command_line[arguments.command_line[:1] == ["--"] :]
     if not command:

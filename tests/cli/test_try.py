@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from dynpipe_ds.cli.main import INTERRUPTED
-from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.moves import RandomMoves
-from dynpipe_ds.cli.trying.outcome import Outcome, Process, read
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, compare, read
 from dynpipe_ds.cli.trying.reasons import explain
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,

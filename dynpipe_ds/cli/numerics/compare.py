@@ -31,14 +31,7 @@ class Verdict(NamedTuple):
 
 
 def merge(records: tuple[Record, Record]) -> tuple[Record, list[str]]:
-    """Put together what both ranks measured of one run.
-
-    Args:
-        records: by rank.
-
-    Returns:
-        All quantities, and what is wrong with the layers' places: each is on one rank after every batch.
-    """
+    """What both ranks measured of one run, and what is wrong with it: each layer is on one rank after every batch."""
     first, second = records
     problems: list[str] = []
     for batch in range(NUM_BATCHES):
@@ -56,13 +49,7 @@ def merge(records: tuple[Record, Record]) -> tuple[Record, list[str]]:
 
 
 def compare(mode: Mode, reference: Record, runs: Mapping[Course, Record]) -> Verdict:
-    """Compare finished runs of one mode.
-
-    Args:
-        mode: how the model was trained.
-        reference: of the undivided model.
-        runs: of the divided one, by course.
-    """
+    """Compare finished runs of one mode with the undivided model, and with each other."""
     problems: list[str] = []
     largest = 0.0
     agreeing: dict[Course, Record] = {}

@@ -51,14 +51,7 @@ class Head(Embedding):
 
 
 class Block(nn.Module):
-    """A residual layer with a buffer that depends on the order of the micro-batches.
-
-    Args:
-        index: of the layer.
-        dropout: share of the elements that are dropped.
-        keeps_mean: whether it has the buffer.
-        frozen: whether it is not trained.
-    """
+    """A residual layer; its running mean, a buffer, depends on the order of the micro-batches."""
 
     def __init__(self, index: int, dropout: float, keeps_mean: bool, frozen: bool) -> None:
         super().__init__()

@@ -50,15 +50,9 @@ def run_rank(folder: Path, modes: Sequence[Mode] = MODES, courses: Sequence[Cour
 
 
 def train_divided(mode: Mode, course: Course, progress: Path) -> Record:
-    """Train and evaluate the divided model; collective over both ranks.
+    """Train and evaluate the divided model, saying in a file what it is at; collective over both ranks.
 
-    Args:
-        mode: how.
-        course: cut where.
-        progress: file that says what this rank is at.
-
-    Returns:
-        What this rank measured: losses and norms, and its own layers after every batch.
+    Returns losses and norms, and the own layers after every batch.
     """
 
     def tell(batch: int, what: str) -> None:

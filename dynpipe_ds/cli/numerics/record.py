@@ -48,16 +48,9 @@ def note(record: Record, quantity: Quantity, value: Tensor | float) -> None:
 
 
 def note_layer(record: Record, batch: int, layer: int, module: nn.Module, states: dict[str, dict[str, Tensor]]) -> None:
-    """Keep a layer's weights, buffers and optimizer state after a batch.
+    """Keep a layer's weights, buffers and optimizer state (by parameter, in its shape) after a batch.
 
     AdamW's first moment after the first batch is the gradient that it was given, times ``1 - beta1``.
-
-    Args:
-        record: to write into.
-        batch: counted from 0.
-        layer: index.
-        module: the layer.
-        states: optimizer state by parameter name and then by its own name, in the parameter's shape.
     """
     for name, parameter in module.named_parameters():
         note(record, Quantity(batch, WEIGHT, layer, name), parameter)

@@ -50,14 +50,7 @@ class Undivided(nn.Module):
 
 
 def train_undivided(mode: Mode) -> Record:
-    """Train and evaluate the undivided model.
-
-    Args:
-        mode: how.
-
-    Returns:
-        What :mod:`~dynpipe_ds.cli.numerics.rank` records of the divided one, tied weights at both of their layers.
-    """
+    """Train and evaluate the undivided model: what the two ranks measure, tied weights at both of their layers."""
     num_threads, seed = torch.get_num_threads(), torch.random.get_rng_state()
     torch.set_num_threads(1)
     try:
@@ -73,11 +66,9 @@ class _Training:
         self._model = Undivided(mode)
         if mode.bf16:
             self._model.bfloat16()
-        # What the optimizer trains: the weights themselves, or fp32 copies of bf16 ones.
-        self._masters = {
-            weight: nn.Parameter(weight.detach().float(), weight.requires_grad) if mode.bf16 else weight
-            for weight in self._model.parameters()
-        }
+        # What the optimizer trains: fp32 copies, also of weights that are fp32 themselves.
+        weights = self._model.parameters()
+        self._masters = {w: nn.Parameter(w.detach().float().clone(), w.requires_grad) for w in weights}
         self._optimizer = make_optimizer(self._masters.values())
         self._scheduler = make_scheduler(self._optimizer)
 
@@ -112,16 +103,11 @@ class _Training:
             loss = loss_fn(self._model(tokens), labels)
             torch.autograd.backward(loss / len(batch))
             losses.append(loss.detach())
-            if self._mode.bf16:
-                self._add_up()
+            for weight, master in self._masters.items():
+                if weight.grad is not None:
+                    master.grad = weight.grad.float() + (0.0 if master.grad is None else master.grad)
+                    weight.grad = None
         return torch.stack(losses).mean()
-
-    def _add_up(self) -> None:
-        """Add a micro-batch's bf16 gradients to those of the master weights."""
-        for weight, master in self._masters.items():
-            if weight.grad is not None:
-                master.grad = weight.grad.float() + (0.0 if master.grad is None else master.grad)
-                weight.grad = None
 
     def _step(self) -> Tensor:
         trained = [master for master in self._masters.values() if master.grad is not None]
@@ -131,6 +117,6 @@ class _Training:
         self._scheduler.step()
         with torch.no_grad():
             for weight, master in self._masters.items():
-                if weight.requires_grad and self._mode.bf16:
+                if weight.requires_grad:
                     weight.copy_(master)
         return norm

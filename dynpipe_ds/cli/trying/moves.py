@@ -14,13 +14,7 @@ _ATTEMPTS = 5  # of boundaries that are refused, before a move is left out
 
 
 class RandomMoves:
-    """Moves of one engine.
-
-    Args:
-        engine: ours.
-        seed: of the boundaries; the same on every rank.
-        say: told of events, by name and values.
-    """
+    """Moves of one engine, which follow from a seed; ``say`` is told of them by name and values."""
 
     def __init__(self, engine: Any, seed: int, say: Callable[..., None]) -> None:
         self._engine, self._say = engine, say
@@ -29,11 +23,7 @@ class RandomMoves:
         self._refused: set[tuple[int, ...]] = set()
 
     def move(self, batch: int) -> None:
-        """Move to other boundaries, if there are any that are not refused; collective over all ranks.
-
-        Args:
-            batch: number of batches trained, for the record.
-        """
+        """Move to other boundaries, if there are any that are not refused; collective over all ranks."""
         for _ in range(_ATTEMPTS):
             boundaries = self._next()
             if boundaries is None:

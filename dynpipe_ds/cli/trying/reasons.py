@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynpipe_ds.cli.trying.compare import compare
-from dynpipe_ds.cli.trying.outcome import Outcome, Process
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, compare
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
     DENSE_CUTS,
@@ -108,14 +107,9 @@ _QUESTIONS = (
 
 
 def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
-    """Find out why ways differ: ours from DeepSpeed's class, and moving from not moving.
+    """Why ways differ, of which there are complete runs: what is shown, and where nothing is, what may be.
 
-    Args:
-        outcomes: complete runs by way, of which at least two differ.
-        run: runs the script again.
-
-    Returns:
-        Reasons that are shown, and, where a difference has none, those that may be.
+    Ours is compared with DeepSpeed's class, and moving with not moving.
     """
     again = compare(outcomes[DEEPSPEED], run(DEEPSPEED))
     if not again.equal:

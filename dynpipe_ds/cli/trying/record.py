@@ -18,11 +18,7 @@ WHERE_ARE_YOU = signal.SIGUSR2
 
 
 class Record:
-    """What this process tells the command.
-
-    Args:
-        folder: of the run.
-    """
+    """What this process tells the command."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

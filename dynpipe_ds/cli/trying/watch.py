@@ -24,13 +24,7 @@ from dynpipe_ds.messages.values import tensors_in
 
 
 class Watch:
-    """One pipeline engine of the script.
-
-    Args:
-        engine: DeepSpeed's or ours, as built.
-        settings: of the run.
-        record: of the process.
-    """
+    """What a run does with one pipeline engine of the script, DeepSpeed's or ours."""
 
     def __init__(self, engine: Any, settings: Settings, record: Record) -> None:
         self._engine, self._settings, self._record = engine, settings, record

@@ -23,14 +23,7 @@ def layers_of(module: Any) -> dict[int, nn.Module]:
 
 
 def digests(engine: Any) -> dict[str, Digests]:
-    """Digests of weights (with buffers) and of optimizer state; that of flat buffers is left out.
-
-    Args:
-        engine: the pipeline engine, DeepSpeed's or ours.
-
-    Returns:
-        Under ``weights`` and ``state``, by ``layer/name``.
-    """
+    """Digests under ``weights`` (with buffers) and ``state``, by ``layer/name``; flat optimizer state is left out."""
     states = getattr(engine.optimizer, "state", {}) if engine.optimizer is engine.basic_optimizer else {}
     weights: Digests = {}
     optimizer: Digests = {}
@@ -60,11 +53,7 @@ def digest(value: Any) -> str:
 def bits(value: Any) -> list[str]:
     """What ``train_batch`` or ``eval_batch`` returned, as texts that are the same for equal bits only.
 
-    Args:
-        value: tensors and numbers, also in lists, tuples and dictionaries; anything else is left out.
-
-    Returns:
-        Numbers as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
+    Numbers, also in containers, as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
     """
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         return [digest(value)]
