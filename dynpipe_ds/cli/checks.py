@@ -72,12 +72,10 @@ def check_machine(port: int) -> Iterator[Check]:
 def check_versions() -> Iterator[Check]:
     """Python and the libraries against the least versions, DeepSpeed against the series that was tested."""
     python, torch_version = platform.python_version(), str(torch.__version__)
-    if is_older(python, LEAST_PYTHON):
-        yield found("python", python, f"install Python {LEAST_PYTHON} or newer")
-    else:
-        yield found("python", f"{python} ({sys.executable})")
-    yield found("torch", torch_version,
-                f"pip install 'torch>={LEAST_TORCH}'" if is_older(torch_version, LEAST_TORCH) else "")  # fmt: skip
+    newer = f"install Python {LEAST_PYTHON} or newer" if is_older(python, LEAST_PYTHON) else ""
+    yield found("python", f"{python} ({sys.executable})", newer)
+    newer = f"pip install 'torch>={LEAST_TORCH}'" if is_older(torch_version, LEAST_TORCH) else ""
+    yield found("torch", torch_version, newer)
     yield _check_deepspeed(importlib.metadata.version("deepspeed"))
     others = []
     for name in ("dynpipe_ds", "numpy", "pydantic"):
@@ -118,26 +116,20 @@ def _check_launcher() -> Check:
 def _check_compiler() -> Iterator[Check]:
     """What DeepSpeed compiles its operations with."""
     name = os.environ.get("CXX", "g++")
-    version = _first_line([name, "--version"])
-    if version is None:
-        yield found("compiler", f"{name} can't be run", "apt-get install g++, or set CXX to your compiler")
-    else:
-        yield found("compiler", version)
+    yield _check_program("compiler", name, f"{name} can't be run", "apt-get install g++, or set CXX to your compiler")
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        yield found("headers", str(header))
-    else:
-        yield found("headers", f"{header} is missing", "apt-get install python3-dev, or your Python's headers")
-    ninja = _first_line(["ninja", "--version"])
-    yield found("ninja", "not on the PATH", _on_path("ninja")) if ninja is None else found("ninja", ninja)
+    missing = "" if header.is_file() else "apt-get install python3-dev, or your Python's headers"
+    yield found("headers", f"{header} is missing" if missing else str(header), missing)
+    yield _check_program("ninja", "ninja", "not on the PATH", _on_path("ninja"))
 
 
-def _first_line(command: list[str]) -> str | None:
+def _check_program(check: str, program: str, wrong: str, remedy: str) -> Check:
+    """Whether a program says its version."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return (done.stdout.splitlines() or [""])[0]
+        return found(check, wrong, remedy)
+    return found(check, (done.stdout.splitlines() or [""])[0])
 
 
 def _check_accelerator() -> Iterator[Check]:
@@ -145,12 +137,11 @@ def _check_accelerator() -> Iterator[Check]:
     name, count = accelerator.kind(), accelerator.num_devices()
     if name == "cpu":
         yield found("accelerator", f"cpu, {os.cpu_count()} cores")
-        threads = os.environ.get("OMP_NUM_THREADS")
-        if threads is None:
+        if "OMP_NUM_THREADS" in os.environ:
+            yield found("threads", f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
+        else:
             remedy = "export OMP_NUM_THREADS=<cores / ranks on this machine>"
             yield found("threads", "OMP_NUM_THREADS is not set: ranks fight for the cores", remedy, "warning")
-        else:
-            yield found("threads", f"OMP_NUM_THREADS={threads}")
     elif not count:
         yield found("accelerator", f"{name}, but no device", "make a device visible to this process")
     else:

@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> Result:
 
 
 def _port(given: int | None) -> int:
-    text = str(given) if given is not None else os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
+    text = str(given or os.environ.get("MASTER_PORT", DEFAULT_PORT))
     if not text.isdigit() or not 1 <= int(text) <= 65535:
-        where = "--port" if given is not None else "MASTER_PORT"
+        where = "--port" if given else "MASTER_PORT"
         raise UsageError(f"{where} {text}: must be a whole number from 1 to 65535, such as {DEFAULT_PORT}")
     return int(text)
 

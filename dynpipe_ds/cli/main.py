@@ -33,14 +33,7 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: the command line without the program's name; ``None``: the process's own.
-
-    Returns:
-        The exit code: 0 done, 1 problems found, 2 wrong usage.
-    """
+    """Run one command of a command line, else of the process's own, and return its exit code."""
     parsed, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

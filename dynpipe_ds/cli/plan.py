@@ -94,7 +94,6 @@ def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> 
         parse_config(file)
     given = {key: getattr(arguments, key) for key in _OF_THE_SECTION if getattr(arguments, key) is not None}
     config = parse_config({SECTION: {**file.get(SECTION, {}), **given, "enabled": True}})
-    get_partitioner(config.partitioner or "optimal")
     check_against_model(config, num_layers=num_layers, num_stages=num_stages)
     return config
 

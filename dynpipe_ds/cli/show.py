@@ -11,11 +11,9 @@ UNKNOWN = "n/a"
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Show values by the units in their keys: ``_s`` as milliseconds, ``_bytes`` as MiB, ``_ratio`` as a share.
+    """Show values in the units of their keys: ``_s`` as milliseconds, ``_bytes`` as MiB, ``_ratio`` as a share.
 
-    Args:
-        columns: keys by what the head says.
-        rows: values by key; what is not there is unknown.
+    Columns are keys by what the head says; what a row does not have is unknown.
     """
     return format_table([list(columns), *([_cell(key, row.get(key)) for key in columns.values()] for row in rows)])
 

@@ -85,14 +85,13 @@ def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse
 
 def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:
     """Write the picture (all partitions) and the trace (the first one)."""
-    files = []
+    files, timelines = [], {name: outcome.timeline for name, outcome in outcomes.items()}
     if arguments.gantt:
-        timelines = {name: outcome.timeline for name, outcome in outcomes.items()}
-        files.append(str(save_gantt(arguments.gantt, timelines, title="One simulated batch")))
+        files.append(save_gantt(arguments.gantt, timelines, title="One simulated batch"))
     if arguments.trace:
-        name, outcome = next(iter(outcomes.items()))
-        files.append(str(save_chrome_trace(arguments.trace, outcome.timeline, name=name)))
-    return files
+        name = next(iter(timelines))
+        files.append(save_chrome_trace(arguments.trace, timelines[name], name=name))
+    return [str(file) for file in files]
 
 
 def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import dynpipe_ds
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_DEEPSPEED, is_older
 from dynpipe_ds.cli.checks import Check
-from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.compare import compare, merge
+from dynpipe_ds.cli.numerics.model import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.rank import progress_file, record_file
 from dynpipe_ds.cli.numerics.record import Record, load
 from dynpipe_ds.cli.numerics.reference import train_undivided

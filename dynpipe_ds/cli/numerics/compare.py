@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Course, Mode
-from dynpipe_ds.cli.numerics.model import NUM_LAYERS
+from dynpipe_ds.cli.numerics.model import NUM_BATCHES, NUM_LAYERS, Course, Mode
 from dynpipe_ds.cli.numerics.record import KINDS, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.show import layer_spans
 
@@ -19,12 +18,7 @@ _MISSING = float("inf")
 
 
 class Verdict(NamedTuple):
-    """What comparing found.
-
-    Attributes:
-        problems: one line each; empty when all agrees.
-        largest: largest difference to the undivided model, as a share of a quantity's size.
-    """
+    """Problems, one line each, and the largest difference to the undivided model as a share of a quantity's size."""
 
     problems: list[str]
     largest: float
@@ -36,8 +30,8 @@ def merge(records: tuple[Record, Record]) -> tuple[Record, list[str]]:
     problems: list[str] = []
     for batch in range(NUM_BATCHES):
         held = Counter(layer for r in records for layer in {q.layer for q in r if q[:2] == (batch, WEIGHT)})
-        counts = {layer: held[layer] for layer in range(NUM_LAYERS)}
-        wrong = [f"layer {layer} is on {n or 'no'} stage{'s' if n else ''}" for layer, n in counts.items() if n != 1]
+        counts = ((layer, held[layer]) for layer in range(NUM_LAYERS))
+        wrong = [f"layer {layer} is on {n or 'no'} stage{'s' if n else ''}" for layer, n in counts if n != 1]
         if wrong:
             problems.append(f"after batch {batch + 1} {', '.join(wrong)}")
             break

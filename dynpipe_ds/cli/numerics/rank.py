@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.model import (
+    COURSES,
     DROPOUT_SEED,
+    MODES,
+    NUM_BATCHES,
     NUM_MICRO_BATCHES,
+    NUM_STAGES,
+    Course,
     Embedding,
+    Mode,
     loss_fn,
     make_optimizer,
     make_scheduler,

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Mode
 from dynpipe_ds.cli.numerics.model import (
     DROPOUT_SEED,
+    NUM_BATCHES,
     NUM_MICRO_BATCHES,
     Embedding,
+    Mode,
     loss_fn,
     make_optimizer,
     make_scheduler,
@@ -36,10 +37,8 @@ class Undivided(nn.Module):
         self._num_forwards += 1
         seed = DROPOUT_SEED * (self._num_forwards + 1)
         for i in range(len(self.layers)):
-            if self._checkpointing and x.requires_grad:
-                x = checkpoint(self._run, i, seed + i, x, use_reentrant=True)
-            else:
-                x = self._run(i, seed + i, x)
+            again = self._checkpointing and x.requires_grad
+            x = checkpoint(self._run, i, seed + i, x, use_reentrant=True) if again else self._run(i, seed + i, x)
         return x
 
     def _run(self, index: int, seed: int, x: Tensor) -> Tensor:

@@ -25,12 +25,7 @@ _SECONDARY = ("RankLostError", "FatalError", "closed by peer", "reset by peer") 
 
 @dataclass
 class Process:
-    """One process of the script that imported DeepSpeed.
-
-    Attributes:
-        name: of its files: host and process id.
-        events: by kind, in order: ``batch`` has what ``train_batch`` returned, ``evaluation`` what ``eval_batch`` did.
-    """
+    """One process of the script: its events by kind, in order; its files are named by host and process id."""
 
     name: str
     events: dict[str, list[Event]]
@@ -102,8 +97,7 @@ class Outcome:
 
     def median_s(self) -> float | None:
         """Median seconds of a batch; ``None`` if there are too few."""
-        found = self.seconds()
-        return median(found) if found else None
+        return median(found) if (found := self.seconds()) else None
 
 
 def read(folder: Path, settings: Settings) -> Outcome:

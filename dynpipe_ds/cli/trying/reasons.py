@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from dynpipe_ds.cli.trying.outcome import Outcome, Process, compare
 from dynpipe_ds.cli.trying.settings import (
@@ -19,23 +18,13 @@ from dynpipe_ds.cli.trying.settings import (
     STILL,
 )
 
-
-class Run(Protocol):
-    """Runs the script once more."""
-
-    def __call__(self, way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        """Run one of the three ways with changes, and stop after so many batches; as always, if not given."""
+Run = Callable[..., Outcome]
+"""Runs the script once more: a way, what to change beside, and, as ``batches``, after how many to stop."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a difference is there, or may be.
-
-    Attributes:
-        text: the reason, and the evidence for it.
-        remedy: what helps.
-        shown: whether changing it in both ways took the difference away.
-    """
+    """Why a difference is there, with the evidence, or, not shown by a change in both ways, may be; and what helps."""
 
     text: str
     remedy: str
@@ -92,11 +81,9 @@ _CHECKPOINTED = _Suspect(
     "leave it: the masks are as random as before; to compare bits train without dropout",
     lambda ranks: any(rank.facts["dropout"] for rank in ranks),
 )
-_STREAMS = _Suspect(
-    NO_DROPOUT,
-    "dropout: a layer draws its masks from a random stream of its own, which is another one where it has moved",
-    "leave it: the masks are as random as before; to compare bits train without dropout",
-    lambda ranks: any(rank.facts["dropout"] for rank in ranks),
+_STREAMS = replace(
+    _CHECKPOINTED,
+    text="dropout: a layer draws its masks from a random stream of its own, which is another one where it has moved",
 )
 
 # What may differ: between DeepSpeed's class and ours, and, independently of that, where layers move.
@@ -143,7 +130,9 @@ class _Question:
             tried.append(suspect)
             if is_equal:
                 needed = self._needed(tried)
-                return [_shown(suspect, needed) for suspect in needed]
+                changes = " and ".join(one.change for one in needed)
+                shown = f"(shown: with {changes} in both ways all bits are equal)"
+                return [Reason(f"{one.text} {shown}", one.remedy, True) for one in needed]
         return failed + (self._possible() or [self._unknown(tried)])
 
     def _with(self, changed: Sequence[_Suspect]) -> tuple[bool, str]:
@@ -199,8 +188,3 @@ class _Question:
             f"not known{excluded}: the script is repeatable, and {ways[1]} differs from {ways[0]}{evidence}",
             "look at what the layers keep outside of themselves (docs/limits.md), and report it with the script", False,
         )
-
-
-def _shown(suspect: _Suspect, needed: Sequence[_Suspect]) -> Reason:
-    changes = " and ".join(one.change for one in needed)
-    return Reason(f"{suspect.text} (shown: with {changes} in both ways all bits are equal)", suspect.remedy, True)

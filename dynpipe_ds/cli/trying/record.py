@@ -22,7 +22,7 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._told: BaseException | None = None
+        self.written: BaseException | None = None  # the last error that was
         self._open()
         os.register_at_fork(after_in_child=self._open)  # a script may import DeepSpeed once and fork its ranks
 
@@ -33,11 +33,6 @@ class Record:
         faulthandler.register(WHERE_ARE_YOU, self._stacks)
         self.say("started", program=" ".join(sys.argv))
 
-    @property
-    def has_error(self) -> bool:
-        """Whether an error was written."""
-        return self._told is not None
-
     def say(self, event: str, **values: Any) -> None:
         """Write an event with what JSON can hold."""
         self._stream.write(json.dumps({"event": event, **values}) + "\n")
@@ -45,9 +40,9 @@ class Record:
 
     def error(self, error: BaseException) -> None:
         """Write an error, once; leaving a script on purpose is none."""
-        if error is self._told or isinstance(error, (SystemExit, KeyboardInterrupt)):
+        if error is self.written or isinstance(error, (SystemExit, KeyboardInterrupt)):
             return
-        self._told = error
+        self.written = error
         self.say("error", type=type(error).__name__, text=str(error), at_s=time.time())
 
     @contextmanager

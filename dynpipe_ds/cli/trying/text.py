@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from dynpipe_ds.cli.show import brackets, layer_spans, milliseconds
 from dynpipe_ds.cli.trying.outcome import Outcome
-from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS
+from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL
 from dynpipe_ds.cli.trying.trial import Trial
 from dynpipe_ds.cli.trying.weights import number
 from dynpipe_ds.reporting import format_table
@@ -18,11 +18,9 @@ from dynpipe_ds.reporting import format_table
 
 def text_of(trial: Trial) -> str:
     """The table, and below it what it does not say."""
-    rows = [
-        ["way", "batches", "losses", "weights", "ms a batch", "moves"],
-        *(_row(trial, way) for way in WAYS if way in trial.outcomes),
-    ]
-    return "\n".join([format_table(rows), *(line for part in _below(trial) for line in part)])
+    head = ["way", "batches", "losses", "weights", "ms a batch", "moves"]
+    table = format_table([head, *(_row(trial, way) for way in trial.outcomes)])
+    return "\n".join([table, *(line for part in _below(trial) for line in part)])
 
 
 def values_of(trial: Trial) -> dict[str, Any]:
@@ -80,8 +78,8 @@ def _below(trial: Trial) -> Iterator[list[str]]:
     warnings = dict.fromkeys(text for outcome in trial.outcomes.values() for text in _warnings(outcome))
     if warnings:
         yield ["", *(f"warning  {text}" for text in warnings)]
-    if trial.complete:
-        yield ["", *_remarks(trial), _cost_line(trial), "", _verdict(trial)]
+    if (cost := _cost(trial)) is not None:
+        yield ["", *_remarks(trial), _cost_line(cost), "", _verdict(trial)]
 
 
 def _differences(trial: Trial) -> Iterator[list[str]]:
@@ -117,9 +115,8 @@ def _warnings(outcome: Outcome) -> list[str]:
 
 
 def _remarks(trial: Trial) -> list[str]:
-    first = trial.outcomes[DEEPSPEED]
     remarks = []
-    if first.told("not_saved"):
+    if trial.outcomes[DEEPSPEED].told("not_saved"):
         remarks.append("remark   save_checkpoint was left out in all ways")
     if not all(difference.compared_state for difference in trial.differences.values()):
         remarks.append("remark   optimizer state was not compared by itself: it is kept in flat buffers")
@@ -141,9 +138,7 @@ def _cost(trial: Trial) -> dict[str, float] | None:
     return {**found, "batch_s": centre, "difference_s": median(still.seconds()) - centre, "spread_s": spread}
 
 
-def _cost_line(trial: Trial) -> str:
-    cost = _cost(trial)
-    assert cost is not None
+def _cost_line(cost: Mapping[str, float]) -> str:
     line = f"cost     of the section: {milliseconds(cost['accounted_s'])} ms a batch by its own accounting"
     if "batch_s" not in cost:
         return line

@@ -25,13 +25,9 @@ _WRITE_S = 1.0  # for stacks to be written
 
 @dataclass
 class Trial:
-    """What was found.
+    """What was found: outcomes and differences to DeepSpeed's class by way, and the reasons of the differences.
 
-    Attributes:
-        outcomes: by way; without those that were not worth a run after another had failed.
-        differences: to DeepSpeed's class, by way.
-        moved: difference between ours with and without moves; ``None`` if one of the two failed.
-        reasons: why something differs.
+    ``moved`` is between ours with and without moves, ``None`` if one of the two failed. After a failure no way was run.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -122,14 +118,10 @@ def _wait(
         limit_s = timeout_s if outcome.num_batches else START * timeout_s
         if idle_s > limit_s:
             _ask_for_stacks(processes, outcome)
-            return f"nothing was finished for {limit_s:.0f} s, after {_finished(outcome)}"
+            built = "the engine was built" if outcome.ranks else "the start: no pipeline engine has been built"
+            last = f"batch {outcome.num_batches}" if outcome.num_batches else built
+            return f"nothing was finished for {limit_s:.0f} s, after {last}"
     return ""
-
-
-def _finished(outcome: Outcome) -> str:
-    if not outcome.ranks:
-        return "the start: no pipeline engine has been built"
-    return f"batch {outcome.num_batches}" if outcome.num_batches else "the engine was built"
 
 
 def _ask_for_stacks(processes: Processes, outcome: Outcome) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
@@ -38,11 +39,11 @@ class Watch:
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
         if NO_FLAGS in settings.changes:
-            engine.module.forward = _around(self._without_flags, engine.module.forward)
+            engine.module.forward = partial(self._without_flags, engine.module.forward)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
         for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
-            setattr(engine, name, _around(run, getattr(engine, name)))
+            setattr(engine, name, partial(run, getattr(engine, name)))
         # At the end of the process: atexit's functions are not called in one that multiprocessing has forked.
         Finalize(None, self._end, exitpriority=0)
 
@@ -115,7 +116,7 @@ class Watch:
 
     def _end(self) -> None:
         """Record what is left at the end, here or where the script ends by itself."""
-        if self._has_ended or self._record.has_error:
+        if self._has_ended or self._record.written is not None:
             return
         self._has_ended = True
         held: dict[str, Any] = {}
@@ -127,18 +128,10 @@ class Watch:
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
 
 
-def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(original, *args, **kwargs)
-
-    return call
-
-
 def _facts(engine: Any) -> dict[str, Any]:
     """What may be a reason for other bits, and what the table says."""
     module, layers = engine.module, layers_of(engine.module)
-    keys = [tied_key(spec) for i, spec in enumerate(module._layer_specs) if i in layers]
-    tied = [key for key in keys if key is not None]
+    tied = [key for i in layers if (key := tied_key(module._layer_specs[i])) is not None]
     return {
         "rank": engine.global_rank, "world": dist.get_world_size(), "stages": engine.num_stages,
         "replica": f"{engine.grid.get_data_parallel_rank()}.{engine.grid.get_slice_parallel_rank()}",

@@ -28,11 +28,9 @@ def digests(engine: Any) -> dict[str, Digests]:
     weights: Digests = {}
     optimizer: Digests = {}
     for index, layer in layers_of(engine.module).items():
-        for name, buffer in layer.named_buffers():
-            weights[f"{index}/{name}"] = digest(buffer)
-        for name, parameter in layer.named_parameters():
-            weights[f"{index}/{name}"] = digest(parameter)
-            for key, value in states.get(parameter, {}).items():
+        for name, tensor in (*layer.named_buffers(), *layer.named_parameters()):
+            weights[f"{index}/{name}"] = digest(tensor)
+            for key, value in states.get(tensor, {}).items():
                 optimizer[f"{index}/{name}/{key}"] = digest(value)
     return {"weights": weights, "state": optimizer}
 
