@@ -218,6 +218,7 @@ def test_wrong_usage(dynpipe: Command, place: Path) -> None:
     for arguments, said in [
         ([], "there is no command to try; give the one that starts your script after --"),
         (["--", "no-such-command"], "no-such-command: No such file or directory; give the command that starts"),
+        (["--timeout", "1,2", "--", "true"], "argument --timeout: '1,2' must be finite seconds >= 0"),
         (["--folder", "full", "--", "true"], "--folder full: must be empty or not there yet; name another one"),
     ]:
         done = dynpipe("try", *arguments)
