@@ -74,7 +74,7 @@ def module(name: str, *, where: str, remedy: str) -> ModuleType:
 
 
 def value_of(read: Callable[[str], Any], allows: Callable[[Any], bool], rule: str) -> Callable[[str], Any]:
-    """Make a reader for argparse of one value that must be something (``rule``), and is not otherwise allowed."""
+    """Make a reader for argparse, which says the rule, completing "must be ...", of what is not read or not allowed."""
 
     def value(text: str) -> Any:
         try:

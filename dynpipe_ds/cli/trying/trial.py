@@ -25,9 +25,9 @@ _WRITE_S = 1.0  # for stacks to be written
 
 @dataclass
 class Trial:
-    """What was found: outcomes and differences to DeepSpeed's class by way, and the reasons of the differences.
+    """What was found: outcomes, as far as no run failed, differences to DeepSpeed's class by way, and their reasons.
 
-    ``moved`` is between ours with and without moves, ``None`` if one of the two failed. After a failure no way was run.
+    ``moved`` is between ours with and without moves; ``None`` if one of the two failed.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
