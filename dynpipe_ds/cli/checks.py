@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -53,132 +54,126 @@ class Check:
     remedy: str = ""
 
 
+def found(name: str, value: str, remedy: str = "", status: Status = "problem") -> Check:
+    """What was found, which is ok where nothing has to be done."""
+    return Check(name, status if remedy else "ok", value, remedy)
+
+
+def check_machine(port: int) -> Iterator[Check]:
+    """All that has to be right before a job is started whose first rank listens on a port."""
+    yield from check_versions()
+    yield _check_launcher()
+    yield from _check_compiler()
+    yield from _check_accelerator()
+    yield from _check_network(port)
+    yield from _check_extensions()
+
+
 def check_versions() -> Iterator[Check]:
     """Python and the libraries against the least versions, DeepSpeed against the series that was tested."""
-    python = platform.python_version()
-    if is_older(python, LEAST_PYTHON):
-        yield Check("python", "problem", python, f"install Python {LEAST_PYTHON} or newer")
-    else:
-        yield Check("python", "ok", f"{python} ({sys.executable})")
-    version = str(torch.__version__)
-    remedy = f"pip install 'torch>={LEAST_TORCH}'" if is_older(version, LEAST_TORCH) else ""
-    yield Check("torch", "problem" if remedy else "ok", version, remedy)
+    python, torch_version = platform.python_version(), str(torch.__version__)
+    newer = f"install Python {LEAST_PYTHON} or newer" if is_older(python, LEAST_PYTHON) else ""
+    yield found("python", f"{python} ({sys.executable})", newer)
+    newer = f"pip install 'torch>={LEAST_TORCH}'" if is_older(torch_version, LEAST_TORCH) else ""
+    yield found("torch", torch_version, newer)
     yield _check_deepspeed(importlib.metadata.version("deepspeed"))
-    others = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("dynpipe_ds", "numpy", "pydantic")
-                       if _is_installed(name))  # fmt: skip
-    yield Check("others", "ok", others)
+    others = []
+    for name in ("dynpipe_ds", "numpy", "pydantic"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            others.append(f"{name} {importlib.metadata.version(name)}")
+    yield found("others", ", ".join(others))
 
 
 def _check_deepspeed(version: str) -> Check:
-    rule = why_unsupported()
+    rule, install = why_unsupported(), f"pip install '{DEEPSPEED_RANGE}'"
     if rule:
-        return Check("deepspeed", "problem", f"{version} {rule}", f"pip install '{DEEPSPEED_RANGE}'")
-    if not version.startswith(f"{TESTED_SERIES}."):
-        remedy = f"run 'dynpipe doctor --numerics', or pip install '{DEEPSPEED_RANGE}', the series that was tested"
-        return Check("deepspeed", "warning", version, remedy)
-    return Check("deepspeed", "ok", version)
+        return found("deepspeed", f"{version} {rule}", install)
+    tested = version.startswith(f"{TESTED_SERIES}.")
+    remedy = "" if tested else f"run 'dynpipe doctor --numerics', or {install}, the series that was tested"
+    return found("deepspeed", version, remedy, "warning")
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+def _beside_python(name: str) -> Path:
+    return Path(sys.executable).with_name(name)
 
 
-def check_launcher() -> Iterator[Check]:
-    """Whether ``deepspeed`` is on the PATH, and the one of this Python."""
-    found, beside = shutil.which("deepspeed"), Path(sys.executable).with_name("deepspeed")
-    if found is None:
-        remedy = f"export PATH={beside.parent}:$PATH" if beside.exists() else "pip install deepspeed"
-        yield Check("launcher", "problem", "no 'deepspeed' on the PATH", remedy)
-    elif beside.exists() and not beside.samefile(found):
-        remedy = f"export PATH={beside.parent}:$PATH, or start {beside}"
-        yield Check("launcher", "warning", f"{found} is of another Python", remedy)
-    else:
-        yield Check("launcher", "ok", found)
+def _on_path(name: str) -> str:
+    """What puts a program of this Python's on the PATH."""
+    beside = _beside_python(name)
+    return f"export PATH={beside.parent}:$PATH" if beside.exists() else f"pip install {name}"
 
 
-def check_compiler() -> Iterator[Check]:
-    """What DeepSpeed compiles its operations with: compiler, Python's headers, ninja."""
+def _check_launcher() -> Check:
+    path, beside = shutil.which("deepspeed"), _beside_python("deepspeed")
+    if path is None:
+        return found("launcher", "no 'deepspeed' on the PATH", _on_path("deepspeed"))
+    if beside.exists() and not beside.samefile(path):
+        remedy = f"{_on_path('deepspeed')}, or start {beside}"
+        return found("launcher", f"{path} is of another Python", remedy, "warning")
+    return found("launcher", path)
+
+
+def _check_compiler() -> Iterator[Check]:
+    """What DeepSpeed compiles its operations with."""
     name = os.environ.get("CXX", "g++")
-    version = _first_line([name, "--version"])
-    if version is None:
-        yield Check("compiler", "problem", f"{name} can't be run", "apt-get install g++, or set CXX to your compiler")
-    else:
-        yield Check("compiler", "ok", version)
+    yield _check_program("compiler", name, f"{name} can't be run", "apt-get install g++, or set CXX to your compiler")
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    remedy = "" if header.is_file() else "apt-get install python3-dev, or your Python's headers"
-    yield Check("headers", "problem" if remedy else "ok", f"{header}{' is missing' if remedy else ''}", remedy)
-    ninja, beside = _first_line(["ninja", "--version"]), Path(sys.executable).with_name("ninja")
-    if ninja is not None:
-        yield Check("ninja", "ok", ninja)
-    else:
-        remedy = f"export PATH={beside.parent}:$PATH" if beside.exists() else "pip install ninja"
-        yield Check("ninja", "problem", "not on the PATH", remedy)
+    missing = "" if header.is_file() else "apt-get install python3-dev, or your Python's headers"
+    yield found("headers", f"{header} is missing" if missing else str(header), missing)
+    yield _check_program("ninja", "ninja", "not on the PATH", _on_path("ninja"))
 
 
-def _first_line(command: list[str]) -> str | None:
+def _check_program(check: str, program: str, wrong: str, remedy: str) -> Check:
+    """Whether a program says its version."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (done.stdout.splitlines() or [""])[0] if done.returncode == 0 else None
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return found(check, wrong, remedy)
+    return found(check, (done.stdout.splitlines() or [""])[0])
 
 
-def check_accelerator() -> Iterator[Check]:
+def _check_accelerator() -> Iterator[Check]:
     """The device that DeepSpeed chose, its communication back-end, and threads on a CPU."""
     name, count = accelerator.kind(), accelerator.num_devices()
     if name == "cpu":
-        yield Check("accelerator", "ok", f"cpu, {os.cpu_count()} cores")
-        threads = os.environ.get("OMP_NUM_THREADS")
-        if threads is None:
-            remedy = "export OMP_NUM_THREADS=<cores / ranks on this machine>"
-            yield Check("threads", "warning", "OMP_NUM_THREADS is not set: ranks fight for the cores", remedy)
+        yield found("accelerator", f"cpu, {os.cpu_count()} cores")
+        if "OMP_NUM_THREADS" in os.environ:
+            yield found("threads", f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}")
         else:
-            yield Check("threads", "ok", f"OMP_NUM_THREADS={threads}")
+            remedy = "export OMP_NUM_THREADS=<cores / ranks on this machine>"
+            yield found("threads", "OMP_NUM_THREADS is not set: ranks fight for the cores", remedy, "warning")
     elif not count:
-        yield Check("accelerator", "problem", f"{name}, but no device", "make a device visible to this process")
+        yield found("accelerator", f"{name}, but no device", "make a device visible to this process")
     else:
         gib = accelerator.memory_bytes() / 2**30
-        yield Check("accelerator", "ok", f"{count} x {name} ({accelerator.device()}), {gib:.0f} GiB each")
+        yield found("accelerator", f"{count} x {name} ({accelerator.device()}), {gib:.0f} GiB each")
     backend = accelerator.backend()
     torch_name = "gloo" if backend == "ccl" else backend  # DeepSpeed falls back to gloo on a CPU without oneCCL
     available = dist.is_available() and dist.is_backend_available(torch_name)
-    remedy = "" if available else "install a build of torch with it"
-    yield Check("back-end", "ok" if available else "problem", torch_name, remedy)
+    yield found("back-end", torch_name, "" if available else "install a build of torch with it")
 
 
-def check_network(port: int) -> Iterator[Check]:
-    """Whether this machine finds itself, and whether the launcher's port is free.
-
-    Args:
-        port: that the first rank will listen on.
-    """
+def _check_network(port: int) -> Iterator[Check]:
+    """Whether this machine finds itself, and whether the launcher's port is free."""
     host = socket.gethostname()
     try:
-        yield Check("host name", "ok", f"{host} is {socket.gethostbyname(host)}")
+        yield found("host name", f"{host} is {socket.gethostbyname(host)}")
     except OSError as error:
         remedy = f"add '127.0.0.1 {host}' to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        yield Check("host name", "problem", f"{host} has no address ({error})", remedy)
+        yield found("host name", f"{host} has no address ({error})", remedy)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
         except OSError as error:
             remedy = "start with --master_port=<another one>, or end the job that holds it"
-            yield Check("port", "problem", f"{port} can't be used ({error.strerror})", remedy)
+            yield found("port", f"{port} can't be used ({error.strerror})", remedy)
         else:
-            yield Check("port", "ok", f"{port} is free")
+            yield found("port", f"{port} is free")
 
 
-def check_extensions(now_s: float | None = None) -> Iterator[Check]:
-    """The folder of compiled operations: write access, and locks that a killed compilation left behind.
-
-    Args:
-        now_s: the present time; ``None``: the clock's.
-    """
+def _check_extensions() -> Iterator[Check]:
+    """The folder of compiled operations: write access, and locks that a killed compilation left behind."""
     folder = extensions_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,18 +181,17 @@ def check_extensions(now_s: float | None = None) -> Iterator[Check]:
             pass
     except OSError as error:
         remedy = "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
-        yield Check("extensions", "problem", f"{folder}: {error.strerror or error}", remedy)
+        yield found("extensions", f"{folder}: {error.strerror or error}", remedy)
         return
-    yield Check("extensions", "ok", f"{folder} can be written to")
+    yield found("extensions", f"{folder} can be written to")
     for lock in sorted(folder.rglob("lock")):
         try:
-            age_s = (time.time() if now_s is None else now_s) - lock.stat().st_mtime
+            age_s = time.time() - lock.stat().st_mtime
         except FileNotFoundError:  # that compilation has just ended
             continue
-        stale = age_s >= STALE_LOCK_S
-        found = f"{lock}, {age_s / 60:.0f} minutes old: every start waits for it"
-        remedy = f"if nothing compiles, delete it: rm {lock}"
-        yield Check("compile lock", "problem" if stale else "warning", found, remedy)
+        age = f"{lock}, {age_s / 60:.0f} minutes old: every start waits for it"
+        status: Status = "problem" if age_s >= STALE_LOCK_S else "warning"
+        yield found("compile lock", age, f"if nothing compiles, delete it: rm {lock}", status)
 
 
 def extensions_folder() -> Path:
@@ -209,15 +203,12 @@ def extensions_folder() -> Path:
 def check_config(
     config: dict[str, Any], *, num_layers: int | None = None, num_stages: int | None = None
 ) -> Iterator[Check]:
-    """The ``"dynamic_pipeline"`` section, every problem as one check.
+    """The ``"dynamic_pipeline"`` section of a DeepSpeed configuration, every problem as one check.
 
-    Args:
-        config: a whole DeepSpeed configuration.
-        num_layers: L, with ``num_stages`` to check what depends on the model.
-        num_stages: S.
+    With L and S also what depends on the model.
     """
     lines: list[str] = []
-    section: DynamicPipelineConfig | None = None
+    section: DynamicPipelineConfig | None
     try:
         section = parse_config(config)
     except ValueError as error:
@@ -229,8 +220,8 @@ def check_config(
         except ValueError as error:
             lines += listed_problems(error)
     for line in lines:
-        found, _, remedy = line.partition(": ")
-        yield Check("config", "problem", found, remedy)
+        value, _, remedy = line.partition(": ")
+        yield Check("config", "problem", value, remedy)
     if section is not None and not lines:
         yield _switched_on(config, section)
 
@@ -248,10 +239,9 @@ def _without_wrong_keys(config: dict[str, Any], lines: list[str]) -> DynamicPipe
 
 
 def _switched_on(config: dict[str, Any], section: DynamicPipelineConfig) -> Check:
-    remedy = f'add "{SECTION}": {{"enabled": true}}, unless stages shall stay as they are'
-    if SECTION not in config:
-        return Check("config", "warning", f'no "{SECTION}" section: stages never move', remedy)
     if not section.enabled:
-        return Check("config", "warning", f'"{SECTION}" is not enabled: stages never move', remedy)
+        why = f'"{SECTION}" is not enabled' if SECTION in config else f'no "{SECTION}" section'
+        remedy = f'add "{SECTION}": {{"enabled": true}}, unless stages shall stay as they are'
+        return Check("config", "warning", f"{why}: stages never move", remedy)
     given = ", ".join(f"{key} = {value}" for key, value in config[SECTION].items() if key != "enabled")
     return Check("config", "ok", f'"{SECTION}" is enabled; {given or "every other key has its default"}')

@@ -5,105 +5,77 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dynpipe_ds.cli.checks import (
-    Check,
-    check_accelerator,
-    check_compiler,
-    check_config,
-    check_extensions,
-    check_launcher,
-    check_network,
-    check_versions,
-)
-from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command, load_json, whole
+from dynpipe_ds.cli import reading
+from dynpipe_ds.cli.checks import Check, check_config, check_machine
+from dynpipe_ds.cli.command import OK, PROBLEMS, Result, UsageError, add_command
 from dynpipe_ds.cli.numerics import check_numerics
 
 DEFAULT_PORT = 29500  # DeepSpeed's launcher's own
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
-_MORE = """
-Looks at versions, launcher, compiler, accelerator, network and the folder of compiled operations, and with --config
-at a DeepSpeed JSON, all problems at once. With --numerics it trains a small model on two processes of the CPU, cut at
-several places, and compares losses, gradients and weights with the undivided model: less than a minute. Nothing is
-changed. A warning may be meant and does not count.
-"""
-_EXAMPLES = """
-dynpipe doctor
-dynpipe doctor --config ds_config.json
-dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
-"""
-
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
-    parser = add_command(
-        commands, "doctor", run, what="check this machine and a configuration", more=_MORE, examples=_EXAMPLES
-    )
-    parser.add_argument("--config", metavar="FILE", help="DeepSpeed JSON to check")
-    parser.add_argument(
-        "--numerics", action="store_true", help="compare a small model, cut at several places, with the undivided one"
-    )
-    parser.add_argument("--layers", type=whole(1), metavar="L", help="layers of the model; with --stages")
-    parser.add_argument("--stages", type=whole(1), metavar="N", help="pipeline stages; with --layers")
-    parser.add_argument(
-        "--port", type=whole(1), metavar="PORT",
-        help=f"port of the first rank (default MASTER_PORT, else {DEFAULT_PORT})",
-    )
+    """Add the command."""
+    parser = add_command(commands, "doctor", run)
+    parser.option("--config", "FILE", "DeepSpeed JSON to check")
+    parser.flag("--numerics", "compare a small model, cut at several places, with the undivided one")
+    parser.option("--layers", "L", "layers of the model; with --stages", reading.whole(1))
+    parser.option("--stages", "N", "pipeline stages; with --layers", reading.whole(1))
+    port = f"port of the first rank (default MASTER_PORT, else {DEFAULT_PORT})"
+    parser.option("--port", "PORT", port, reading.whole(1))
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Check this machine and a configuration.
 
-    Args:
-        arguments: as parsed.
+    Looks at versions, launcher, compiler, accelerator, network and the folder of compiled operations, and with
+    --config at a DeepSpeed JSON, all problems at once. With --numerics it trains a small model on two processes of the
+    CPU, cut at several places, and compares losses, gradients and weights with the undivided model: less than a
+    minute. Nothing is changed. A warning may be meant and does not count.
 
-    Raises:
-        UsageError: for arguments that don't go together, or a file that is no JSON object.
+    Examples:
+      dynpipe doctor
+      dynpipe doctor --config ds_config.json
+      dynpipe doctor --config ds_config.json --layers 8 --stages 4 --port 29600 --json
     """
     if (arguments.layers is None) != (arguments.stages is None):
         raise UsageError("--layers and --stages belong together: give both, or neither")
     if arguments.layers is not None and arguments.config is None:
         raise UsageError("--layers and --stages are for checking a configuration: give it by --config")
     port = _port(arguments.port)
-    config = None if arguments.config is None else load_json(arguments.config, "a DeepSpeed JSON")
-    checks = [
-        *check_versions(), *check_launcher(), *check_compiler(), *check_accelerator(), *check_network(port),
-        *check_extensions(),
-    ]  # fmt: skip
-    if config is not None:
+    config = reading.json_object(arguments.config)
+    checks = list(check_machine(port))
+    if arguments.config is not None:
         checks += check_config(config, num_layers=arguments.layers, num_stages=arguments.stages)
     if arguments.numerics:
         checks += check_numerics()
-    num_problems = sum(check.status == "problem" for check in checks)
-    values = {"ok": not num_problems, "checks": [asdict(check) for check in checks]}
-    return (PROBLEMS if num_problems else OK), _text(checks), values
+    is_good = all(check.status != "problem" for check in checks)
+    values = {"ok": is_good, "checks": [asdict(check) for check in checks]}
+    return (OK if is_good else PROBLEMS), _text(checks), values
 
 
 def _port(given: int | None) -> int:
-    text = str(given) if given is not None else os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
+    text = str(given or os.environ.get("MASTER_PORT", DEFAULT_PORT))
     if not text.isdigit() or not 1 <= int(text) <= 65535:
-        where = "--port" if given is not None else "MASTER_PORT"
+        where = "--port" if given else "MASTER_PORT"
         raise UsageError(f"{where} {text}: must be a whole number from 1 to 65535, such as {DEFAULT_PORT}")
     return int(text)
 
 
 def _text(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
+    indent = " " * (width + 11)
+    remedies = textwrap.TextWrapper(
+        110, f"{indent}-> ", f"{indent}   ", break_long_words=False, break_on_hyphens=False
+    )  # fmt: skip
     lines = []
     for check in checks:
-        lines.append(f"{_SIGNS[check.status]}  {check.name:{width}}  {check.found}")
-        if check.remedy:
-            lines += textwrap.wrap(check.remedy, 110, initial_indent=" " * (width + 11) + "-> ",
-                                   subsequent_indent=" " * (width + 14), break_long_words=False,
-                                   break_on_hyphens=False)  # fmt: skip
-    counts = {status: sum(check.status == status for check in checks) for status in ("problem", "warning")}
-    told = [f"{count} {status}{'' if count == 1 else 's'}" for status, count in counts.items() if count]
+        lines += [f"{_SIGNS[check.status]}  {check.name:{width}}  {check.found}", *remedies.wrap(check.remedy)]
+    counts = Counter(check.status for check in checks)
+    told = [f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("problem", "warning") if counts[s]]
     return "\n".join([*lines, "", ", ".join(told) or "all is well"])

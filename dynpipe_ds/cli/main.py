@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 
 import dynpipe_ds
 from dynpipe_ds.cli import doctor, plan, profile, simulate, try_script
-from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError, add_json, show
+from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
@@ -22,10 +23,9 @@ def build_parser() -> Parser:
     """Build the parser of all commands."""
     parser = Parser(
         prog="dynpipe", description=f"Dynamic pipeline parallelism for DeepSpeed.\n{_MORE}",
-        epilog="'dynpipe COMMAND --help' has examples.\n\nexit codes: 0 done, 1 problems found, 2 wrong usage",
-    )
+        epilog="'dynpipe COMMAND --help' has examples.",
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
-    add_json(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in (doctor, try_script, profile, plan, simulate):
         command.add_parser(commands)
@@ -33,31 +33,19 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: the command line without the program's name; ``None``: the process's own.
-
-    Returns:
-        The exit code: 0 done, 1 problems found, 2 wrong usage.
-    """
+    """Run one command of a command line, else of the process's own, and return its exit code."""
     parsed, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return show(parsed.run(parsed), as_json="json" in parsed)
-    except (UsageError, ProblemError) as error:
-        print(f"dynpipe {parsed.command}: error: {_one_line(error)}", file=sys.stderr)
-        return USAGE if isinstance(error, UsageError) else PROBLEMS
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):  # as in `dynpipe plan … | head`: the reader has what it wanted
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return PROBLEMS
-        print(f"dynpipe {parsed.command}: error: {_one_line(error)}", file=sys.stderr)
-        return USAGE
+        code, text, values = parsed.run(parsed)
+        print(json.dumps(values, indent=1, allow_nan=False) if "json" in parsed else text)
+        return int(code)
+    except BrokenPipeError:  # as in `dynpipe plan … | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PROBLEMS
+    except (UsageError, ProblemError, OSError) as error:
+        print(f"dynpipe {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return PROBLEMS if isinstance(error, ProblemError) else USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

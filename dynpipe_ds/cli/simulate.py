@@ -8,111 +8,71 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from dynpipe_ds.cli.command import (
-    OK,
-    Result,
-    UsageError,
-    add_command,
-    add_links,
-    add_profile,
-    boundaries_of,
-    brackets,
-    load_profile,
-    mebibytes,
-    milliseconds,
-    percent,
-    seconds,
-)
+from dynpipe_ds.cli import reading, show
+from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.reporting import format_table, save_chrome_trace, save_gantt
+from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 
 WIDTH = 96
 """Columns of the text timeline."""
 
 _SIGNS = {"forward": "F", "backward": "B", "send": ">", "recv": ">", "step": "S", "wait": "."}
+_COLUMNS = {
+    "stage": "stage", "busy ms": "busy_s", "fill ms": "fill_s", "waiting ms": "waiting_s", "transfer ms": "transfer_s",
+    "drain ms": "drain_s", "step ms": "step_s", "bubble": "bubble_ratio", "in flight": "peak_micro_batches",
+    "activations MiB": "peak_activation_bytes",
+}  # fmt: skip
 _PICTURES = (".png", ".svg", ".pdf")
-_MORE = """
-Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the time
-goes. docs/simulation.md says what the simulator models and what it leaves out.
-"""
-_EXAMPLES = """
-dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
-dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
-dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 16 --activation-link-s 0.002 --schedule gpipe --json
-"""
-
 
 def add_parser(commands: Any) -> None:
-    """Add the command.
-
-    Args:
-        commands: what ``add_subparsers`` returned.
-    """
-    parser = add_command(
-        commands, "simulate", run, what="show one batch of a partition in time", more=_MORE, examples=_EXAMPLES
-    )
-    add_profile(parser)
-    parser.add_argument(
-        "--partition", metavar="PARTITION",
-        help="boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)",
-    )
-    parser.add_argument("--against", metavar="PARTITION", help="a second partition to set beside the first")
+    """Add the command."""
+    parser = add_command(commands, "simulate", run)
+    partition = "boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)"
+    parser.option("--partition", "PARTITION", partition)
+    parser.option("--against", "PARTITION", "a second partition to set beside the first")
     parser.add_argument("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default 1f1b)")
     parser.add_argument(
         "--sends", choices=get_args(Sends), default="rendezvous",
         help="whether a sender waits for its receiver, as with gloo (default), or not",
     )
-    parser.add_argument(
-        "--step-s", type=seconds, default=0.0, metavar="S", help="seconds of the optimizer step (default 0)"
-    )
-    add_links(parser)
-    parser.add_argument("--gantt", metavar="FILE", help=f"draw the timeline ({', '.join(_PICTURES)})")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace; open it at https://ui.perfetto.dev")
+    parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
+    reading.add_simulated(parser)
+    parser.option("--gantt", "FILE", f"draw the timeline ({', '.join(_PICTURES)})")
+    parser.option("--trace", "FILE", "write a Chrome trace; open it at https://ui.perfetto.dev")
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Carry out the command.
+    """Show one batch of a partition in time.
 
-    Args:
-        arguments: as parsed.
+    Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the
+    time goes. docs/simulation.md says what the simulator models and what it leaves out.
 
-    Raises:
-        UsageError: for a value that can't be used.
+    Examples:
+      dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
+      dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
+      dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 8 --gradient-link-s 0.01 --schedule gpipe --json
     """
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
-    profile = load_profile(arguments.profile, arguments.micro_batches)
+    profile = reading.profile(arguments.profile, arguments.micro_batches)
     if not any(profile.costs("time")):
         raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
-    cuts = [_partition(arguments.partition, profile)]
-    if arguments.against is not None:
-        cuts.append(_partition(arguments.against, profile))
-    try:
-        outcomes = {brackets(cut): _simulate(profile, cut, arguments) for cut in cuts}
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    files = _write(arguments, outcomes)
+    if arguments.partition is None and not profile.boundaries:
+        raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
+    given = [text for text in (arguments.partition, arguments.against) if text is not None]
+    partitions = [reading.partition(text, len(profile.layers)) for text in given]
+    if arguments.partition is None:
+        partitions.insert(0, profile.boundaries)
+    with usage():
+        outcomes = {cuts: _simulate(profile, cuts, arguments) for cuts in partitions}
+    named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
     values = {
         "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
-        "partitions": [_values(cut, outcomes[brackets(cut)]) for cut in dict.fromkeys(cuts)], "files": files,
+        "partitions": [_values(cuts, outcome) for cuts, outcome in outcomes.items()],
+        "files": _write(arguments, named),
     }  # fmt: skip
-    return OK, _text(outcomes, profile.num_micro_batches, files), values
-
-
-def _partition(given: str | None, profile: PipelineProfile) -> tuple[int, ...]:
-    if given is None:
-        if not profile.boundaries:
-            raise UsageError("the profile has no partition of its own; give one by --partition, such as 0,5,9,14")
-        return profile.boundaries
-    cuts = boundaries_of(given)
-    try:
-        return check_boundaries(
-            cuts, num_layers=len(profile.layers), num_stages=max(1, len(cuts) - 1), allow_empty=True
-        )
-    except ValueError as error:
-        raise UsageError(f"partition {given}: {error}") from error
+    return OK, _text(named, profile.num_micro_batches, values), values
 
 
 def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Simulation:
@@ -125,14 +85,13 @@ def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse
 
 def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:
     """Write the picture (all partitions) and the trace (the first one)."""
-    files = []
+    files, timelines = [], {name: outcome.timeline for name, outcome in outcomes.items()}
     if arguments.gantt:
-        timelines = {name: outcome.timeline for name, outcome in outcomes.items()}
-        files.append(str(save_gantt(arguments.gantt, timelines, title="One simulated batch")))
+        files.append(save_gantt(arguments.gantt, timelines, title="One simulated batch"))
     if arguments.trace:
-        name, outcome = next(iter(outcomes.items()))
-        files.append(str(save_chrome_trace(arguments.trace, outcome.timeline, name=name)))
-    return files
+        name = next(iter(timelines))
+        files.append(save_chrome_trace(arguments.trace, timelines[name], name=name))
+    return [str(file) for file in files]
 
 
 def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:
@@ -143,58 +102,38 @@ def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, files: Sequence[str]) -> str:
+def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Mapping[str, Any]) -> str:
     longest_s = max(outcome.batch_s for outcome in outcomes.values())
     parts = []
-    for name, outcome in outcomes.items():
+    for (name, outcome), found in zip(outcomes.items(), values["partitions"], strict=True):
         parts += [
-            f"partition {name}: {milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
-            f"bubble {percent(outcome.bubble_ratio)}",
-            "", text_timeline(outcome.timeline, longest_s), "", _stage_table(outcome), "",
+            f"partition {name}: {show.milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
+            f"bubble {outcome.bubble_ratio:.1%}",
+            "", text_timeline(outcome.timeline, longest_s), "",
+            show.table(_COLUMNS, ({"stage": i, **stage} for i, stage in enumerate(found["stages"]))), "",
         ]  # fmt: skip
     if len(outcomes) == 2:
         first, second = outcomes.values()
         parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
-    parts += [f"written: {file}" for file in files]
+    parts += [f"written: {file}" for file in values["files"]]
     return "\n".join(parts).rstrip()
 
 
 def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WIDTH) -> str:
-    """Draw a timeline with characters, a row a stage: each shows what the stage does most in its stretch of time.
-
-    Args:
-        timeline: intervals.
-        until_s: seconds that the whole width stands for.
-        width: columns.
-
-    Returns:
-        A line a stage.
-    """
+    """Draw intervals with characters, a row a stage: what it does most in each stretch of ``until_s`` seconds."""
     num_stages = 1 + max(interval.stage for interval in timeline)
-    share_s = [[dict.fromkeys(".FB>S", 0.0) for _ in range(width)] for _ in range(num_stages)]
     column_s = until_s / width
+    untouched = {".": column_s, "F": 0.0, "B": 0.0, ">": 0.0, "S": 0.0}  # of equal shares the first one is shown
+    share_s = [[dict(untouched) for _ in range(width)] for _ in range(num_stages)]
     for interval in timeline:
         first, last = int(interval.start_s / column_s), int(interval.end_s / column_s)
         for column in range(first, min(last, width - 1) + 1):
             low, high = max(interval.start_s, column * column_s), min(interval.end_s, (column + 1) * column_s)
             share_s[interval.stage][column][_SIGNS[interval.kind]] += max(0.0, high - low)
-    for row in share_s:
-        for shares in row:
-            shares["."] += column_s - sum(shares.values())
+            share_s[interval.stage][column]["."] -= max(0.0, high - low)
     label = len(str(num_stages - 1))
     return "\n".join(
         f"stage {stage:{label}} |{''.join(max(shares, key=shares.__getitem__) for shares in row)}|"
         for stage, row in enumerate(share_s)
     )
 
-
-def _stage_table(outcome: Simulation) -> str:
-    head = ["stage", "busy ms", "fill ms", "waiting ms", "transfer ms", "drain ms", "step ms", "bubble", "in flight"]
-    rows = [[*head, "activations MiB"]]
-    for number, stage in enumerate(outcome.stages):
-        times = (stage.busy_s, stage.fill_s, stage.waiting_s, stage.transfer_s, stage.drain_s, stage.step_s)
-        rows.append([
-            str(number), *map(milliseconds, times), percent(stage.bubble_ratio), str(stage.peak_micro_batches),
-            mebibytes(stage.peak_activation_bytes),
-        ])  # fmt: skip
-    return format_table(rows)

@@ -21,6 +21,7 @@ from dynpipe_ds.engine import EnabledEngine
 from dynpipe_ds.host import instructions
 from dynpipe_ds.host import pipeline as pipeline_module
 from dynpipe_ds.host.gradient_norm import GradientNorm
+from dynpipe_ds.host.hooks import Hooks
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
@@ -98,6 +99,50 @@ def _put_arrived(patches: Patches, change: Callable[[Any], object]) -> None:
     patches.put(migrate, "unpack", unpack)
 
 
+def _put_received(patches: Patches, change: Callable[[Any, Any], Any], *, only_after_moves: bool = False) -> None:
+    """Let every gradient that crosses a cut be changed, given the engine and the gradient."""
+
+    def receive(engine: Any, buffer_id: int) -> None:
+        instructions.receive_gradients(engine, buffer_id)
+        if _moved(engine) or not only_after_moves:
+            engine.grad_layer = tuple(change(engine, gradient) for gradient in engine.grad_layer)
+
+    _note_moves(patches)
+    patches.instruct(schedule.RecvGrad, receive)
+
+
+def _put_entries(patches: Patches, change: Callable[[int, Any], None]) -> None:
+    """Let what a layer that leaves takes along of its optimizer be changed, given parameter index and state."""
+    original = migrate.Migration._entries
+
+    def entries(self: Any, layer: Any) -> Any:
+        found = original(self, layer)
+        for i, entry in enumerate(found):
+            change(i, entry.state)
+        return found
+
+    patches.put(migrate.Migration, "_entries", entries)
+
+
+def _put_installed(patches: Patches, change: Callable[[Any], None], *, grown: bool) -> None:
+    """Let the functions of the first stage be changed after it got other layers, or more of them."""
+    original = DynamicPipelineModule.install
+
+    def install(self: Any, boundaries: Sequence[int], layers: Any) -> None:
+        before = set(self._layers)
+        original(self, boundaries, layers)
+        if before and self.stage_id == 0 and (len(layers) > len(before) if grown else set(layers) != before):
+            change(self.forward_funcs)
+
+    patches.put(DynamicPipelineModule, "install", install)
+
+
+def _put_data(patches: Patches, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Let a rank get other micro-batches."""
+    original = rank.islice
+    patches.put(rank, "islice", lambda data, count: iter(change(list(original(data, count)))))
+
+
 # -- clipping and its norm
 
 
@@ -157,26 +202,19 @@ def norm_squared_once_too_few(patches: Patches) -> None:
 # -- gradients
 
 
+def _divided(engine: Any, gradient: Any) -> Any:
+    return gradient / engine.gradient_accumulation_steps()
+
+
 @mutant("checkpointing", "gradient")
 def gradient_divided_twice(patches: Patches) -> None:
     """As DeepSpeed did before its fix: at every stage but the last."""
-
-    def receive(engine: Any, buffer_id: int) -> None:
-        instructions.receive_gradients(engine, buffer_id)
-        engine.grad_layer = tuple(g / engine.gradient_accumulation_steps() for g in engine.grad_layer)
-
-    patches.instruct(schedule.RecvGrad, receive)
+    _put_received(patches, _divided)
 
 
 @mutant("fp32", "gradient")
 def gradient_divided_twice_after_a_move(patches: Patches) -> None:
-    def receive(engine: Any, buffer_id: int) -> None:
-        instructions.receive_gradients(engine, buffer_id)
-        if _moved(engine):
-            engine.grad_layer = tuple(g / engine.gradient_accumulation_steps() for g in engine.grad_layer)
-
-    _note_moves(patches)
-    patches.instruct(schedule.RecvGrad, receive)
+    _put_received(patches, _divided, only_after_moves=True)
 
 
 @mutant("fp32", "gradient")
@@ -217,11 +255,7 @@ def micro_batch_without_backward(patches: Patches) -> None:
 
 @mutant("bf16", "gradient")
 def gradient_lost_at_the_cut(patches: Patches) -> None:
-    def receive(engine: Any, buffer_id: int) -> None:
-        instructions.receive_gradients(engine, buffer_id)
-        engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
-
-    patches.instruct(schedule.RecvGrad, receive)
+    _put_received(patches, lambda engine, gradient: torch.zeros_like(gradient))
 
 
 @mutant("fp32", "gradient")
@@ -309,14 +343,7 @@ def freezing_not_noticed(patches: Patches) -> None:
 @mutant("fp32", "gradient")
 def gradient_stays_away_after_a_move(patches: Patches) -> None:
     """A stale flag that cuts earlier stages off from training."""
-
-    def receive(engine: Any, buffer_id: int) -> None:
-        instructions.receive_gradients(engine, buffer_id)
-        if _moved(engine):
-            engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
-
-    _note_moves(patches)
-    patches.instruct(schedule.RecvGrad, receive)
+    _put_received(patches, lambda engine, gradient: torch.zeros_like(gradient), only_after_moves=True)
 
 
 @mutant("fp32", "weights")
@@ -334,28 +361,16 @@ def learning_rate_stale_after_a_move(patches: Patches) -> None:
 @mutant("fp32", "loss")
 def lost_layer(patches: Patches) -> None:
     """A stage that got layers leaves out its last one."""
-    original = DynamicPipelineModule.install
-
-    def install(self: Any, boundaries: Sequence[int], layers: Any) -> None:
-        grew = len(layers) > len(self._layers) > 0
-        original(self, boundaries, layers)
-        if grew and self.stage_id == 0:
-            self.forward_funcs.pop()
-
-    patches.put(DynamicPipelineModule, "install", install)
+    _put_installed(patches, lambda functions: functions.pop(), grown=True)
 
 
 @mutant("fp32", "loss")
 def layers_in_another_order(patches: Patches) -> None:
-    original = DynamicPipelineModule.install
+    def swap(functions: list[Any]) -> None:
+        if len(functions) > 3:
+            functions[1], functions[2] = functions[2], functions[1]
 
-    def install(self: Any, boundaries: Sequence[int], layers: Any) -> None:
-        changed = bool(self._layers) and set(layers) != set(self._layers)
-        original(self, boundaries, layers)
-        if changed and self.stage_id == 0 and len(self.forward_funcs) > 3:
-            self.forward_funcs[1], self.forward_funcs[2] = self.forward_funcs[2], self.forward_funcs[1]
-
-    patches.put(DynamicPipelineModule, "install", install)
+    _put_installed(patches, swap, grown=False)
 
 
 @mutant("fp32", "loss")
@@ -386,35 +401,24 @@ def optimizer_state_stays_behind(patches: Patches) -> None:
 
 @mutant("ZeRO-1", "optimizer state")
 def flat_optimizer_state_stays_behind(patches: Patches) -> None:
-    original = migrate.Migration._entries
+    def without_moments(_: int, state: Any) -> None:
+        state.update({key: torch.zeros_like(state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state})
 
-    def without_moments(self: Any, layer: Any) -> Any:
-        entries = original(self, layer)
-        for entry in entries:
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in entry.state:
-                    entry.state[key] = torch.zeros_like(entry.state[key])
-        return entries
-
-    patches.put(migrate.Migration, "_entries", without_moments)
+    _put_entries(patches, without_moments)
 
 
 @mutant("bf16", "optimizer state")
 def optimizer_stale_after_a_move(patches: Patches) -> None:
     """The moments that a layer had when it left are used again when it comes back."""
-    original = migrate.Migration._entries
-    seen: dict[Any, Any] = {}
+    seen: set[int] = set()
 
-    def stale(self: Any, layer: Any) -> Any:
-        entries = original(self, layer)
-        for i, entry in enumerate(entries):
-            moment = entry.state.get("exp_avg")
-            if moment is not None:
-                entry.state["exp_avg"] = torch.full_like(moment, 0.01) if i in seen else moment
-                seen[i] = True
-        return entries
+    def stale(index: int, state: Any) -> None:
+        if "exp_avg" in state:
+            if index in seen:
+                state["exp_avg"] = torch.full_like(state["exp_avg"], 0.01)
+            seen.add(index)
 
-    patches.put(migrate.Migration, "_entries", stale)
+    _put_entries(patches, stale)
 
 
 @mutant("fp32", "weights")
@@ -463,7 +467,7 @@ def two_steps_on_one_stage(patches: Patches) -> None:
 
 @mutant("fp32", "weights")
 def no_step_on_one_stage(patches: Patches) -> None:
-    original = EnabledEngine._take_model_step
+    original = Hooks._take_model_step
 
     def step(self: Any, lr_kwargs: Any) -> None:
         weights = [p.detach().clone() for p in self.module.parameters()]
@@ -472,7 +476,7 @@ def no_step_on_one_stage(patches: Patches) -> None:
             for parameter, before in zip(self.module.parameters(), weights, strict=True):
                 parameter.data.copy_(before)
 
-    patches.put(EnabledEngine, "_take_model_step", step)
+    patches.put(Hooks, "_take_model_step", step)
 
 
 # -- data, order and random numbers
@@ -481,24 +485,12 @@ def no_step_on_one_stage(patches: Patches) -> None:
 @mutant("ZeRO-1", "buffers")
 def micro_batches_swapped(patches: Patches) -> None:
     """Both stages agree, so losses and gradients are the same but for rounding."""
-    original = rank.islice
-
-    def swapped(data: Any, count: int) -> Any:
-        batch = list(original(data, count))
-        return iter([batch[1], batch[0], *batch[2:]])
-
-    patches.put(rank, "islice", swapped)
+    _put_data(patches, lambda batch: [batch[1], batch[0], *batch[2:]])
 
 
 @mutant("fp32", "loss")
 def labels_of_another_micro_batch(patches: Patches) -> None:
-    original = rank.islice
-
-    def shifted(data: Any, count: int) -> Any:
-        batch = list(original(data, count))
-        return iter([*batch[1:], batch[0]] if torch.distributed.get_rank() == 1 else batch)
-
-    patches.put(rank, "islice", shifted)
+    _put_data(patches, lambda batch: [*batch[1:], batch[0]] if torch.distributed.get_rank() == 1 else batch)
 
 
 @mutant("checkpointing", "loss")

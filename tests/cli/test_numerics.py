@@ -14,12 +14,12 @@ import pytest
 
 from dynpipe_ds.cli.checks import Check
 from dynpipe_ds.cli.numerics import check_numerics, rank
-from dynpipe_ds.cli.numerics.cases import COURSES, MODES, Mode
-from dynpipe_ds.cli.numerics.check import check_mode
+from dynpipe_ds.cli.numerics.check import check_mode, start, wait
 from dynpipe_ds.cli.numerics.compare import compare, merge
-from dynpipe_ds.cli.numerics.processes import started
+from dynpipe_ds.cli.numerics.model import COURSES, MODES, Mode
 from dynpipe_ds.cli.numerics.record import NORM, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.numerics.reference import train_undivided
+from dynpipe_ds.cli.running import Processes
 from tests.cli.conftest import Command
 from tests.cli.mutants import MUTANTS, Patches
 from tests.distributed.ranks import reserved_port, run_ranks
@@ -150,7 +150,11 @@ def rank_that(tmp_path: Path, code: str) -> tuple[str, ...]:
     ("code", "found"),
     [
         ("print('no space'); sys.exit(3 * rank)", "the start of the processes: rank 1 ended with code 3: no space"),
-        ("time.sleep(1e6 if rank else 0)", "no progress for 1 s: the start of the processes"),
+        ("time.sleep(1e6 if rank else 0)", "no progress for 5 s: the start of the processes"),
+        (
+            "for rank in range(2):\n    open(f'progress-{rank}', 'w').write('fp32')\ntime.sleep(1e6)",
+            "no progress for 1 s: fp32",
+        ),
         (
             "open(f'progress-{rank}', 'w').write(f'fp32, batch {rank}')\nrank or os.kill(os.getpid(), 9)\n"
             "time.sleep(1e6)",
@@ -166,8 +170,9 @@ def test_processes_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     folder.mkdir()
     before = set(psutil.Process().children())
     patience_s = 1.0 if "no progress" in found else 60.0
-    with started(folder, rank_that(tmp_path, code), patience_s=patience_s) as ranks:
-        failure = ranks.wait()
+    with Processes(folder) as processes:
+        start(processes, folder, rank_that(tmp_path, code))
+        failure = wait(processes, folder, patience_s)
     assert failure.startswith(found) if found else failure == ""
     assert set(psutil.Process().children()) <= before
 

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from dynpipe_ds.cli.main import INTERRUPTED
-from dynpipe_ds.cli.trying.compare import compare
 from dynpipe_ds.cli.trying.moves import RandomMoves
-from dynpipe_ds.cli.trying.outcome import Outcome, Process, read
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, compare, read
 from dynpipe_ds.cli.trying.reasons import explain
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
@@ -219,6 +218,7 @@ def test_wrong_usage(dynpipe: Command, place: Path) -> None:
     for arguments, said in [
         ([], "there is no command to try; give the one that starts your script after --"),
         (["--", "no-such-command"], "no-such-command: No such file or directory; give the command that starts"),
+        (["--timeout", "1,2", "--", "true"], "argument --timeout: '1,2' must be finite seconds >= 0"),
         (["--folder", "full", "--", "true"], "--folder full: must be empty or not there yet; name another one"),
     ]:
         done = dynpipe("try", *arguments)

@@ -2,8 +2,8 @@
 
 Two processes train a small model with DeepSpeed, cut at several places and moved while it trains; this process trains
 the undivided model with torch alone. Losses, gradients, optimizer state and weights are compared. Read in this order:
-``model.py`` (what is trained), ``cases.py`` (how, and cut where), ``reference.py``, ``rank.py`` (the two processes),
-``compare.py`` (the verdict), ``processes.py``.
+``model.py`` (what is trained, how, and cut where), ``reference.py``, ``rank.py`` (one of the two
+processes), ``compare.py`` (the verdict), ``check.py`` (starts them, waits and says what was found).
 """
 
 from __future__ import annotations

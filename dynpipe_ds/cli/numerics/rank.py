@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.cli.numerics.cases import COURSES, MODES, NUM_BATCHES, NUM_STAGES, Course, Mode
 from dynpipe_ds.cli.numerics.model import (
+    COURSES,
     DROPOUT_SEED,
-    NUM_LAYERS,
+    MODES,
+    NUM_BATCHES,
     NUM_MICRO_BATCHES,
-    Block,
+    NUM_STAGES,
+    Course,
     Embedding,
-    Head,
-    as_head,
+    Mode,
     loss_fn,
     make_optimizer,
     make_scheduler,
@@ -35,35 +37,17 @@ from dynpipe_ds.host.start import activation_checkpointing, initialize
 
 
 def record_file(folder: Path, mode: Mode, course: Course, rank: int) -> Path:
-    """Where a rank leaves what it measured.
-
-    Args:
-        folder: of all records.
-        mode: how the model was trained.
-        course: how it was cut.
-        rank: of the process.
-    """
+    """Where a rank leaves what it measured."""
     return folder / f"{MODES.index(mode)}-{COURSES.index(course)}-{rank}.pt"
 
 
 def progress_file(folder: Path, rank: int) -> Path:
-    """Where a rank says what it is at.
-
-    Args:
-        folder: of all records.
-        rank: of the process.
-    """
+    """Where a rank says what it is at."""
     return folder / f"progress-{rank}"
 
 
 def run_rank(folder: Path, modes: Sequence[Mode] = MODES, courses: Sequence[Course] = COURSES) -> None:
-    """Train, in an initialized world of two ranks, and write one record for each mode and course.
-
-    Args:
-        folder: for the records.
-        modes: to train in.
-        courses: to cut along.
-    """
+    """Train, in an initialized world of two ranks, and write one record for each mode and course."""
     rank = torch.distributed.get_rank()
     for mode in modes:
         for course in courses:
@@ -71,22 +55,20 @@ def run_rank(folder: Path, modes: Sequence[Mode] = MODES, courses: Sequence[Cour
 
 
 def train_divided(mode: Mode, course: Course, progress: Path) -> Record:
-    """Train and evaluate the divided model; collective over both ranks.
+    """Train and evaluate the divided model, saying in a file what it is at; collective over both ranks.
 
-    Args:
-        mode: how.
-        course: cut where.
-        progress: file that says what this rank is at.
-
-    Returns:
-        What this rank measured: losses and norms, and its own layers after every batch.
+    Returns losses and norms, and the own layers after every batch.
     """
-    progress.write_text(f"{mode.name}, {course.at(0)}, the start", encoding="utf-8")
+
+    def tell(batch: int, what: str) -> None:
+        progress.write_text(f"{mode.name}, {course.at(batch)}, {what}", encoding="utf-8")
+
+    tell(0, "the start")
     engine = make_engine(mode, course)
     record: Record = {}
     data, moves = micro_batches(), dict(course.moves)
     for batch in range(NUM_BATCHES):
-        progress.write_text(f"{mode.name}, {course.at(batch)}, batch {batch + 1}", encoding="utf-8")
+        tell(batch, f"batch {batch + 1}")
         if batch in moves:
             engine.repartition(moves[batch])
         if mode.freezes is not None and mode.freezes[0] == batch and mode.freezes[1] in engine.local_layers():
@@ -96,29 +78,19 @@ def train_divided(mode: Mode, course: Course, progress: Path) -> Record:
             note(record, Quantity(batch, NORM), _norm(engine))
         for layer, module in engine.local_layers().items():
             note_layer(record, batch, layer, module, _states(engine, module))
-    progress.write_text(f"{mode.name}, {course.at(NUM_BATCHES)}, the evaluation", encoding="utf-8")
+    tell(NUM_BATCHES, "the evaluation")
     note(record, Quantity(NUM_BATCHES, LOSS), float(engine.eval_batch(micro_batches(6))))
     return record
 
 
 def make_engine(mode: Mode, course: Course) -> DynamicPipelineEngine:
-    """Build the divided model; collective over both ranks.
-
-    Args:
-        mode: how it is trained.
-        course: how it is cut.
-    """
-    blocks: list[Any] = [
-        LayerSpec(Block, i, mode.dropout, not mode.checkpointing, i in mode.frozen) for i in range(1, NUM_LAYERS - 1)
-    ]
-    frozen = 0 in mode.frozen
+    """Build the divided model; collective over both ranks."""
+    specs: list[Any] = [LayerSpec(*layer) for layer in mode.layers()]
     if mode.tied:
-        first: Any = TiedLayerSpec("embedding", Embedding, 0, frozen, tied_weight_attr="weight")
-        last: Any = TiedLayerSpec("embedding", Embedding, 0, frozen, forward_fn=as_head, tied_weight_attr="weight")
-    else:
-        first, last = LayerSpec(Embedding, 0, frozen), LayerSpec(Head, NUM_LAYERS - 1)
+        embedding = partial(TiedLayerSpec, "embedding", *mode.layers()[0], tied_weight_attr="weight")
+        specs[0], specs[-1] = embedding(), embedding(forward_fn=Embedding.logits)
     module = DynamicPipelineModule(
-        [first, *blocks, last], loss_fn=loss_fn, num_stages=NUM_STAGES, partition_method=list(course.first),
+        specs, loss_fn=loss_fn, num_stages=NUM_STAGES, partition_method=list(course.first),
         activation_checkpoint_interval=int(mode.checkpointing), seed_layers=True, base_seed=DROPOUT_SEED,
         seed_fn=torch.manual_seed, activation_checkpoint_func=activation_checkpointing(),
     )  # fmt: skip
@@ -136,24 +108,19 @@ def _norm(engine: DynamicPipelineEngine) -> float:
 def _states(engine: DynamicPipelineEngine, layer: torch.nn.Module) -> dict[str, dict[str, Tensor]]:
     """A layer's optimizer state by parameter name, in the parameters' shapes."""
     assert engine.stage_optimizer is not None
-    names, parameters = zip(*layer.named_parameters(), strict=True)
-    return {
-        name: {
-            key: value.view_as(parameter) if isinstance(value, Tensor) and value.numel() == parameter.numel() else value
+    weights = dict(layer.named_parameters())
+    exported = engine.stage_optimizer.export(tuple(weights.values()))
+    found: dict[str, dict[str, Tensor]] = {}
+    for (name, weight), state in zip(weights.items(), exported, strict=True):
+        found[name] = {
+            key: value.view_as(weight) if isinstance(value, Tensor) and value.numel() == weight.numel() else value
             for key, value in state.items()
         }
-        for name, parameter, state in zip(
-            names, parameters, engine.stage_optimizer.export(parameters), strict=True
-        )
-    }  # fmt: skip
+    return found
 
 
 def main(folder: str) -> None:
-    """Be one rank; ``RANK``, ``WORLD_SIZE`` and the address of the first are in the environment.
-
-    Args:
-        folder: for the records.
-    """
+    """Be one rank; ``RANK``, ``WORLD_SIZE`` and the address of the first are in the environment."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     init_distributed("gloo")

@@ -40,13 +40,7 @@ Record = dict[Quantity, Tensor]
 
 
 def note(record: Record, quantity: Quantity, value: Tensor | float) -> None:
-    """Keep a copy of a value, as float64 for a number and as float32 for tensors (of bf16 that is exact).
-
-    Args:
-        record: to write into.
-        quantity: what it is.
-        value: of it.
-    """
+    """Keep a copy of a value, as float64 for a number and as float32 for tensors (of bf16 that is exact)."""
     if isinstance(value, Tensor) and value.dim():
         record[quantity] = value.detach().float().clone()
     else:
@@ -54,44 +48,27 @@ def note(record: Record, quantity: Quantity, value: Tensor | float) -> None:
 
 
 def note_layer(record: Record, batch: int, layer: int, module: nn.Module, states: dict[str, dict[str, Tensor]]) -> None:
-    """Keep a layer's weights, buffers and optimizer state after a batch.
+    """Keep a layer's weights, buffers and optimizer state (by parameter, in its shape) after a batch.
 
     AdamW's first moment after the first batch is the gradient that it was given, times ``1 - beta1``.
-
-    Args:
-        record: to write into.
-        batch: counted from 0.
-        layer: index.
-        module: the layer.
-        states: optimizer state by parameter name and then by its own name, in the parameter's shape.
     """
     for name, parameter in module.named_parameters():
         note(record, Quantity(batch, WEIGHT, layer, name), parameter)
-        for key, value in states.get(name, {}).items():
+        for key, value in states[name].items():
             note(record, Quantity(batch, STATE, layer, f"{name}.{key}"), value)
-        moment = states.get(name, {}).get("exp_avg")
-        if batch == 0 and moment is not None:
-            note(record, Quantity(batch, GRADIENT, layer, name), moment / (1 - BETAS[0]))
+        if batch == 0 and "exp_avg" in states[name]:
+            note(record, Quantity(batch, GRADIENT, layer, name), states[name]["exp_avg"] / (1 - BETAS[0]))
     for name, buffer in module.named_buffers():
         note(record, Quantity(batch, BUFFER, layer, name), buffer)
 
 
 def save(record: Record, path: Path) -> None:
-    """Write a record to a file, complete or not at all.
-
-    Args:
-        record: to write.
-        path: of the file.
-    """
+    """Write a record to a file, complete or not at all."""
     unfinished = path.with_suffix(".unfinished")
     torch.save([(*quantity, tensor) for quantity, tensor in record.items()], unfinished)
     unfinished.replace(path)
 
 
 def load(path: Path) -> Record:
-    """Read a record.
-
-    Args:
-        path: of the file.
-    """
+    """Read a record."""
     return {Quantity(*rest): tensor for *rest, tensor in torch.load(path, weights_only=True)}

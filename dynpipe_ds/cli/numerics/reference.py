@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dynpipe_ds.cli.numerics.cases import NUM_BATCHES, Mode
 from dynpipe_ds.cli.numerics.model import (
     DROPOUT_SEED,
-    NUM_LAYERS,
+    NUM_BATCHES,
     NUM_MICRO_BATCHES,
-    Block,
     Embedding,
-    Head,
-    as_head,
+    Mode,
     loss_fn,
     make_optimizer,
     make_scheduler,
@@ -26,57 +23,33 @@ from dynpipe_ds.cli.numerics.record import LOSS, NORM, Quantity, Record, note, n
 
 
 class Undivided(nn.Module):
-    """All layers in one module.
-
-    Args:
-        mode: how it is trained.
-    """
+    """All layers in one module."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
-        first = Embedding(0, 0 in mode.frozen)
-        blocks = [Block(i, mode.dropout, not mode.checkpointing, i in mode.frozen) for i in range(1, NUM_LAYERS - 1)]
-        last = first if mode.tied else Head(NUM_LAYERS - 1)
-        self.layers = nn.ModuleList([first, *blocks, last])
-        self._mode = mode
+        layers = [layer_class(*arguments) for layer_class, *arguments in mode.layers()]
+        self.layers = nn.ModuleList([*layers[:-1], layers[0 if mode.tied else -1]])
+        self._checkpointing = mode.checkpointing
         self._num_forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all layers; dropout is seeded for each from micro-batch and layer, as ``seed_layers`` has it.
-
-        Args:
-            x: tokens.
-
-        Returns:
-            Logits.
-        """
+        """From tokens to logits, dropout seeded for each layer from micro-batch and layer, as by ``seed_layers``."""
         self._num_forwards += 1
         seed = DROPOUT_SEED * (self._num_forwards + 1)
-        for i, layer in enumerate(self.layers):
-            x = self._run(i, layer, seed + i, x)
+        for i in range(len(self.layers)):
+            again = self._checkpointing and x.requires_grad
+            x = checkpoint(self._run, i, seed + i, x, use_reentrant=True) if again else self._run(i, seed + i, x)
         return x
 
-    def _run(self, index: int, layer: nn.Module, seed: int, x: Tensor) -> Tensor:
-        def run(x: Tensor) -> Tensor:
-            torch.manual_seed(seed)
-            result: Tensor = as_head(layer, x) if isinstance(layer, Embedding) and index else layer(x)
-            return result
-
-        if self._mode.checkpointing and x.requires_grad:
-            result: Tensor = checkpoint(run, x, use_reentrant=True)
-            return result
-        return run(x)
+    def _run(self, index: int, seed: int, x: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        layer = self.layers[index]
+        result: Tensor = layer.logits(x) if isinstance(layer, Embedding) and index else layer(x)
+        return result
 
 
 def train_undivided(mode: Mode) -> Record:
-    """Train and evaluate the undivided model.
-
-    Args:
-        mode: how.
-
-    Returns:
-        What :mod:`~dynpipe_ds.cli.numerics.rank` records of the divided one, tied weights at both of their layers.
-    """
+    """Train and evaluate the undivided model: what the two ranks measure, tied weights at both of their layers."""
     num_threads, seed = torch.get_num_threads(), torch.random.get_rng_state()
     torch.set_num_threads(1)
     try:
@@ -92,37 +65,36 @@ class _Training:
         self._model = Undivided(mode)
         if mode.bf16:
             self._model.bfloat16()
-        self._weights = dict(self._model.named_parameters())
-        # What the optimizer trains: the weights themselves, or fp32 copies of bf16 ones.
-        self._masters = {
-            name: nn.Parameter(weight.detach().float(), weight.requires_grad) if mode.bf16 else weight
-            for name, weight in self._weights.items()
-        }
+        # What the optimizer trains: fp32 copies, also of weights that are fp32 themselves.
+        weights = self._model.parameters()
+        self._masters = {w: nn.Parameter(w.detach().float().clone(), w.requires_grad) for w in weights}
         self._optimizer = make_optimizer(self._masters.values())
         self._scheduler = make_scheduler(self._optimizer)
-        self._record: Record = {}
 
     def run(self) -> Record:
+        record: Record = {}
         data = micro_batches()
         for batch in range(NUM_BATCHES):
             if self._mode.freezes is not None and self._mode.freezes[0] == batch:
-                self._freeze(self._mode.freezes[1])
-            note(self._record, Quantity(batch, LOSS), self._gradients(list(islice(data, NUM_MICRO_BATCHES))))
+                self._freeze(self._model.layers[self._mode.freezes[1]])
+            note(record, Quantity(batch, LOSS), self._gradients(list(islice(data, NUM_MICRO_BATCHES))))
             norm = self._step()
             if self._mode.clipping:
-                note(self._record, Quantity(batch, NORM), norm)
-            self._note_layers(batch)
+                note(record, Quantity(batch, NORM), norm)
+            for i, layer in enumerate(self._model.layers):
+                weights = layer.named_parameters()
+                states = {name: dict(self._optimizer.state.get(self._masters[w], {})) for name, w in weights}
+                note_layer(record, batch, i, layer, states)
         self._model.eval()
         with torch.no_grad():
             losses = [loss_fn(self._model(x), y) for x, y in islice(micro_batches(6), NUM_MICRO_BATCHES)]
-        note(self._record, Quantity(NUM_BATCHES, LOSS), torch.stack(losses).mean())
-        return self._record
+        note(record, Quantity(NUM_BATCHES, LOSS), torch.stack(losses).mean())
+        return record
 
-    def _freeze(self, layer: int) -> None:
-        for name, weight in self._weights.items():
-            if name.startswith(f"layers.{layer}."):
-                weight.requires_grad_(False)
-                self._optimizer.state.pop(self._masters[name], None)
+    def _freeze(self, layer: nn.Module) -> None:
+        for weight in layer.parameters():
+            weight.requires_grad_(False)
+            self._optimizer.state.pop(self._masters[weight], None)
 
     def _gradients(self, batch: list[tuple[Tensor, Tensor]]) -> Tensor:
         losses = []
@@ -130,17 +102,11 @@ class _Training:
             loss = loss_fn(self._model(tokens), labels)
             torch.autograd.backward(loss / len(batch))
             losses.append(loss.detach())
-            if self._mode.bf16:
-                self._add_up()
+            for weight, master in self._masters.items():
+                if weight.grad is not None:
+                    master.grad = weight.grad.float() + (0.0 if master.grad is None else master.grad)
+                    weight.grad = None
         return torch.stack(losses).mean()
-
-    def _add_up(self) -> None:
-        """Add a micro-batch's bf16 gradients to those of the master weights."""
-        for name, weight in self._weights.items():
-            if weight.grad is not None:
-                master = self._masters[name]
-                master.grad = weight.grad.float() + (0.0 if master.grad is None else master.grad)
-                weight.grad = None
 
     def _step(self) -> Tensor:
         trained = [master for master in self._masters.values() if master.grad is not None]
@@ -149,16 +115,7 @@ class _Training:
         self._optimizer.zero_grad(set_to_none=True)
         self._scheduler.step()
         with torch.no_grad():
-            for name, weight in self._weights.items():
-                if weight.requires_grad and self._mode.bf16:
-                    weight.copy_(self._masters[name])
+            for weight, master in self._masters.items():
+                if weight.requires_grad:
+                    weight.copy_(master)
         return norm
-
-    def _note_layers(self, batch: int) -> None:
-        for i, layer in enumerate(self._model.layers):
-            prefix = "layers.0" if isinstance(layer, Embedding) else f"layers.{i}"
-            states = {
-                name: dict(self._optimizer.state.get(self._masters[f"{prefix}.{name}"], {}))
-                for name, _ in layer.named_parameters()
-            }
-            note_layer(self._record, batch, i, layer, states)

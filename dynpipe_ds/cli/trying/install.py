@@ -24,11 +24,7 @@ from dynpipe_ds.host.scripts import (
 
 
 def install(folder: str) -> None:
-    """Change DeepSpeed in this process as the run wants it.
-
-    Args:
-        folder: of the run, with its settings.
-    """
+    """Change DeepSpeed in this process as the run in a folder wants it."""
     settings, record = Settings.load(Path(folder)), Record(Path(folder))
     telling.listeners.append(lambda text: record.say("warning", text=text))
     _record_errors(record)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from dynpipe_ds.migration.moves import plan_moves
 from dynpipe_ds.migration.transaction import MigrationError
 
 _CANDIDATES = 20  # of which the one is taken that moves most layers that have not moved yet
@@ -13,13 +14,7 @@ _ATTEMPTS = 5  # of boundaries that are refused, before a move is left out
 
 
 class RandomMoves:
-    """Moves of one engine.
-
-    Args:
-        engine: ours.
-        seed: of the boundaries; the same on every rank.
-        say: told of events, by name and values.
-    """
+    """Moves of one engine, which follow from a seed; ``say`` is told of them by name and values."""
 
     def __init__(self, engine: Any, seed: int, say: Callable[..., None]) -> None:
         self._engine, self._say = engine, say
@@ -28,11 +23,7 @@ class RandomMoves:
         self._refused: set[tuple[int, ...]] = set()
 
     def move(self, batch: int) -> None:
-        """Move to other boundaries, if there are any that are not refused; collective over all ranks.
-
-        Args:
-            batch: number of batches trained, for the record.
-        """
+        """Move to other boundaries, if there are any that are not refused; collective over all ranks."""
         for _ in range(_ATTEMPTS):
             boundaries = self._next()
             if boundaries is None:
@@ -53,21 +44,15 @@ class RandomMoves:
     def _next(self) -> tuple[int, ...] | None:
         """Of some random boundaries those that move most layers for the first time."""
         engine = self._engine
-        present, num_stages = tuple(engine.partition), int(engine.num_stages)
+        present, num_inner = tuple(engine.partition), int(engine.num_stages) - 1
         pinned = {*engine.module.pinned_cuts, *engine.dynamic_config.pinned_cuts}
         cuts = [cut for cut in range(1, present[-1]) if cut not in pinned]
-        if len(cuts) < num_stages - 1:
+        if len(cuts) < num_inner:
             return None
-        drawn = (tuple(sorted(self._random.sample(cuts, num_stages - 1))) for _ in range(_CANDIDATES))
-        candidates = [(0, *inner, present[-1]) for inner in drawn]
-        allowed = [c for c in candidates if c != present and c not in self._refused]
-        return max(allowed, key=lambda c: len(_moving(present, c) - self._moved), default=None)
+        drawn = [(0, *sorted(self._random.sample(cuts, num_inner)), present[-1]) for _ in range(_CANDIDATES)]
+        allowed = [candidate for candidate in drawn if candidate != present and candidate not in self._refused]
+        return max(allowed, key=lambda candidate: len(_moving(present, candidate) - self._moved), default=None)
 
 
 def _moving(before: tuple[int, ...], after: tuple[int, ...]) -> set[int]:
-    """Layers that change their stage."""
-
-    def stages(boundaries: tuple[int, ...]) -> list[int]:
-        return [stage for stage in range(len(boundaries) - 1) for _ in range(boundaries[stage], boundaries[stage + 1])]
-
-    return {i for i, (a, b) in enumerate(zip(stages(before), stages(after), strict=True)) if a != b}
+    return {move.layer for move in plan_moves(before, after)}

@@ -1,4 +1,4 @@
-"""What the processes of one run have recorded, read from their files."""
+"""What the processes of one run have recorded, read from their files, and where two runs differ, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import dynpipe_ds
+from dynpipe_ds.cli.show import layer_spans
 from dynpipe_ds.cli.trying.settings import Settings
-from dynpipe_ds.cli.trying.weights import Digests
+from dynpipe_ds.cli.trying.weights import Digests, number
 
 Event = dict[str, Any]
 
@@ -23,12 +25,7 @@ _SECONDARY = ("RankLostError", "FatalError", "closed by peer", "reset by peer") 
 
 @dataclass
 class Process:
-    """One process of the script that imported DeepSpeed.
-
-    Attributes:
-        name: of its files: host and process id.
-        events: by kind, in order.
-    """
+    """One process of the script: its events by kind, in order; its files are named by host and process id."""
 
     name: str
     events: dict[str, list[Event]]
@@ -36,22 +33,16 @@ class Process:
     @property
     def facts(self) -> Event:
         """What its engine said of itself; empty without one."""
-        return self.events["engine"][0] if self.events["engine"] else {}
-
-    @property
-    def losses(self) -> list[list[str]]:
-        """What ``train_batch`` returned, by batch."""
-        return [batch["loss"] for batch in self.events["batch"]]
-
-    @property
-    def evaluations(self) -> list[list[str]]:
-        """What ``eval_batch`` returned."""
-        return [evaluation["loss"] for evaluation in self.events["evaluation"]]
+        return next(iter(self.events["engine"]), {})
 
     @property
     def end(self) -> Event:
         """What it held at the end; empty if it did not end as it should."""
-        return self.events["end"][0] if self.events["end"] else {}
+        return next(iter(self.events["end"]), {})
+
+    def losses(self, kind: str = "batch") -> list[list[str]]:
+        """What was returned every time."""
+        return [event["loss"] for event in self.events[kind]]
 
 
 @dataclass
@@ -85,22 +76,14 @@ class Outcome:
     @property
     def num_batches(self) -> int:
         """Batches that every rank finished."""
-        return min((len(rank.losses) for rank in self.ranks), default=0)
+        return min((len(rank.losses()) for rank in self.ranks), default=0)
 
     def told(self, kind: str) -> list[Event]:
-        """Events of one kind that all ranks have alike, from the first rank.
-
-        Args:
-            kind: such as ``move``.
-        """
+        """Events of one kind, such as ``move``, that all ranks have alike: the first one's."""
         return self.ranks[0].events[kind] if self.ranks else []
 
     def held(self, what: str) -> Digests:
-        """Digests of all ranks at the end.
-
-        Args:
-            what: ``weights`` or ``state``.
-        """
+        """Digests of ``weights`` or ``state`` of all ranks at the end, by ``replica/layer/name``."""
         found: dict[str, set[str]] = defaultdict(set)
         for rank in self.ranks:
             for name, digest in rank.end.get(what, {}).items():
@@ -114,17 +97,11 @@ class Outcome:
 
     def median_s(self) -> float | None:
         """Median seconds of a batch; ``None`` if there are too few."""
-        found = self.seconds()
-        return median(found) if found else None
+        return median(found) if (found := self.seconds()) else None
 
 
 def read(folder: Path, settings: Settings) -> Outcome:
-    """Read what has been recorded so far.
-
-    Args:
-        folder: of the run.
-        settings: of the run.
-    """
+    """Read what has been recorded so far."""
     processes = [_process(file) for file in sorted(folder.glob("*.events"))]
     ranks = sorted((p for p in processes if p.facts), key=lambda p: int(p.facts["rank"]))
     raised = [error for process in processes for error in process.events["error"]]
@@ -165,3 +142,72 @@ def _stack(file: Path) -> str:
 
 def _is_library(path: str) -> bool:
     return any(part in path for part in ("site-packages", _OURS, "/lib/python", "<"))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two runs; empty texts where nothing does.
+
+    Attributes:
+        losses: the first batch whose loss differs, and by how much.
+        evaluations: the same of ``eval_batch``.
+        weights: layers whose weights differ at the end.
+        state: layers whose optimizer state does.
+        batch: the first batch that differs, counted from 1; 0 if none.
+        compared_state: how many tensors of optimizer state both runs had.
+    """
+
+    losses: str = ""
+    evaluations: str = ""
+    weights: str = ""
+    state: str = ""
+    batch: int = 0
+    compared_state: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not str(self)
+
+    def __str__(self) -> str:
+        return "; ".join(text for text in (self.losses, self.evaluations, self.weights, self.state) if text)
+
+
+def compare(first: Outcome, second: Outcome) -> Difference:
+    """Compare two complete runs."""
+    losses, batch = _losses(first, second, "batch", "the loss of batch")
+    evaluations, _ = _losses(first, second, "evaluation", "the result of evaluation")
+    unread = any("unread" in rank.end for rank in (*first.ranks, *second.ranks))
+    weights = "" if unread else _layers(first.held("weights"), second.held("weights"), "weights")
+    a, b = first.held("state"), second.held("state")
+    both = a.keys() & b.keys()  # ours keeps a tied layer's state once for every occurrence, DeepSpeed's maybe not
+    state = _layers({name: a[name] for name in both}, {name: b[name] for name in both}, "optimizer state")
+    return Difference(losses, evaluations, weights, state, batch, len(both))
+
+
+def _losses(first: Outcome, second: Outcome, kind: str, what: str) -> tuple[str, int]:
+    """The earliest that differs on any rank, and its number."""
+    found = [
+        (i, f"{what} {i} differs{_amount(x, y)}")
+        for a, b in zip(first.ranks, second.ranks, strict=True)
+        for i, (x, y) in enumerate(zip_longest(a.losses(kind), b.losses(kind)), start=1)
+        if x != y
+    ]
+    index, text = min(found, default=(0, ""))
+    return text, index
+
+
+def _amount(a: list[str] | None, b: list[str] | None) -> str:
+    if a is None or b is None or len(a) != len(b):
+        return ": only one of the two has it"
+    for x, y in zip(a, b, strict=True):
+        one, other = number(x), number(y)
+        if x != y and one is not None and other is not None:
+            return f": {one:.9g} and {other:.9g}"
+    return ""
+
+
+def _layers(first: Digests, second: Digests, what: str) -> str:
+    differing = {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+    layers = {int(name.split("/")[1]) for name in differing}
+    return f"{what} of {layer_spans(layers)} differ" if differing else ""

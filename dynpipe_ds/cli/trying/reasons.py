@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from dynpipe_ds.cli.trying.compare import compare
-from dynpipe_ds.cli.trying.outcome import Outcome, Process
+from dynpipe_ds.cli.trying.outcome import Outcome, Process, compare
 from dynpipe_ds.cli.trying.settings import (
     DEEPSPEED,
     DENSE_CUTS,
@@ -20,29 +18,13 @@ from dynpipe_ds.cli.trying.settings import (
     STILL,
 )
 
-
-class Run(Protocol):
-    """Runs the script once more."""
-
-    def __call__(self, way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
-        """Run it.
-
-        Args:
-            way: one of the three.
-            changes: what to change beside.
-            batches: after which to stop; as always, if not given.
-        """
+Run = Callable[..., Outcome]
+"""Runs the script once more: a way, what to change beside, and, as ``batches``, after how many to stop."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a difference is there, or may be.
-
-    Attributes:
-        text: the reason, and the evidence for it.
-        remedy: what helps.
-        shown: whether changing it in both ways took the difference away.
-    """
+    """Why a difference is there, with the evidence, or, not shown by a change in both ways, may be; and what helps."""
 
     text: str
     remedy: str
@@ -99,11 +81,9 @@ _CHECKPOINTED = _Suspect(
     "leave it: the masks are as random as before; to compare bits train without dropout",
     lambda ranks: any(rank.facts["dropout"] for rank in ranks),
 )
-_STREAMS = _Suspect(
-    NO_DROPOUT,
-    "dropout: a layer draws its masks from a random stream of its own, which is another one where it has moved",
-    "leave it: the masks are as random as before; to compare bits train without dropout",
-    lambda ranks: any(rank.facts["dropout"] for rank in ranks),
+_STREAMS = replace(
+    _CHECKPOINTED,
+    text="dropout: a layer draws its masks from a random stream of its own, which is another one where it has moved",
 )
 
 # What may differ: between DeepSpeed's class and ours, and, independently of that, where layers move.
@@ -114,14 +94,9 @@ _QUESTIONS = (
 
 
 def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
-    """Find out why ways differ: ours from DeepSpeed's class, and moving from not moving.
+    """Why ways differ, of which there are complete runs: what is shown, and where nothing is, what may be.
 
-    Args:
-        outcomes: complete runs by way, of which at least two differ.
-        run: runs the script again.
-
-    Returns:
-        Reasons that are shown, and, where a difference has none, those that may be.
+    Ours is compared with DeepSpeed's class, and moving with not moving.
     """
     again = compare(outcomes[DEEPSPEED], run(DEEPSPEED))
     if not again.equal:
@@ -138,23 +113,13 @@ def explain(outcomes: Mapping[str, Outcome], run: Run) -> list[Reason]:
 
 
 class _Question:
-    """Why two runs differ.
-
-    Args:
-        first: the one to compare with.
-        second: the other.
-        run: runs the script again.
-    """
+    """Why the second of two runs differs from the first."""
 
     def __init__(self, first: Outcome, second: Outcome, run: Run) -> None:
         self._first, self._second, self._run = first, second, run
 
     def answer(self, suspects: Sequence[_Suspect]) -> list[Reason]:
-        """Change one thing after the other until nothing differs.
-
-        Args:
-            suspects: what may be the reason, in the order to try.
-        """
+        """Change one thing after the other, in this order, until nothing differs."""
         tried: list[_Suspect] = []
         failed: list[Reason] = []
         for suspect in (s for s in suspects if s.applies([*self._first.ranks, *self._second.ranks])):
@@ -165,7 +130,9 @@ class _Question:
             tried.append(suspect)
             if is_equal:
                 needed = self._needed(tried)
-                return [_shown(suspect, needed) for suspect in needed]
+                changes = " and ".join(one.change for one in needed)
+                shown = f"(shown: with {changes} in both ways all bits are equal)"
+                return [Reason(f"{one.text} {shown}", one.remedy, True) for one in needed]
         return failed + (self._possible() or [self._unknown(tried)])
 
     def _with(self, changed: Sequence[_Suspect]) -> tuple[bool, str]:
@@ -221,8 +188,3 @@ class _Question:
             f"not known{excluded}: the script is repeatable, and {ways[1]} differs from {ways[0]}{evidence}",
             "look at what the layers keep outside of themselves (docs/limits.md), and report it with the script", False,
         )
-
-
-def _shown(suspect: _Suspect, needed: Sequence[_Suspect]) -> Reason:
-    changes = " and ".join(one.change for one in needed)
-    return Reason(f"{suspect.text} (shown: with {changes} in both ways all bits are equal)", suspect.remedy, True)

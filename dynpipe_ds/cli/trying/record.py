@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -19,49 +18,31 @@ WHERE_ARE_YOU = signal.SIGUSR2
 
 
 class Record:
-    """What this process tells the command.
-
-    Args:
-        folder: of the run.
-    """
+    """What this process tells the command."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._told: BaseException | None = None
+        self.written: BaseException | None = None  # the last error that was
         self._open()
         os.register_at_fork(after_in_child=self._open)  # a script may import DeepSpeed once and fork its ranks
 
     def _open(self) -> None:
-        name = f"{socket.gethostname()}-{os.getpid()}"
+        name = f"{os.uname().nodename}-{os.getpid()}"
         self._stream: TextIO = (self._folder / f"{name}.events").open("a", encoding="utf-8")
         self._stacks = (self._folder / f"{name}.stacks").open("w", encoding="utf-8")
         faulthandler.register(WHERE_ARE_YOU, self._stacks)
         self.say("started", program=" ".join(sys.argv))
 
-    @property
-    def has_error(self) -> bool:
-        """Whether an error was written."""
-        return self._told is not None
-
     def say(self, event: str, **values: Any) -> None:
-        """Write an event.
-
-        Args:
-            event: its name.
-            **values: what JSON can hold.
-        """
+        """Write an event with what JSON can hold."""
         self._stream.write(json.dumps({"event": event, **values}) + "\n")
         self._stream.flush()
 
     def error(self, error: BaseException) -> None:
-        """Write an error, once; leaving a script on purpose is none.
-
-        Args:
-            error: as raised.
-        """
-        if error is self._told or isinstance(error, (SystemExit, KeyboardInterrupt)):
+        """Write an error, once; leaving a script on purpose is none."""
+        if error is self.written or isinstance(error, (SystemExit, KeyboardInterrupt)):
             return
-        self._told = error
+        self.written = error
         self.say("error", type=type(error).__name__, text=str(error), at_s=time.time())
 
     @contextmanager

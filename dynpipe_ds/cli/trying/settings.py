@@ -50,36 +50,22 @@ class Settings:
         return f"{self.way} with {' and '.join(self.changes)}" if self.changes else self.way
 
     def save(self, folder: Path) -> None:
-        """Write the file.
-
-        Args:
-            folder: of the run.
-        """
+        """Write the file into the run's folder."""
         (folder / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> Settings:
-        """Read the file.
-
-        Args:
-            folder: of the run.
-        """
+        """Read the file in the run's folder."""
         values = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         return cls(**{**values, "changes": tuple(values["changes"])})
 
     def config(self, given: dict[str, object]) -> dict[str, object]:
-        """The script's DeepSpeed configuration as this run wants it.
-
-        Args:
-            given: as the script has it; it is not changed.
-        """
+        """The script's DeepSpeed configuration, which is not changed itself, as this run wants it."""
         config = dict(given)
         section = config.pop(SECTION, None)
         kept = {k: v for k, v in section.items() if k not in _DECIDING} if isinstance(section, dict) else {}
-        if self.dynamic:
-            config[SECTION] = {**kept, "enabled": True, "rebalance_every": "never"}
-        elif section is not None:
-            config[SECTION] = {**kept, "enabled": False}
+        if self.dynamic or section is not None:
+            config[SECTION] = {**kept, "enabled": self.dynamic, "rebalance_every": "never"}
         if NO_CLIPPING in self.changes:
             config["gradient_clipping"] = 0.0
         optimizer = config.get("optimizer")

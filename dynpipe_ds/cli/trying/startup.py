@@ -25,13 +25,7 @@ class _Waiting:
         self._asking = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """As importlib asks.
-
-        Args:
-            name: of the module.
-            path: of its parent package.
-            target: of a reload.
-        """
+        """As importlib asks."""
         if self._asking or name not in _AWAITED:
             return None
         self._asking = True
@@ -40,17 +34,15 @@ class _Waiting:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            self._tell_after(spec.loader, name)
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                self._imported(name)
+
+            loader.exec_module = exec_module
         return spec
-
-    def _tell_after(self, loader: Any, name: str) -> None:
-        run = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            run(module)
-            self._imported(name)
-
-        loader.exec_module = exec_module
 
     def _imported(self, name: str) -> None:
         if name == "dynpipe_ds":  # which has imported DeepSpeed

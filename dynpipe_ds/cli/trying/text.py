@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from dynpipe_ds.cli.command import brackets, layer_spans, milliseconds, percent
+from dynpipe_ds.cli.show import brackets, layer_spans, milliseconds
 from dynpipe_ds.cli.trying.outcome import Outcome
-from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS
+from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL
 from dynpipe_ds.cli.trying.trial import Trial
 from dynpipe_ds.cli.trying.weights import number
-
-_HEADS = ("way", "batches", "losses", "weights", "ms a batch", "moves")
+from dynpipe_ds.reporting import format_table
 
 
 def text_of(trial: Trial) -> str:
-    """The table, and below it what it does not say.
-
-    Args:
-        trial: what was found.
-    """
-    return "\n".join(line for part in (_table(trial), *_below(trial)) for line in part)
+    """The table, and below it what it does not say."""
+    head = ["way", "batches", "losses", "weights", "ms a batch", "moves"]
+    table = format_table([head, *(_row(trial, way) for way in trial.outcomes)])
+    return "\n".join([table, *(line for part in _below(trial) for line in part)])
 
 
 def values_of(trial: Trial) -> dict[str, Any]:
-    """The same as values.
-
-    Args:
-        trial: what was found.
-    """
+    """The same as values."""
     ways = {way: _values(trial, way) for way in trial.outcomes}
-    reasons = [{"text": r.text, "remedy": r.remedy, "shown": r.shown} for r in trial.reasons]
+    reasons = [asdict(reason) for reason in trial.reasons]
     return {"good": trial.good, "complete": trial.complete, "ways": ways, "reasons": reasons, "cost": _cost(trial)}
 
 
@@ -41,7 +35,7 @@ def _values(trial: Trial, way: str) -> dict[str, Any]:
     return {
         "batches": outcome.num_batches, "failure": outcome.failure, "errors": outcome.errors,
         "stacks": outcome.stacks, "ranks": len(outcome.ranks), "median_s": outcome.median_s(),
-        "losses": [_shown_number(loss) for rank in outcome.ranks[:1] for loss in rank.losses],
+        "losses": [_shown_number(loss) for rank in outcome.ranks[:1] for loss in rank.losses()],
         "equal": None if difference is None else difference.equal,
         "same_as_still": way == MOVING and trial.moved is not None and trial.moved.equal,
         "differs": "" if difference is None else str(difference),
@@ -59,17 +53,7 @@ def _shown_number(loss: list[str]) -> float | str | None:
     return value if value is None or math.isfinite(value) else str(value)
 
 
-def _table(trial: Trial) -> list[str]:
-    rows = [_HEADS, *(_row(trial, way) for way in WAYS if way in trial.outcomes)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADS))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-
-def _row(trial: Trial, way: str) -> tuple[str, ...]:
+def _row(trial: Trial, way: str) -> list[str]:
     outcome, difference = trial.outcomes[way], trial.differences.get(way)
     median_s = outcome.median_s()
     moves = str(len(outcome.told("move"))) if way == MOVING else "-"
@@ -78,13 +62,15 @@ def _row(trial: Trial, way: str) -> tuple[str, ...]:
     else:
         losses = "DIFFER" if difference.losses or difference.evaluations else "equal"
         weights = "DIFFER" if difference.weights or difference.state else "equal" if outcome.held("weights") else "-"
-    return (way, str(outcome.num_batches), losses, weights, "-" if median_s is None else milliseconds(median_s), moves)
+    return [way, str(outcome.num_batches), losses, weights, "-" if median_s is None else milliseconds(median_s), moves]
 
 
 def _below(trial: Trial) -> Iterator[list[str]]:
     for way, outcome in trial.outcomes.items():
         if outcome.failure:
-            yield ["", f"FAILED   {way}: {outcome.failure}", *_details(outcome)]
+            yield ["", f"FAILED   {way}: {outcome.failure}"]
+            yield [f"    also: {error}" for error in outcome.errors[1:]]
+            yield [f"    rank {rank} was at {stack}" for rank, stack in outcome.stacks.items()]
     yield from _differences(trial)
     for reason in trial.reasons:
         yield ["", f"{'because' if reason.shown else 'maybe'}  {reason.text}", f"    -> {reason.remedy}"]
@@ -92,8 +78,8 @@ def _below(trial: Trial) -> Iterator[list[str]]:
     warnings = dict.fromkeys(text for outcome in trial.outcomes.values() for text in _warnings(outcome))
     if warnings:
         yield ["", *(f"warning  {text}" for text in warnings)]
-    if trial.complete:
-        yield ["", *_remarks(trial), _cost_line(trial), "", _verdict(trial)]
+    if (cost := _cost(trial)) is not None:
+        yield ["", *_remarks(trial), _cost_line(cost), "", _verdict(trial)]
 
 
 def _differences(trial: Trial) -> Iterator[list[str]]:
@@ -103,18 +89,9 @@ def _differences(trial: Trial) -> Iterator[list[str]]:
         if moved is not None and moved.equal:
             yield [f"         {MOVING} has the same bits as {STILL}"]
     if moved is not None and not moved.equal:
-        yield ["", f"DIFFERS  {MOVING} from {STILL}: {moved}", *_move_before(trial.outcomes[MOVING], moved.batch)]
-
-
-def _move_before(outcome: Outcome, batch: int) -> list[str]:
-    """The move before the first batch that differs."""
-    moves = [move for move in outcome.told("move") if move["batch"] < batch]
-    return [f"    after the move {brackets(m['before'])} -> {brackets(m['after'])}" for m in moves[-1:]]
-
-
-def _details(outcome: Outcome) -> list[str]:
-    others = [f"    also: {error}" for error in outcome.errors[1:]]
-    return others + [f"    rank {rank} was at {stack}" for rank, stack in outcome.stacks.items()]
+        yield ["", f"DIFFERS  {MOVING} from {STILL}: {moved}"]
+        earlier = [m for m in trial.outcomes[MOVING].told("move") if m["batch"] < moved.batch]
+        yield [f"    after the move {brackets(m['before'])} -> {brackets(m['after'])}" for m in earlier[-1:]]
 
 
 def _moves(trial: Trial) -> Iterator[list[str]]:
@@ -122,17 +99,15 @@ def _moves(trial: Trial) -> Iterator[list[str]]:
     if outcome is None or outcome.failure:
         return
     moves, facts = outcome.told("move"), outcome.facts
-    moved = set(moves[-1]["layers"]) if moves else set()
-    never = sorted(set(range(int(facts["layers"]))) - moved)
-    line = " -> ".join(brackets(b) for b in [facts["boundaries"], *(m["after"] for m in moves)])
     if moves:
-        yield ["", f"moves    {line}", *([f"         {layer_spans(never)} never moved"] if never else [])]
+        yield ["", f"moves    {' -> '.join(brackets(b) for b in [facts['boundaries'], *(m['after'] for m in moves)])}"]
+        never = {*range(int(facts["layers"]))} - {*moves[-1]["layers"]}
+        yield [f"         {layer_spans(never)} never moved"] if never else []
     else:
         why = "there is one stage" if facts["stages"] == 1 else "no other boundaries are allowed, or too few batches"
         yield ["", f"moves    none: {why}"]
     refused = {str(r["text"]): r["boundaries"] for r in outcome.told("refused")}
-    if refused:
-        yield [f"refused  {brackets(boundaries)}: {text}" for text, boundaries in refused.items()]
+    yield [f"refused  {brackets(boundaries)}: {text}" for text, boundaries in refused.items()]
 
 
 def _warnings(outcome: Outcome) -> list[str]:
@@ -140,12 +115,10 @@ def _warnings(outcome: Outcome) -> list[str]:
 
 
 def _remarks(trial: Trial) -> list[str]:
-    first = trial.outcomes[DEEPSPEED]
     remarks = []
-    if first.told("not_saved"):
+    if trial.outcomes[DEEPSPEED].told("not_saved"):
         remarks.append("remark   save_checkpoint was left out in all ways")
-    states = [difference.compared_state for difference in trial.differences.values()]
-    if not all(states):
+    if not all(difference.compared_state for difference in trial.differences.values()):
         remarks.append("remark   optimizer state was not compared by itself: it is kept in flat buffers")
     unread = [r.end["unread"] for outcome in trial.outcomes.values() for r in outcome.ranks if "unread" in r.end]
     return remarks + [f"remark   weights could not be read: {text}" for text in dict.fromkeys(unread)]
@@ -165,20 +138,18 @@ def _cost(trial: Trial) -> dict[str, float] | None:
     return {**found, "batch_s": centre, "difference_s": median(still.seconds()) - centre, "spread_s": spread}
 
 
-def _cost_line(trial: Trial) -> str:
-    cost = _cost(trial)
-    assert cost is not None
+def _cost_line(cost: Mapping[str, float]) -> str:
     line = f"cost     of the section: {milliseconds(cost['accounted_s'])} ms a batch by its own accounting"
     if "batch_s" not in cost:
         return line
     return (
-        f"{line} ({percent(cost['accounted_s'] / cost['batch_s'])}), {cost['difference_s'] * 1e3:+.2f} ms by medians "
+        f"{line} ({cost['accounted_s'] / cost['batch_s']:.1%}), {cost['difference_s'] * 1e3:+.2f} ms by medians "
         f"of batches, which spread by {milliseconds(cost['spread_s'])} ms; moves not included"
     )
 
 
 def _verdict(trial: Trial) -> str:
-    if all(difference.equal for difference in trial.differences.values()):
+    if trial.equal:
         return "all bits are equal" if trial.good else "all bits are equal, but a layer can't move"
     if trial.good:
         return "bits differ for the reason above and no other"

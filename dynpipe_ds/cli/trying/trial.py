@@ -1,27 +1,33 @@
-"""All of it in order: the three ways, the comparison, the reasons."""
+"""All of it in order: the three ways, each started with a folder of ours and watched, the comparison, the reasons."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dynpipe_ds.cli.trying.compare import Difference, compare
-from dynpipe_ds.cli.trying.outcome import Outcome
-from dynpipe_ds.cli.trying.processes import run
+import dynpipe_ds
+from dynpipe_ds.cli.command import UsageError
+from dynpipe_ds.cli.running import START, Processes, last_lines
+from dynpipe_ds.cli.trying import startup
+from dynpipe_ds.cli.trying.outcome import Difference, Outcome, compare, read
 from dynpipe_ds.cli.trying.reasons import Reason, explain
+from dynpipe_ds.cli.trying.record import WHERE_ARE_YOU
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS, Settings
+
+_GRACE_S = 15.0  # for processes to end by themselves, after an error or after the last batch
+_WRITE_S = 1.0  # for stacks to be written
 
 
 @dataclass
 class Trial:
-    """What was found.
+    """What was found: outcomes, as far as no run failed, differences to DeepSpeed's class by way, and their reasons.
 
-    Attributes:
-        outcomes: by way; without those that were not worth a run after another had failed.
-        differences: to DeepSpeed's class, by way.
-        moved: difference between ours with and without moves; ``None`` if one of the two failed.
-        reasons: why something differs.
+    ``moved`` is between ours with and without moves; ``None`` if one of the two failed.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -35,53 +41,29 @@ class Trial:
         return len(self.outcomes) == len(WAYS) and not any(outcome.failure for outcome in self.outcomes.values())
 
     @property
-    def good(self) -> bool:
-        """Whether all is equal, or differs for a reason that was shown, and no move failed."""
-        equal = all(difference.equal for difference in self.differences.values())
-        shown = bool(self.reasons) and all(reason.shown for reason in self.reasons)
-        return self.complete and (equal or shown) and not self._has_failed_moves
+    def equal(self) -> bool:
+        """Whether all bits are, as far as the script ran."""
+        return all(difference.equal for difference in self.differences.values())
 
     @property
-    def _has_failed_moves(self) -> bool:
-        """Whether a layer could not be carried, where a move was within the rules."""
-        return any(refused["failed"] for refused in self.outcomes[MOVING].told("refused"))
+    def good(self) -> bool:
+        """Whether all is equal, or differs for a reason that was shown, and every layer could be carried."""
+        shown = bool(self.reasons) and all(reason.shown for reason in self.reasons)
+        if not self.complete or not (self.equal or shown):
+            return False
+        return not any(refused["failed"] for refused in self.outcomes[MOVING].told("refused"))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run.
-
-    Attributes:
-        command: as the user starts the script.
-        batches: after which the script is stopped.
-        move_every: batches between two moves.
-        seed: of the boundaries.
-        timeout_s: longest time in which no batch is finished; the start may take several times that.
-        explain: whether to run more often where something differs.
-    """
-
-    command: Sequence[str]
-    batches: int
-    move_every: int
-    seed: int
-    timeout_s: float
-    explain: bool
-
-
-def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
-    """Run the script all ways and compare.
-
-    Args:
-        plan: what to run.
-        folder: for what is recorded; one folder a run.
-        tell: given lines about how far it is.
-    """
-    settings = Settings(DEEPSPEED, plan.batches, plan.move_every, plan.seed)
+def carry_out(
+    command: Sequence[str], settings: Settings, folder: Path, *, timeout_s: float, ask_why: bool,
+    tell: Callable[[str], None],
+) -> Trial:
+    """Run the script all ways, compare, and run it more often to ask why something differs; one folder a run."""
 
     def once(way: str, changes: tuple[str, ...] = (), batches: int | None = None) -> Outcome:
         place = folder / f"run-{1 + sum(1 for _ in folder.glob('run-*'))}"
-        wanted = replace(settings, way=way, changes=changes, batches=batches or plan.batches)
-        return run(plan.command, wanted, place, timeout_s=plan.timeout_s, tell=tell)
+        wanted = replace(settings, way=way, changes=changes, batches=batches or settings.batches)
+        return run(command, wanted, place, timeout_s=timeout_s, tell=tell)
 
     trial = Trial()
     for way in WAYS:
@@ -89,11 +71,79 @@ def carry_out(plan: Plan, folder: Path, tell: Callable[[str], None]) -> Trial:
         if trial.outcomes[way].failure:  # the next one would only fail the same way
             break
     done = {way: outcome for way, outcome in trial.outcomes.items() if not outcome.failure}
-    for way in done:
-        if way != DEEPSPEED:
-            trial.differences[way] = compare(done[DEEPSPEED], done[way])
+    trial.differences = {way: compare(done[DEEPSPEED], done[way]) for way in done if way != DEEPSPEED}
     if MOVING in done:
         trial.moved = compare(done[STILL], done[MOVING])
-    if plan.explain and not all(difference.equal for difference in trial.differences.values()):
+    if ask_why and not trial.equal:
         trial.reasons = explain(done, once)
     return trial
+
+
+def run(
+    command: Sequence[str], settings: Settings, folder: Path, *, timeout_s: float, tell: Callable[[str], None]
+) -> Outcome:
+    """Run the user's command once, and read what was recorded.
+
+    It ends when nothing is finished for ``timeout_s``; :data:`START` times that up to the first batch.
+    """
+    folder.mkdir(parents=True)
+    shutil.copy(startup.__file__, folder / "sitecustomize.py")
+    (folder / "package.txt").write_text(str(Path(dynpipe_ds.__file__).parents[1]), encoding="utf-8")
+    settings.save(folder)
+    log = folder / "output.log"
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with Processes(folder) as processes:
+        try:
+            processes.start(command, log, {**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            remedy = "give the command that starts your script after --"
+            raise UsageError(f"{command[0]}: {error.strerror}; {remedy}") from error
+        failure = _wait(processes, settings, folder, timeout_s, tell)
+    outcome = read(folder, settings)
+    outcome.failure = failure or _failure(outcome, processes.codes()[0], log)
+    return outcome
+
+
+def _wait(
+    processes: Processes, settings: Settings, folder: Path, timeout_s: float, tell: Callable[[str], None]
+) -> str:
+    """Until the command has ended, or need not go on, or does not: then why."""
+    outcome = Outcome(settings)
+    for idle_s in processes.idle_s(lambda: sum(file.stat().st_size for file in folder.glob("*.events"))):
+        if not idle_s:
+            outcome = read(folder, settings)
+            tell(f"{settings.named}: batch {outcome.num_batches} of {settings.batches}")
+        if (outcome.complete or outcome.errors) and idle_s > min(_GRACE_S, timeout_s):
+            return ""
+        limit_s = timeout_s if outcome.num_batches else START * timeout_s
+        if idle_s > limit_s:
+            _ask_for_stacks(processes, outcome)
+            built = "the engine was built" if outcome.ranks else "the start: no pipeline engine has been built"
+            last = f"batch {outcome.num_batches}" if outcome.num_batches else built
+            return f"nothing was finished for {limit_s:.0f} s, after {last}"
+    return ""
+
+
+def _ask_for_stacks(processes: Processes, outcome: Outcome) -> None:
+    living = {f"{os.uname().nodename}-{process.pid}": process for process in processes.living()}
+    for rank in outcome.ranks:
+        if rank.name in living:
+            living[rank.name].send_signal(WHERE_ARE_YOU)
+    time.sleep(_WRITE_S)
+
+
+def _failure(outcome: Outcome, code: int | None, log: Path) -> str:
+    """Why a run whose command has ended has not shown what it should; empty if it has."""
+    if outcome.errors:
+        return outcome.errors[0]
+    if outcome.settings.dynamic and not all(rank.facts["ours"] for rank in outcome.ranks):
+        return (
+            f"the script's module is a {outcome.facts['module']}, which is not derived from PipelineModule by the "
+            "script itself; derive it from dynpipe_ds.DynamicPipelineModule"
+        )
+    if outcome.complete:
+        return "" if outcome.num_batches else "the script trained no batch: train_batch of its engine was not called"
+    so_far = f"after batch {outcome.num_batches}"
+    if not outcome.ranks:
+        so_far = "and no pipeline engine was built in a Python process that reads PYTHONPATH"
+    return f"the command ended with code {code} {so_far}; last lines: {last_lines(log)}"

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
@@ -24,13 +25,7 @@ from dynpipe_ds.messages.values import tensors_in
 
 
 class Watch:
-    """One pipeline engine of the script.
-
-    Args:
-        engine: DeepSpeed's or ours, as built.
-        settings: of the run.
-        record: of the process.
-    """
+    """What a run does with one pipeline engine of the script, DeepSpeed's or ours."""
 
     def __init__(self, engine: Any, settings: Settings, record: Record) -> None:
         self._engine, self._settings, self._record = engine, settings, record
@@ -39,16 +34,16 @@ class Watch:
         is_moving = settings.way == MOVING and facts["ours"]
         self._moves = RandomMoves(engine, settings.seed, record.say) if is_moving else None
         record.say("engine", **facts)
-        self._has_looked = self._has_told_flags = False
+        self._said: set[str] = set()
         engine.module.register_forward_hook(self._at_cut)
         if NO_DROPOUT in settings.changes:
             _stop_dropout(engine)
         if NO_FLAGS in settings.changes:
-            engine.module.forward = _around(self._without_flags, engine.module.forward)
+            engine.module.forward = partial(self._without_flags, engine.module.forward)
         watched = {"train_batch": self._train, "eval_batch": self._evaluate, "save_checkpoint": self._save}
         for name, run in watched.items():
             # On the object: a class of the script's own keeps its methods, and what they call stays unwatched.
-            setattr(engine, name, _around(run, getattr(engine, name)))
+            setattr(engine, name, partial(run, getattr(engine, name)))
         # At the end of the process: atexit's functions are not called in one that multiprocessing has forked.
         Finalize(None, self._end, exitpriority=0)
 
@@ -68,28 +63,29 @@ class Watch:
                 self._moves.move(self._num_batches)
         return loss
 
-    def _at_cut(self, module: Any, _: Any, output: Any) -> Any:
-        """What leaves the stage: looked at once; its gradient is made contiguous where the run wants it."""
+    def _at_cut(self, module: Any, _: Any, output: Any) -> None:
+        """What leaves the stage, and the gradients that come back."""
         if self._engine.is_last_stage():
-            return output
-        parts = output if isinstance(output, tuple) else (output,)
-        trained = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not torch.is_grad_enabled():
-            if trained and not self._has_told_flags:
-                self._has_told_flags = True
-                self._record.say("flagged")
-            return output
-        if not module.training:
-            return output
-        if not self._has_looked:
-            self._has_looked = True
-            self._record.say("crossing", outputs=len(trained))
+            return
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if torch.is_grad_enabled() and module.training:
+            self._say_once("crossing", outputs=len(trained))
             for tensor in trained:
-                tensor.register_hook(self._look_at_gradient)  # type: ignore[no-untyped-call]
-        if DENSE_CUTS not in self._settings.changes:
-            return output
-        dense = tuple(_dense_gradient(t) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in parts)
-        return dense if isinstance(output, tuple) else dense[0]
+                tensor.register_hook(self._at_gradient)  # type: ignore[no-untyped-call]
+        elif trained and not torch.is_grad_enabled():
+            self._say_once("flagged")
+
+    def _at_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient as it is, or contiguous, as DeepSpeed has it, where the run wants that."""
+        if gradient is None or gradient.is_contiguous():  # none where a checkpoint only hands a tensor through
+            return None
+        self._say_once("strided")
+        return gradient.contiguous() if DENSE_CUTS in self._settings.changes else None
+
+    def _say_once(self, event: str, **values: Any) -> None:
+        if event not in self._said:
+            self._said.add(event)
+            self._record.say(event, **values)
 
     def _without_flags(self, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Give layers what was received under ``no_grad`` as DeepSpeed does."""
@@ -97,10 +93,6 @@ class Watch:
             for tensor in tensors_in(inputs):
                 tensor.requires_grad_(False)
         return forward(*inputs)
-
-    def _look_at_gradient(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and not gradient.is_contiguous():  # none where a checkpoint only hands a tensor through
-            self._record.say("strided")
 
     def _evaluate(self, eval_batch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._record.errors():
@@ -124,7 +116,7 @@ class Watch:
 
     def _end(self) -> None:
         """Record what is left at the end, here or where the script ends by itself."""
-        if self._has_ended or self._record.has_error:
+        if self._has_ended or self._record.written is not None:
             return
         self._has_ended = True
         held: dict[str, Any] = {}
@@ -136,33 +128,10 @@ class Watch:
         self._record.say("end", **held, **({} if overhead is None else {"profiling_s": overhead.profiling_s}))
 
 
-class _DenseGradient(torch.autograd.Function):
-    """Changes nothing but the memory layout of the gradient, to the one that DeepSpeed gives it."""
-
-    @staticmethod
-    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None else gradient.contiguous()
-
-
-_dense_gradient: Any = _DenseGradient.apply
-
-
-def _around(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(original, *args, **kwargs)
-
-    return call
-
-
 def _facts(engine: Any) -> dict[str, Any]:
     """What may be a reason for other bits, and what the table says."""
     module, layers = engine.module, layers_of(engine.module)
-    keys = [tied_key(spec) for i, spec in enumerate(module._layer_specs) if i in layers]
-    tied = [key for key in keys if key is not None]
+    tied = [key for i in layers if (key := tied_key(module._layer_specs[i])) is not None]
     return {
         "rank": engine.global_rank, "world": dist.get_world_size(), "stages": engine.num_stages,
         "replica": f"{engine.grid.get_data_parallel_rank()}.{engine.grid.get_slice_parallel_rank()}",

@@ -13,11 +13,7 @@ Digests = dict[str, str]
 
 
 def layers_of(module: Any) -> dict[int, nn.Module]:
-    """The live modules of a stage by global layer index, of DeepSpeed's class and of ours.
-
-    Args:
-        module: the pipeline module.
-    """
+    """The live modules of a stage by global layer index, of DeepSpeed's pipeline module and of ours."""
     found: dict[int, nn.Module] = {}
     for index, function in enumerate(module.forward_funcs, start=module._local_start):
         layer = function.args[0] if isinstance(function, partial) and function.args else function
@@ -27,33 +23,20 @@ def layers_of(module: Any) -> dict[int, nn.Module]:
 
 
 def digests(engine: Any) -> dict[str, Digests]:
-    """Digests of weights (with buffers) and of optimizer state.
-
-    Args:
-        engine: the pipeline engine, DeepSpeed's or ours.
-
-    Returns:
-        Under ``weights`` and ``state``, by ``layer/name``; the state of optimizers that keep flat buffers is left out.
-    """
+    """Digests under ``weights`` (with buffers) and ``state``, by ``layer/name``; flat optimizer state is left out."""
     states = getattr(engine.optimizer, "state", {}) if engine.optimizer is engine.basic_optimizer else {}
     weights: Digests = {}
     optimizer: Digests = {}
     for index, layer in layers_of(engine.module).items():
-        for name, buffer in layer.named_buffers():
-            weights[f"{index}/{name}"] = digest(buffer)
-        for name, parameter in layer.named_parameters():
-            weights[f"{index}/{name}"] = digest(parameter)
-            for key, value in states.get(parameter, {}).items():
+        for name, tensor in (*layer.named_buffers(), *layer.named_parameters()):
+            weights[f"{index}/{name}"] = digest(tensor)
+            for key, value in states.get(tensor, {}).items():
                 optimizer[f"{index}/{name}/{key}"] = digest(value)
     return {"weights": weights, "state": optimizer}
 
 
 def digest(value: Any) -> str:
-    """A short text that is the same for equal bits of the same type and shape only.
-
-    Args:
-        value: a tensor; others by how they are shown.
-    """
+    """A short text that is the same for equal bits of the same type and shape only; no tensor is as it is shown."""
     if not isinstance(value, Tensor):
         return repr(value)
     if value.is_meta:
@@ -68,16 +51,11 @@ def digest(value: Any) -> str:
 def bits(value: Any) -> list[str]:
     """What ``train_batch`` or ``eval_batch`` returned, as texts that are the same for equal bits only.
 
-    Args:
-        value: tensors and numbers, also in lists, tuples and dictionaries; anything else is left out.
-
-    Returns:
-        Numbers as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
+    Numbers, also in containers, as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
     """
-    if isinstance(value, Tensor):
-        real = value.numel() == 1 and not value.is_complex()
-        return [float(value).hex() if real else digest(value)]
-    if isinstance(value, (int, float)):
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        return [digest(value)]
+    if isinstance(value, (Tensor, int, float)):
         return [float(value).hex()]
     if isinstance(value, dict):
         value = list(value.values())
@@ -85,9 +63,5 @@ def bits(value: Any) -> list[str]:
 
 
 def number(text: str) -> float | None:
-    """The number that :func:`bits` wrote; ``None`` for a digest.
-
-    Args:
-        text: as written.
-    """
+    """The number that :func:`bits` wrote; ``None`` for a digest."""
     return None if text.startswith("#") else float.fromhex(text)
