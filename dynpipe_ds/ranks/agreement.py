@@ -12,6 +12,30 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank has, by rank; collective over the ranks of a group.
+
+    Args:
+        value: this rank's.
+        group: who takes part; ``None``: all ranks.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def from_first(find: Callable[[], T]) -> T:
+    """What the first rank finds, on every rank; collective over all ranks.
+
+    Args:
+        find: called on the first rank only; must not raise, or the others would wait for it.
+    """
+    box: list[Any] = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    found: T = box[0]
+    return found
+
+
 def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Whether something is true on any rank; collective over the ranks of a group.
 
@@ -42,11 +66,8 @@ def first_error(
 
 
 def _all_errors(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str:
-    """What went wrong on all ranks together."""
-    messages: list[Any] = [None] * dist.get_world_size(group)
     mine = None if error is None else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    dist.all_gather_object(messages, mine, group=group)
-    return "; ".join(text for text in messages if text is not None)
+    return "; ".join(text for text in gather(mine, group) if text is not None)
 
 
 def together(
@@ -103,11 +124,9 @@ def disagreement(
         return f"{what}: choosing them failed ({_all_errors(error)})"
     if high == -low:
         return None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(values))
     return (
         f"the ranks disagree on {what}: "
-        + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(everyone))
+        + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(gather(list(values))))
         + "; every rank must decide the same from the same inputs"
     )
 
@@ -139,8 +158,7 @@ def difference_of_replicas(values: Sequence[str], what: str, stage: int) -> str 
     Returns:
         ``None`` if the replicas of every stage hold the same; otherwise the same text on every rank.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (stage, list(values)))
+    everyone = gather((stage, list(values)))
     first: dict[int, int] = {}
     for rank, (its_stage, theirs) in enumerate(everyone):
         other = first.setdefault(its_stage, rank)

@@ -23,7 +23,8 @@ from dynpipe_ds import FatalError
 from dynpipe_ds.host import world
 from dynpipe_ds.ranks import answering, fatal, heartbeat
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
-from dynpipe_ds.ranks.fatal import Verdict, no_way_back
+from dynpipe_ds.ranks.fatal import Verdict
+from dynpipe_ds.ranks.guard import Guard
 from dynpipe_ds.ranks.heartbeat import Heartbeat
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import context, run_ranks
@@ -231,10 +232,12 @@ def start_behind_a_firewall(rank: int) -> tuple[list[str], bool, str]:
 
     with patch.object(Listener, "__init__", init), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        started = heartbeat.start_heartbeat()
-    with pytest.raises(FatalError) as error, no_way_back(started, "layers were moved", newest):
+        guard = Guard(newest)
+        guard.start()
+    with pytest.raises(FatalError) as error, guard.no_way_back("layers were moved"):
         raise ValueError("mine")
-    return [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)], started is None, str(error.value)
+    told = [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)]
+    return told, guard.heartbeat is None, str(error.value)
 
 
 def test_ranks_that_cannot_connect_to_each_other_are_told_what_it_means() -> None:
@@ -248,13 +251,14 @@ def test_ranks_that_cannot_connect_to_each_other_are_told_what_it_means() -> Non
 
 
 def fail_alone(_rank: int) -> tuple[bool, str, str]:
-    started = heartbeat.start_heartbeat()
-    with pytest.raises(FatalError) as first, no_way_back(started, "layers were moved", newest):
+    guard = Guard(newest)
+    guard.start()
+    with pytest.raises(FatalError) as first, guard.no_way_back("layers were moved"):
         raise ValueError("mine")
     engine = make_engine(Run(1))
     with pytest.raises(FatalError) as second:
         engine.train_batch(data(0, 4))
-    return started is None, str(first.value), str(second.value)
+    return guard.heartbeat is None, str(first.value), str(second.value)
 
 
 def test_a_single_rank() -> None:
