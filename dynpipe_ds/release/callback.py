@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.options import CallbackOptions
 from dynpipe_ds.release.registry import find
 
 
@@ -15,22 +16,16 @@ class CallbackBackend(ReleaseBackend):
     """Calls a command or a function once the freed workers have left.
 
     Args:
-        command: command and arguments, run without a shell; ``{ranks}`` and ``{nodes}`` are filled in, comma
-            separated, ``{num_ranks}`` by how many leave.
-        function: ``"package.module:function"``, called as ``function(ranks, nodes)`` with two tuples.
-        timeout_s: longest that the command may take.
-        whole_nodes: free whole nodes only.
-        lowest_stay: the ranks that stay must be the lowest.
+        **given: those of :class:`~dynpipe_ds.release.options.CallbackOptions`. Ranks and nodes are filled into a
+            command comma separated; a function gets them as two tuples.
     """
 
-    def __init__(
-        self, *, command: Sequence[str] | None = None, function: str | None = None, timeout_s: float = 60.0,
-        whole_nodes: bool = False, lowest_stay: bool = False,
-    ) -> None:
-        self._command = command
-        self._function = function
-        self._timeout_s = timeout_s
-        self._constraints = Constraints(whole_nodes=whole_nodes, lowest_stay=lowest_stay)
+    def __init__(self, **given: Any) -> None:
+        options = CallbackOptions(**given)
+        self._command = options.command
+        self._function = options.function
+        self._timeout_s = options.timeout_s
+        self._constraints = Constraints(whole_nodes=options.whole_nodes, lowest_stay=options.lowest_stay)
 
     def check(self) -> None:
         """Look for the command, or import the function.
@@ -41,7 +36,7 @@ class CallbackBackend(ReleaseBackend):
         if self._command is not None:
             if shutil.which(self._command[0]) is None:
                 raise ReleaseError(
-                    f"repack.release.command = {list(self._command)}: {self._command[0]!r} is no executable command "
+                    f"repack.release.command = {self._command}: {self._command[0]!r} is no executable command "
                     f"on this node; give its path, or make it executable"
                 )
         else:

@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError, poll
+from dynpipe_ds.release.options import SlurmOptions
 
-_RETRY_S = 0.5
 _ENDING_S = 1.0  # from a worker's last sign of life to the end of its process, which Slurm must not have to force
 # Slurm refuses a change until the last one is in its accounting (ESLURM_JOB_SETTING_DB_INX); without one, for good.
 _FOR_A_MOMENT = re.compile(r"try again|not available right now|temporarily", re.IGNORECASE)
@@ -45,15 +46,14 @@ class SlurmBackend(ReleaseBackend):
     the job shows then, not by its messages.
 
     Args:
-        job_id: the job; ``None``: ``SLURM_JOB_ID``.
-        scontrol: command that talks to Slurm.
-        timeout_s: longest that one command may take, and that giving back may take to show.
+        **given: those of :class:`~dynpipe_ds.release.options.SlurmOptions`.
     """
 
-    def __init__(self, *, job_id: str | None = None, scontrol: str = "scontrol", timeout_s: float = 30.0) -> None:
-        self._job_id = job_id or os.environ.get("SLURM_JOB_ID", "")
-        self._scontrol = scontrol
-        self._timeout_s = timeout_s
+    def __init__(self, **given: Any) -> None:
+        options = SlurmOptions(**given)
+        self._job_id = options.job_id or os.environ.get("SLURM_JOB_ID", "")
+        self._scontrol = options.scontrol
+        self._timeout_s = options.timeout_s
         self._expected: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -130,17 +130,19 @@ class SlurmBackend(ReleaseBackend):
         self._expected = self._staying(self._job(), nodes)
         time.sleep(_ENDING_S)
         update = ("update", f"JobId={self._job_id}", f"NodeList={','.join(self._expected)}")
-        deadline = time.monotonic() + self._timeout_s
-        while True:
+
+        def refusal() -> subprocess.CompletedProcess[str] | None:
             done = self._run(*update)
-            if done.returncode == 0 or self._job().nodes == self._expected:
-                return
-            if not _FOR_A_MOMENT.search(done.stderr) or time.monotonic() >= deadline:
-                raise ReleaseError(
-                    f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(done)}"
-                    f"{_hint(done)}; the nodes {','.join(nodes)} stay idle in the job until it ends"
-                )
-            time.sleep(_RETRY_S)
+            return None if done.returncode == 0 or self._job().nodes == self._expected else done
+
+        refused = poll(
+            refusal, lambda done: done is None or not _FOR_A_MOMENT.search(done.stderr), self._timeout_s
+        )
+        if refused is not None:
+            raise ReleaseError(
+                f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(refused)}"
+                f"{_hint(refused)}; the nodes {','.join(nodes)} stay idle in the job until it ends"
+            )
 
     def verify(self) -> None:
         """Wait until the job shows the nodes that stay, and no others.
@@ -148,14 +150,12 @@ class SlurmBackend(ReleaseBackend):
         Raises:
             ReleaseError: it does not in time.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while (nodes := self._job().nodes) != self._expected:
-            if time.monotonic() >= deadline:
-                raise ReleaseError(
-                    f"Slurm job {self._job_id} has the nodes {','.join(nodes)} {self._timeout_s:g} s after its "
-                    f"resize to {','.join(self._expected)}; look at 'scontrol show job {self._job_id}'"
-                )
-            time.sleep(_RETRY_S)
+        nodes = poll(lambda: self._job().nodes, lambda nodes: nodes == self._expected, self._timeout_s)
+        if nodes != self._expected:
+            raise ReleaseError(
+                f"Slurm job {self._job_id} has the nodes {','.join(nodes)} {self._timeout_s:g} s after its "
+                f"resize to {','.join(self._expected)}; look at 'scontrol show job {self._job_id}'"
+            )
 
     def _staying(self, job: Job, nodes: Sequence[str]) -> tuple[str, ...]:
         strangers = [node for node in nodes if node not in job.nodes]
