@@ -33,7 +33,7 @@ def common_state(run: Run) -> Plain:
     """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
 
     Args:
-        run: what is saved or takes it in.
+        run: what is saved.
     """
     known = run.balancer.state_dict()
     packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
@@ -64,48 +64,38 @@ def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[Pipeline
     return balancer.newest
 
 
-def restore_common(run: Run, state: Plain, *, same_stages: bool) -> None:
-    """Put back what :func:`common_state` gave.
-
-    Args:
-        run: what is saved or takes it in.
-        state: as stored.
-        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
-    """
-    run.num_batches = state["num_batches"]
-    run.balancer.load_state_dict(_balancer_state(state), same_stages=same_stages)
-    run.repacking.load_state_dict(state.get("repacking", {}), same_stages=same_stages)
-
-
 def rank_state(run: Run) -> Plain:
     """State of this rank: random streams and counters.
 
     Args:
-        run: what is saved or takes it in.
+        run: what is saved.
     """
-    overhead = run.overhead
     return {
         "random": _random_streams(),
         **run.stage.pipeline.micro_batch_counters(),
-        "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
+        "overhead": {key: float(seconds) for key, seconds in vars(run.overhead).items()},
         **run.profiler.state_dict(),
         "attributes": {i: _attributes(layer) for i, layer in run.stage.local_layers().items()},
     }
 
 
-def restore_rank(run: Run, state: Plain, *, same_stages: bool) -> None:
-    """Put back what :func:`rank_state` gave, but for the layers' attributes; :func:`restore_common` goes first.
+def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool) -> None:
+    """Put back what :func:`common_state` and :func:`rank_state` gave, but for the layers' attributes.
 
     Args:
-        run: what is saved or takes it in.
-        state: as stored by some rank.
+        run: what takes it in.
+        common: as stored.
+        of_rank: as stored by some rank.
         same_stages: whether the number of stages is the same; else what was measured on stages is left out.
     """
-    _set_random_streams(state["random"])
-    run.stage.pipeline.set_micro_batch_counters(state)
-    for key, seconds in state["overhead"].items():
+    run.num_batches = common["num_batches"]
+    run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)
+    run.repacking.load_state_dict(common.get("repacking", {}), same_stages=same_stages)
+    _set_random_streams(of_rank["random"])
+    run.stage.pipeline.set_micro_batch_counters(of_rank)
+    for key, seconds in of_rank["overhead"].items():
         setattr(run.overhead, key, seconds)
-    run.profiler.load_state_dict(state if same_stages and run.balancer.newest else {})
+    run.profiler.load_state_dict(of_rank if same_stages and run.balancer.newest else {})
 
 
 def _random_streams() -> Plain:

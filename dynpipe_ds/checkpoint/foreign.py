@@ -10,9 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dynpipe_ds.checkpoint.manifest import (
     CheckpointError,
@@ -25,6 +23,7 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.host.optimizer_files import Reader
 from dynpipe_ds.host.specs import tied_key
+from dynpipe_ds.ranks.agreement import gather
 
 if TYPE_CHECKING:
     from dynpipe_ds.stage import Stage
@@ -58,9 +57,7 @@ def describe_model(stage: Stage) -> list[LayerFacts]:
         i: tuple((name, index[p]) for name, p in layer.named_parameters() if p in index)
         for i, layer in stage.local_layers().items()
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    everything = {i: parameters for part in gathered for i, parameters in part.items()}
+    everything = {i: parameters for part in gather(mine) for i, parameters in part.items()}
     specs = stage.module._layer_specs
     return [
         LayerFacts(name, everything.get(i, ()), tied_key(specs[i]))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dynpipe_ds.placement import Placement
@@ -184,35 +185,11 @@ class Manifest:
             raise ValueError(f"its version is {version!r} and this release reads {FORMAT_VERSION}")
         if data.pop("sha256", None) != _digest(data):
             raise ValueError("its checksum does not fit its content: it was changed or damaged")
-        return _from_json(data)
+        return TypeAdapter(Manifest).validate_python(data)
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, default=vars).encode()).hexdigest()
-
-
-def _from_json(data: dict[str, Any]) -> Manifest:
-    layers = tuple(
-        LayerEntry(
-            raw["name"], raw["file"],
-            {key: TensorForm(t["dtype"], tuple(t["shape"])) for key, t in raw["tensors"].items()},
-            raw["trainable"],
-        )
-        for raw in data["layers"]
-    )
-    return Manifest(
-        tag=data["tag"],
-        partition=tuple(data["partition"]),
-        num_replicas=data["num_replicas"],
-        layers=layers,
-        optimizer=OptimizerEntry(**data["optimizer"]),
-        slots=tuple(tuple(Slot(**raw) for raw in stage) for stage in data["slots"]),
-        model_files=tuple(data["model_files"]),
-        optimizer_files=tuple(tuple(stage) for stage in data["optimizer_files"]),
-        files={path: FileEntry(**raw) for path, raw in data["files"].items()},
-        versions=data["versions"],
-        aliases=data["aliases"],
-    )
 
 
 def parameter_key(layer: int, name: str) -> str:

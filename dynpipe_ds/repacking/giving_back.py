@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host.world import World
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.options import ReleaseOptions
 from dynpipe_ds.repacking.decision import Repacking
@@ -40,9 +39,7 @@ class GivingBack:
         self.backend = together(make, device, lambda text: ValueError(
             f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
         ))
-        nodes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(nodes, self.backend.node_name())
-        self.nodes: tuple[str, ...] = tuple(nodes)
+        self.nodes: tuple[str, ...] = tuple(gather(self.backend.node_name()))
 
     def constraints(self) -> Constraints:
         """What the back-end demands now, and that rank 0 stays; collective.
@@ -50,16 +47,16 @@ class GivingBack:
         Raises:
             ReleaseError: on every rank, if the scheduler can't be asked.
         """
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
+
+        def ask() -> Constraints | str:
             try:
-                box = [self.backend.constraints()]
+                return self.backend.constraints()
             except Exception as error:  # noqa: BLE001 - a site's own back-end may raise anything
-                box = [f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], str):
-            raise ReleaseError(f"the release back-end can't say who must stay: {box[0]}")
-        rules: Constraints = box[0]
+                return f"{type(error).__name__}: {error}"
+
+        rules = from_first(ask)
+        if isinstance(rules, str):
+            raise ReleaseError(f"the release back-end can't say who must stay: {rules}")
         # Rank 0 speaks to the scheduler, writes what monitors show, and holds the store where ranks meet.
         return replace(rules, ranks_stay=rules.ranks_stay | {0})
 
