@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 
-_Sizes = tuple[tuple[str, int, int, int, int, int], ...]  # of every layer, as LayerProfile has them
+_SIZES = [field.name for field in fields(LayerProfile) if field.name not in ("name", "forward_s", "backward_s")]
+_Sizes = tuple[tuple[Any, ...], ...]  # name and sizes of every layer, as LayerProfile has them
 
 
 def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
@@ -69,10 +71,4 @@ def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
 
 
 def _sizes(profile: PipelineProfile) -> _Sizes:
-    return tuple(
-        (
-            layer.name, layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes,
-            layer.activation_bytes,
-        )
-        for layer in profile.layers
-    )
+    return tuple((layer.name, *(getattr(layer, key) for key in _SIZES)) for layer in profile.layers)

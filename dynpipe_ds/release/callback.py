@@ -28,11 +28,7 @@ class CallbackBackend(ReleaseBackend):
         self._constraints = Constraints(whole_nodes=options.whole_nodes, lowest_stay=options.lowest_stay)
 
     def check(self) -> None:
-        """Look for the command, or import the function.
-
-        Raises:
-            ReleaseError: it isn't there.
-        """
+        """Look for the command, or import the function."""
         if self._command is not None:
             if shutil.which(self._command[0]) is None:
                 raise ReleaseError(
@@ -47,15 +43,7 @@ class CallbackBackend(ReleaseBackend):
         return self._constraints
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Call it.
-
-        Args:
-            ranks: global ranks that have left.
-            nodes: nodes that have become free.
-
-        Raises:
-            ReleaseError: the command failed, or the function raised.
-        """
+        """Call it."""
         if self._command is not None:
             self._run(_filled(self._command, ranks, nodes))
             return

@@ -43,11 +43,7 @@ class KubernetesBackend(ReleaseBackend):
         self.workers_leave_first = options.mode == "indexed-job"
 
     def check(self) -> None:
-        """Look for the client, credentials and the pod's place; the first pod also tries reading and changing.
-
-        Raises:
-            ReleaseError: something is missing.
-        """
+        """Look for the client, credentials and the pod's place; the first pod also tries reading and changing."""
         self._connect()
         if self._index(socket.gethostname()) == 0:
             self._patch(self._size(), dry_run=True)
@@ -61,36 +57,16 @@ class KubernetesBackend(ReleaseBackend):
         return Constraints(whole_nodes=True, lowest_stay=True)
 
     def prepare(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Make sure that these are the last pods, and that the API server would grant the change.
-
-        Args:
-            ranks: global ranks that are to leave.
-            nodes: pods that become free.
-
-        Raises:
-            ReleaseError: it would be refused.
-        """
+        """Make sure that these are the last pods, and that the API server would grant the change."""
         self._patch(self._remaining(nodes), dry_run=True)
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Make the object smaller.
-
-        Args:
-            ranks: global ranks that leave.
-            nodes: pods to give back.
-
-        Raises:
-            ReleaseError: the API server refused.
-        """
+        """Make the object smaller."""
         self._expected = self._remaining(nodes)
         self._patch(self._expected)
 
     def verify(self) -> None:
-        """Wait until no more pods are there, or active, than stay.
-
-        Raises:
-            ReleaseError: there are, after the time limit.
-        """
+        """Wait until no more pods are there, or active, than stay."""
         pods = poll(self._num_pods, lambda pods: pods <= self._expected, self._timeout_s)
         if pods > self._expected:
             raise ReleaseError(

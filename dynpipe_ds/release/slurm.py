@@ -57,11 +57,7 @@ class SlurmBackend(ReleaseBackend):
         self._expected: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Look for ``scontrol`` and for the job; the first task also asks Slurm about them.
-
-        Raises:
-            ReleaseError: something is missing, Slurm's controller does not answer, or it never resizes jobs.
-        """
+        """Look for ``scontrol`` and for the job; the first task also asks Slurm about them."""
         if shutil.which(self._scontrol) is None:
             raise ReleaseError(
                 f"repack.release.scontrol = {self._scontrol!r}: no such command on this node; install Slurm's client "
@@ -87,11 +83,7 @@ class SlurmBackend(ReleaseBackend):
         return os.environ["SLURMD_NODENAME"]
 
     def constraints(self) -> Constraints:
-        """Whole nodes, and the one where the batch script runs stays.
-
-        Raises:
-            ReleaseError: Slurm does not know the job.
-        """
+        """Whole nodes, and the one where the batch script runs stays."""
         job = self._job()
         stay = frozenset() if job.batch_host is None else frozenset({job.batch_host})
         return Constraints(nodes_stay=stay, whole_nodes=True)
@@ -101,13 +93,6 @@ class SlurmBackend(ReleaseBackend):
 
         Giving the job the name that it has is the change that is tried: it needs the same permission as a resize, and
         is refused in the same way while the last resize has not been written down.
-
-        Args:
-            ranks: global ranks that are to leave.
-            nodes: nodes that become free.
-
-        Raises:
-            ReleaseError: Slurm would refuse.
         """
         job = self._job()
         if job.state != "RUNNING":
@@ -118,15 +103,7 @@ class SlurmBackend(ReleaseBackend):
             raise ReleaseError(f"Slurm would not resize job {self._job_id} now: {_one_line(tried)}{_hint(tried)}")
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Resize the job to the other nodes.
-
-        Args:
-            ranks: global ranks that have left.
-            nodes: nodes to give back.
-
-        Raises:
-            ReleaseError: Slurm refused.
-        """
+        """Resize the job to the other nodes."""
         self._expected = self._staying(self._job(), nodes)
         time.sleep(_ENDING_S)
         update = ("update", f"JobId={self._job_id}", f"NodeList={','.join(self._expected)}")
@@ -145,11 +122,7 @@ class SlurmBackend(ReleaseBackend):
             )
 
     def verify(self) -> None:
-        """Wait until the job shows the nodes that stay, and no others.
-
-        Raises:
-            ReleaseError: it does not in time.
-        """
+        """Wait until the job shows the nodes that stay, and no others."""
         nodes = poll(lambda: self._job().nodes, lambda nodes: nodes == self._expected, self._timeout_s)
         if nodes != self._expected:
             raise ReleaseError(

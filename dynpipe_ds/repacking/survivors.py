@@ -36,24 +36,6 @@ class Workers:
                 f"{len(self.nodes) - 1} once"
             )
 
-    @classmethod
-    def in_order(cls, num_stages: int, nodes: Sequence[str]) -> Workers:
-        """Workers as DeepSpeed's ``PipeDataParallelTopology`` numbers them: rank = stage * replicas + replica.
-
-        Args:
-            num_stages: S.
-            nodes: the node of every rank.
-
-        Raises:
-            ValueError: the ranks can't be shared out evenly.
-        """
-        if num_stages < 1 or len(nodes) % num_stages:
-            raise ValueError(f"num_stages = {num_stages}: {len(nodes)} ranks can't be shared out evenly")
-        replicas = len(nodes) // num_stages
-        return cls(
-            tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(num_stages)), tuple(nodes)
-        )
-
     @property
     def num_stages(self) -> int:
         """Number of stages S."""

@@ -59,10 +59,8 @@ def write_profile(monitor: Any, profile: PipelineProfile, samples: int) -> None:
         profile: profile of the batch.
         samples: samples trained so far, DeepSpeed's x axis.
     """
-    values = {"bubble_ratio": profile.bubble_ratio}
-    for s, stage in enumerate(profile.stages):
-        values[f"stage_{s}_busy_s"] = stage.busy_s
-    _write(monitor, values, samples)
+    busy_s = {f"stage_{s}_busy_s": stage.busy_s for s, stage in enumerate(profile.stages)}
+    _write(monitor, {"bubble_ratio": profile.bubble_ratio, **busy_s}, samples)
 
 
 def write_rebalance(monitor: Any, event: RebalanceEvent, samples: int) -> None:
@@ -77,7 +75,6 @@ def write_rebalance(monitor: Any, event: RebalanceEvent, samples: int) -> None:
         "rebalance_predicted_gain": event.predicted_gain,
         "rebalance_s": event.seconds,
         "rebalance_moved_bytes": float(event.bytes_moved),
+        **{f"stage_{s}_first_layer": float(boundary) for s, boundary in enumerate(event.after[:-1])},
     }
-    for s, boundary in enumerate(event.after[:-1]):
-        values[f"stage_{s}_first_layer"] = float(boundary)
     _write(monitor, values, samples)
