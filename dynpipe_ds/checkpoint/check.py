@@ -80,16 +80,13 @@ def check_optimizer(manifest: Manifest, stage: Stage, root: Path) -> None:
         CheckpointError: naming both.
     """
     theirs, ours = manifest.optimizer, optimizer_entry(stage)
-    remedy = "; use the same, or load_optimizer_states=False"
     kinds = {"plain": "without ZeRO", "flat": "under ZeRO-1 or bf16", "none": "not there"}
+    problem = ""
     if theirs.kind != ours.kind:
-        raise CheckpointError(
-            f"the optimizer in {root} is {kinds[theirs.kind]} and the present one is {kinds[ours.kind]}{remedy}"
-        )
-    if theirs.name and theirs.name != ours.name:
-        raise CheckpointError(f"the optimizer in {root} is {theirs.name} and the present one is {ours.name}{remedy}")
-    if theirs.num_groups != ours.num_groups:
-        raise CheckpointError(
-            f"the optimizer in {root} has {theirs.num_groups} parameter groups and the present one "
-            f"{ours.num_groups}{remedy}"
-        )
+        problem = f"is {kinds[theirs.kind]} and the present one is {kinds[ours.kind]}"
+    elif theirs.name and theirs.name != ours.name:
+        problem = f"is {theirs.name} and the present one is {ours.name}"
+    elif theirs.num_groups != ours.num_groups:
+        problem = f"has {theirs.num_groups} parameter groups and the present one {ours.num_groups}"
+    if problem:
+        raise CheckpointError(f"the optimizer in {root} {problem}; use the same, or load_optimizer_states=False")

@@ -28,7 +28,7 @@ class Checkpoints:
     def __init__(self) -> None:
         self.last: str | None = None
         self._in_hand: Path | None = None
-        self._disk: DiskSync | None = None
+        self._disk = DiskSync("", [])
 
     def newest(self) -> str | None:
         """The newest complete one, also while another is being saved or loaded."""
@@ -56,9 +56,9 @@ class Checkpoints:
         target = Path(save_dir) / name
         with self._handling(run, target, "saved"):
             run.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
-            earlier, self._disk = self._disk, None
+            earlier, self._disk = self._disk, DiskSync("", [])
             self._disk = Saving(
-                run, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
+                run, Path(save_dir), name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
                 earlier=earlier,
             ).run(save_latest=save_latest)
         self.last = str(target)
@@ -72,9 +72,9 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
-        disk, self._disk = self._disk, None
+        disk, self._disk = self._disk, DiskSync("", [])
         with run.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
-            together(lambda: disk.wait() if disk is not None else None, run.stage.device, CheckpointError)
+            together(disk.wait, run.stage.device, CheckpointError)
 
     def load(
         self, run: Run, load_dir: str, tag: Any, wanted: Wanted

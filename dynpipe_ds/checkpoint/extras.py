@@ -19,7 +19,7 @@ from dynpipe_ds.checkpoint.profiles import pack, unpack
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
@@ -52,8 +52,8 @@ def _balancer_state(common: Plain) -> Plain:
     return {**stored, **{key: unpack(stored[key]) for key in ("profiles", "newest") if key in stored}}
 
 
-def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[PipelineProfile]:
-    """The newest profiles in a checkpoint.
+def stored_profile(common: Plain, config: DynamicPipelineConfig) -> PipelineProfile | None:
+    """The newest profiles in a checkpoint, smoothed; ``None`` if it has none.
 
     Args:
         common: as :func:`common_state` gave it.
@@ -61,7 +61,7 @@ def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[Pipeline
     """
     balancer = Balancer(config)
     balancer.load_state_dict(_balancer_state(common))
-    return balancer.newest
+    return smooth(balancer.newest, config.smoothing) if balancer.newest else None
 
 
 def rank_state(run: Run) -> Plain:

@@ -86,27 +86,24 @@ def infer_manifest(
     flat = all(optimizer_files)
     checkpoints = [reader.read(file) for file in model_files]
     if flat:
-        names = [_flat_names(reader, files) for files in optimizer_files]
-        counts: list[int] | None = [sum(map(len, groups)) for groups in names]
-        num_groups = len(names[0])
+        sizes = [[len(names) for names in _flat_names(reader, files)] for files in optimizer_files]
     elif checkpoints[0].get("optimizer"):
         groups = [checkpoint["optimizer"]["param_groups"] for checkpoint in checkpoints]
-        counts = [sum(len(group["params"]) for group in stage) for stage in groups]
-        num_groups = len(groups[0])
+        sizes = [[len(group["params"]) for group in stage] for stage in groups]
     else:
-        counts, num_groups = None, 0
-    if counts is None:
+        sizes = []
+    if sizes:
+        partition = infer_partition(layers, [sum(stage) for stage in sizes], present, root)
+    else:
         partition = _even(len(layers), len(model_files))
-    else:
-        partition = infer_partition(layers, counts, present, root)
-    slots = [_slots(layers, partition, stage) for stage in range(len(model_files))] if counts else []
-    kind = "flat" if flat else "plain" if counts else "none"
+    slots = [_slots(layers, partition, stage) for stage in range(len(sizes))]
+    kind = "flat" if flat else "plain" if sizes else "none"
     return Manifest(
         tag=root.name,
         partition=partition,
         num_replicas=len(optimizer_files[0]) or int(checkpoints[0]["dp_world_size"]),
         layers=tuple(_layer_entry(reader, root, layers, i) for i in range(len(layers))),
-        optimizer=OptimizerEntry(kind, "", num_groups),
+        optimizer=OptimizerEntry(kind, "", len(sizes[0]) if sizes else 0),
         slots=tuple(slots),
         model_files=tuple(model_files),
         optimizer_files=optimizer_files if flat else (),

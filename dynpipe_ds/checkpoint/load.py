@@ -16,7 +16,7 @@ from torch import nn
 
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
-from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_window
+from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_profile
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
@@ -30,7 +30,6 @@ from dynpipe_ds.host.optimizer_files import (
 )
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
-from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.placement import check_boundaries
 from dynpipe_ds.ranks.agreement import from_first, together
@@ -165,17 +164,12 @@ class Loading:
                 self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,
                 pinned=balancer.pinned, allow_empty=True,
             )
-        profile = self._stored_profile()
-        if profile is None or self._run.config.rebalance_every == "never":
+        if not self._manifest.is_ours or self._run.config.rebalance_every == "never":
+            return stage.partition
+        profile = stored_profile(self._reader.read(COMMON_FILE), self._run.config)
+        if profile is None:
             return stage.partition
         return balancer.choose(stage.partition, profile, heed_memory=False).boundaries
-
-    def _stored_profile(self) -> PipelineProfile | None:
-        if not self._manifest.is_ours:
-            return None
-        config = self._run.config
-        window = stored_window(self._reader.read(COMMON_FILE), config)
-        return smooth(window, config.smoothing) if window else None
 
     def _read(self, partition: tuple[int, ...]) -> None:
         """Everything this rank will need in the wanted partition."""

@@ -96,20 +96,15 @@ class Saving:
     """
 
     def __init__(
-        self, run: Run, save_dir: str, tag: str, client_state: dict[str, Any], *,
-        exclude_frozen_parameters: bool, earlier: folder.DiskSync | None = None,
+        self, run: Run, save_dir: Path, tag: str, client_state: dict[str, Any], *,
+        exclude_frozen_parameters: bool, earlier: folder.DiskSync,
     ) -> None:
-        self._run = run
-        self._stage = run.stage
-        self._pipeline = run.stage.pipeline
-        self._save_dir = Path(save_dir)
-        self._tag = tag
+        self._run, self._stage, self._pipeline = run, run.stage, run.stage.pipeline
+        self._save_dir, self._tag, self._target = save_dir, tag, save_dir / tag
         self._client_state = client_state
         self._exclude_frozen = exclude_frozen_parameters
         self._earlier = earlier
-        self._target = self._save_dir / tag
         self._first = dist.get_rank() == 0
-        self._replica = run.stage.pipeline.replica
 
     def run(self, *, save_latest: bool) -> folder.DiskSync:
         """Carry it out; collective over all ranks.
@@ -150,9 +145,8 @@ class Saving:
         """All name the same, and the one before it is on the disk, so that one is there whatever fails now."""
         agree_on_place(self._target, tag_problem(self._tag))
         self._together(self._check_place)
-        earlier = self._earlier
-        together(lambda: earlier.wait() if earlier is not None else None, self._stage.device, lambda message: (
-            CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {message}")
+        together(self._earlier.wait, self._stage.device, lambda message: CheckpointError(
+            f"the checkpoint before {self._target} could not be pushed to the disk: {message}"
         ))
 
     def _check_place(self) -> None:
@@ -184,8 +178,8 @@ class Saving:
     def _write_our_files(self, writer: RecordingWriter) -> None:
         if self._first:
             writer.save(common_state(self._run), str(self._folder / COMMON_FILE))
-        writer.save(rank_state(self._run), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
-        if self._replica == 0:
+        writer.save(rank_state(self._run), str(self._folder / rank_file(self._stage.stage_id, self._pipeline.replica)))
+        if self._pipeline.replica == 0:
             for layer, module in self._left_out().items():
                 writer.save(dict(module.state_dict()), str(self._folder / self._our_layer_file(layer)))
 
@@ -231,8 +225,8 @@ class Saving:
         flat = None
         if isinstance(self._stage.optimizer, FlatOptimizer):
             flat = self._relative(optimizer_file(self._pipeline, self._save_dir, self._tag))
-        described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
-        return self._stage.stage_id, self._replica, path, flat, *described
+        described = (self._layer_entries(), self._slots()) if self._pipeline.replica == 0 else ({}, ())
+        return self._stage.stage_id, self._pipeline.replica, path, flat, *described
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self._target))

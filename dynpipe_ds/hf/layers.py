@@ -235,16 +235,14 @@ class FinalNorm(PretrainedLayer):
         return self.layout.pack(carry)
 
 
-class Head(PretrainedLayer):
+class Head(FinalNorm):
     """Final norm and projection to logits of an untied model."""
 
-    norm: nn.Module
     project: nn.Linear
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config = self.family.config
-        self.add_part("norm", self.family.make_norm(), self.family.norm)
         self.add_part("project", nn.Linear(config.hidden_size, config.vocab_size, bias=False), self.family.head)
 
     def forward(self, activation: Activation) -> Activation:

@@ -112,16 +112,6 @@ def hold(verdict: Verdict) -> Verdict:
         return _held
 
 
-def raise_if_fatal() -> None:
-    """Raise the error again that has already ended training in this process, if there was one.
-
-    Raises:
-        FatalError: the same as before.
-    """
-    if _held is not None:
-        raise _held.error()
-
-
 def _end(text: str) -> NoReturn:
     """End this process although its main thread goes on; it may hold the locks of the streams."""
 
@@ -171,6 +161,4 @@ def broke_connection(error: BaseException) -> bool:
     Args:
         error: any.
     """
-    if isinstance(error, FatalError):
-        return False
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))

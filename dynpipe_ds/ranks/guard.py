@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
@@ -47,8 +47,7 @@ class Guard:
         if self.heartbeat is not None:
             self.heartbeat.stop()
 
-    @contextmanager
-    def naming_lost_ranks(self, doing: str) -> Iterator[None]:
+    def naming_lost_ranks(self, doing: str) -> AbstractContextManager[None]:
         """Name whoever was lost, and the newest complete checkpoint, if communication breaks down inside.
 
         Args:
@@ -58,21 +57,9 @@ class Guard:
             FatalError: if some rank failed where nothing can be undone, here or elsewhere, now or earlier.
             RankLostError: if communication broke down inside because another rank was lost.
         """
-        fatal.raise_if_fatal()
-        watching = self.heartbeat.watching(doing, self._newest_checkpoint) if self.heartbeat else nullcontext()
-        with watching:
-            try:
-                yield
-            except FatalError:
-                raise
-            except Exception as error:
-                verdict = self._cause(error, doing)
-                if verdict is None:
-                    raise
-                raise verdict.error() from error
+        return self._watching(doing, self._others)
 
-    @contextmanager
-    def no_way_back(self, doing: str) -> Iterator[None]:
+    def no_way_back(self, doing: str) -> AbstractContextManager[None]:
         """End all ranks if anything fails inside, since nothing there can be undone.
 
         Args:
@@ -82,38 +69,47 @@ class Guard:
             FatalError: if anything raised inside, on this rank or on another one.
             RankLostError: if it was because another rank was lost.
         """
-        with self.naming_lost_ranks(doing):
-            try:
-                yield
-            except FatalError:
-                raise
-            except Exception as error:
-                raise (self._cause(error, doing) or self._failed(error, doing)).error() from error
+        return self._watching(doing, self._anybodys)
 
-    @contextmanager
-    def unless_undone(self, doing: str, undone: type[Exception]) -> Iterator[None]:
+    def unless_undone(self, doing: str, undone: type[Exception]) -> AbstractContextManager[None]:
         """End all ranks if something fails inside, except by an error that says that all is as before.
 
         Args:
             doing: what goes on inside, for the message.
             undone: that error; it passes.
         """
-        refused: Exception | None = None
-        with self.no_way_back(doing):
+        return self._watching(doing, self._anybodys, undone)
+
+    @contextmanager
+    def _watching(
+        self, doing: str, blame: Callable[[Exception, str], Verdict | None], passing: type[Exception] = FatalError
+    ) -> Iterator[None]:
+        earlier = fatal.held()
+        if earlier is not None:
+            raise earlier.error()
+        watching = self.heartbeat.watching(doing, self._newest_checkpoint) if self.heartbeat else nullcontext()
+        with watching:
             try:
                 yield
-            except undone as error:
-                refused = error
-        if refused is not None:
-            raise refused
+            except (FatalError, passing):
+                raise
+            except Exception as error:
+                verdict = blame(error, doing)
+                if verdict is None:
+                    raise
+                raise verdict.error() from error
 
-    def _cause(self, error: Exception, doing: str) -> Verdict | None:
+    def _anybodys(self, error: Exception, doing: str) -> Verdict:
+        """The verdict behind an error, whose fault it may be."""
+        return self._others(error, doing) or self._own(error, doing)
+
+    def _others(self, error: Exception, doing: str) -> Verdict | None:
         """The verdict behind an error, if it is another rank's fault."""
         if fatal.held() is None and self.heartbeat is not None and fatal.broke_connection(error):
             return self.heartbeat.find_lost(doing, self._newest_checkpoint)
         return fatal.held()
 
-    def _failed(self, error: Exception, doing: str) -> Verdict:
+    def _own(self, error: Exception, doing: str) -> Verdict:
         """This rank's fault, told to all; or the first verdict, which may be another rank's."""
         if self.heartbeat is not None:
             rank = self.heartbeat.rank  # as it was when the code began: re-packing gives other numbers on the way

@@ -94,19 +94,19 @@ class Heartbeat:
         Returns:
             The first verdict of all ranks; ``None`` if everybody lives.
         """
+        happened = {
+            Answer.ENDED: f"ended while {doing}, so every rank stops; ",
+            Answer.SILENT: f"did not answer while {doing} (stopped, or the machine is gone), so every rank stops; ",
+        }
         clock = RunningClock()
         while True:
             answers = self._ask_all()
             if fatal.held() is not None:
                 return fatal.held()
-            ended = [rank for rank, answer in answers.items() if answer is Answer.ENDED]
-            silent = [rank for rank, answer in answers.items() if answer is Answer.SILENT]
-            if ended:
-                happened = f"ended while {doing}, so every rank stops; "
-                return self._tell(fatal.verdict(ended, happened, newest_checkpoint), answers)
-            if silent:
-                happened = f"did not answer while {doing} (stopped, or the machine is gone), so every rank stops; "
-                return self._tell(fatal.verdict(silent, happened, newest_checkpoint), answers)
+            for answer, what in happened.items():
+                ranks = [rank for rank, given in answers.items() if given is answer]
+                if ranks:
+                    return self._tell(fatal.verdict(ranks, what, newest_checkpoint), answers)
             if clock.tick() > PATIENCE_S:
                 return None
             time.sleep(_AGAIN_S)  # its connections may be closed before its process has ended
@@ -172,7 +172,7 @@ class Heartbeat:
 
 # -- one for each process group ---------------------------------------------------------------
 
-_heartbeat: tuple[Any, Heartbeat | None] | None = None
+_heartbeat: tuple[Any, Heartbeat | None] = (None, None)
 
 
 def start_heartbeat() -> Heartbeat | None:
@@ -182,15 +182,15 @@ def start_heartbeat() -> Heartbeat | None:
         The heartbeat; ``None`` for a single rank, or, with a warning, where ranks can't connect to each other.
     """
     global _heartbeat
-    if _heartbeat is None or _heartbeat[0] is not dist.group.WORLD:
-        earlier = _heartbeat[1] if _heartbeat is not None else None
+    group, earlier = _heartbeat
+    if group is not dist.group.WORLD:
         several = dist.get_world_size() > 1
         fatal.apply_to_this_process(several)
         made = _start(earlier.listener if earlier is not None else None) if several else None
-        if earlier is not None and made is None:
-            earlier.stop()
-        elif earlier is not None:
+        if earlier is not None:
             earlier.stop_watching()
+            if made is None:
+                earlier.listener.close()
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]
 

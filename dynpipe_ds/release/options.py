@@ -107,10 +107,6 @@ class OwnOptions(ReleaseOptions):
 
     backend: _Reference = key(..., "The class.", rule=_BACKEND_RULE, example='"site_tools.scheduler:GiveBack"')
 
-    def arguments(self) -> dict[str, Any]:
-        """The options as keyword arguments of the back-end's class."""
-        return dict(self.model_extra or {})
-
 
 _TYPES: dict[str, type[ReleaseOptions]] = {
     "exit": ExitOptions, "slurm": SlurmOptions, "kubernetes": KubernetesOptions, "callback": CallbackOptions,

@@ -205,15 +205,13 @@ def _refuse_count(request: Request, num_stages: int) -> Refusal | None:
 
 def _constraints_text(request: Request) -> str:
     rules = request.constraints
-    parts = []
-    if rules.ranks_stay:
-        parts.append(f"ranks {_join(sorted(rules.ranks_stay))} must stay")
-    if rules.nodes_stay:
-        parts.append(f"nodes {_join(sorted(rules.nodes_stay))} must stay")
-    if rules.whole_nodes:
-        parts.append(f"only whole nodes may go ({_join(request.workers.nodes)} by rank)")
-    if rules.lowest_stay:
-        parts.append("the lowest ranks must stay")
+    told = {
+        f"ranks {_join(sorted(rules.ranks_stay))} must stay": bool(rules.ranks_stay),
+        f"nodes {_join(sorted(rules.nodes_stay))} must stay": bool(rules.nodes_stay),
+        f"only whole nodes may go ({_join(request.workers.nodes)} by rank)": rules.whole_nodes,
+        "the lowest ranks must stay": rules.lowest_stay,
+    }
+    parts = [text for text, applies in told.items() if applies]
     return "the release back-end can't give back the others: " + "; ".join(parts)
 
 

@@ -86,14 +86,14 @@ def choose_survivors(
     best: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {0: ((), ())}
     for unit in units:
         options = [] if stay & set(unit) else list(best.items())
-        for kept, (total, stages) in best.items():
+        for kept, (loss, stages) in best.items():
             if kept + len(unit) <= num_stages:
-                scores = [score(stage, kept + i) for i, stage in enumerate(unit)] if ordered else []
-                options.append((kept + len(unit), (_add([total, *scores]), (*stages, *unit))))
+                worth = [score(stage, kept + i) for i, stage in enumerate(unit)] if ordered else []
+                losses = [tuple(-value for value in values) for values in worth]  # so that the least is the best
+                options.append((kept + len(unit), (_add([loss, *losses]), (*stages, *unit))))
         best = {}
         for kept, option in options:
-            if kept not in best or _better(option, best[kept]):
-                best[kept] = option
+            best[kept] = min(option, best.get(kept, option))
     return tuple(sorted(best[num_stages][1])) if num_stages in best else None
 
 
@@ -144,12 +144,6 @@ def _lowest(
     return tuple(sorted(stages))
 
 
-def _add(scores: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    given = [score for score in scores if score]
+def _add(losses: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    given = [loss for loss in losses if loss]
     return tuple(sum(column) for column in zip(*given, strict=True))
-
-
-def _better(
-    a: tuple[tuple[float, ...], tuple[int, ...]], b: tuple[tuple[float, ...], tuple[int, ...]]
-) -> bool:
-    return a[0] > b[0] or (a[0] == b[0] and a[1] < b[1])

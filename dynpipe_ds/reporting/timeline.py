@@ -73,16 +73,15 @@ def save_gantt(
     panels = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     if not panels or not all(panels.values()):
         raise ValueError("there is a timeline without intervals; simulate with timeline=True")
-    num_stages = {name: 1 + max(i.stage for i in panel) for name, panel in panels.items()}
+    heights = [1 + max(interval.stage for interval in panel) for panel in panels.values()]  # stages of each
     end_s = max(interval.end_s for panel in panels.values() for interval in panel)
-    row_inches = 0.42 if max(num_stages.values()) <= 8 else 0.24
-    figure = Figure(figsize=(10, 1.3 + sum(0.45 + row_inches * n for n in num_stages.values())), layout="constrained")
+    row_inches = 0.42 if max(heights) <= 8 else 0.24
+    figure = Figure(figsize=(10, 1.3 + sum(0.45 + row_inches * n for n in heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = list(num_stages.values())
     all_axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     _, unit, per_second = next(row for row in _UNITS if end_s >= row[0])
-    for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
-        _draw_panel(axes, panel, num_stages[name], end_s, per_second)
+    for axes, num_stages, (name, panel) in zip(all_axes, heights, panels.items(), strict=True):
+        _draw_panel(axes, panel, num_stages, end_s, per_second)
         axes.set_title(_panel_title(name, panel, per_second, unit), fontsize=10, loc="left")
     all_axes[-1].set_xlabel(f"time ({unit})")
     drawn = {interval.kind for panel in panels.values() for interval in panel} | {"wait"}
@@ -186,12 +185,10 @@ def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dic
 
 
 def _slice(interval: Interval) -> dict[str, Any]:
-    words: list[str] = [interval.kind, interval.payload]
-    if interval.micro_batch >= 0:
-        words.append(str(interval.micro_batch))
+    number = str(interval.micro_batch) if interval.micro_batch >= 0 else ""
     return {
         "ph": "X", "pid": 0, "tid": interval.stage, "cat": interval.kind,
-        "name": " ".join(word for word in words if word),
+        "name": " ".join(word for word in (interval.kind, interval.payload, number) if word),
         "ts": interval.start_s * 1e6, "dur": interval.seconds * 1e6,
         "args": {"micro_batch": interval.micro_batch},
     }

@@ -135,6 +135,15 @@ def test_what_is_refused_before_anything_is_written(what: str, tmp_path: Path) -
     assert not list(tmp_path.iterdir()) and checkpoints.last is None
 
 
+def test_a_tag_that_can_not_name_a_checkpoint_is_not_looked_for(tmp_path: Path) -> None:
+    run = make_run()
+    save(run, tmp_path / "inside", "a")
+    run.calls.clear()
+    with pytest.raises(ValueError, match="must not contain empty parts"):
+        Checkpoints().load(run, str(tmp_path / "inside"), "../inside/a", ALL)
+    assert run.calls == [("naming lost ranks", "checkpoint a was loaded")]
+
+
 def test_what_checkpoints_do_not_cover(tmp_path: Path) -> None:
     run = make_run()
     run.stage.host.node_local = True
