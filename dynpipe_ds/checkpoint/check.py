@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 def check_layers(manifest: Manifest, stage: Stage, root: Path, *, strict: bool) -> None:
     """Compare names, shapes and dtypes of this rank's present layers with what is stored.
 
-    Args:
-        manifest: of the checkpoint.
-        stage: that is to take it in.
-        root: the checkpoint's folder, for messages.
-        strict: whether the names of tensors must agree.
-
     Raises:
         CheckpointError: naming file, tensor and both forms.
     """
@@ -70,11 +64,6 @@ def _inside(key: str, prefix: str) -> bool:
 
 def check_optimizer(manifest: Manifest, stage: Stage, root: Path) -> None:
     """Compare the kind of optimizer and its parameter groups with what is stored.
-
-    Args:
-        manifest: of the checkpoint.
-        stage: that is to take it in.
-        root: the checkpoint's folder, for messages.
 
     Raises:
         CheckpointError: naming both.

@@ -39,16 +39,7 @@ class Checkpoints:
         self, run: Run, save_dir: str, tag: Any, client_state: dict[str, Any], *,
         save_latest: bool, exclude_frozen_parameters: bool,
     ) -> None:
-        """Save one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.save_checkpoint`. Collective over all ranks.
-
-        Args:
-            run: what is saved.
-            save_dir: folder of all checkpoints.
-            tag: name of this one; ``None``: ``global_step<n>``.
-            client_state: values of the user's own.
-            save_latest: let the file ``latest`` name it.
-            exclude_frozen_parameters: leave out parameters that need no gradient.
-        """
+        """Save one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.save_checkpoint`. Collective over all ranks."""
         if not save_dir:
             raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
         refuse_unsupported(run.stage.pipeline)
@@ -66,9 +57,6 @@ class Checkpoints:
     def wait_for_disk(self, run: Run) -> None:
         """Wait until the newest checkpoint is on the disk of every rank; collective.
 
-        Args:
-            run: what was saved.
-
         Raises:
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
@@ -79,14 +67,7 @@ class Checkpoints:
     def load(
         self, run: Run, load_dir: str, tag: Any, wanted: Wanted
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.load_checkpoint`. Collective over all ranks.
-
-        Args:
-            run: what takes it in.
-            load_dir: folder of all checkpoints.
-            tag: name of one; ``None``: what the file ``latest`` names.
-            wanted: what of it.
-        """
+        """Load one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.load_checkpoint`. Collective over all ranks."""
         refuse_unsupported(run.stage.pipeline)
         # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.
         expected = tag

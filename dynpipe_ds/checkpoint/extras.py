@@ -30,11 +30,7 @@ ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its 
 
 
 def common_state(run: Run) -> Plain:
-    """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
-
-    Args:
-        run: what is saved.
-    """
+    """State that is the same on every rank: all that decisions rest on but :func:`rank_state`."""
     known = run.balancer.state_dict()
     packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
     return {
@@ -53,23 +49,14 @@ def _balancer_state(common: Plain) -> Plain:
 
 
 def stored_profile(common: Plain, config: DynamicPipelineConfig) -> PipelineProfile | None:
-    """The newest profiles in a checkpoint, smoothed; ``None`` if it has none.
-
-    Args:
-        common: as :func:`common_state` gave it.
-        config: the present section.
-    """
+    """The newest profiles in a checkpoint, smoothed; ``None`` if it has none."""
     balancer = Balancer(config)
     balancer.load_state_dict(_balancer_state(common))
     return smooth(balancer.newest, config.smoothing) if balancer.newest else None
 
 
 def rank_state(run: Run) -> Plain:
-    """State of this rank: random streams and counters.
-
-    Args:
-        run: what is saved.
-    """
+    """State of this rank: random streams and counters."""
     return {
         "random": _random_streams(),
         **run.stage.pipeline.micro_batch_counters(),
@@ -82,11 +69,7 @@ def rank_state(run: Run) -> Plain:
 def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool) -> None:
     """Put back what :func:`common_state` and :func:`rank_state` gave, but for the layers' attributes.
 
-    Args:
-        run: what takes it in.
-        common: as stored.
-        of_rank: as stored by some rank.
-        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
+    What was measured on stages is left out if their number is another.
     """
     run.num_batches = common["num_batches"]
     run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)

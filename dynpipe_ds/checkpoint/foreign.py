@@ -47,11 +47,7 @@ class LayerFacts:
 
 
 def describe_model(stage: Stage) -> list[LayerFacts]:
-    """Facts of all layers; collective over all ranks.
-
-    Args:
-        stage: what is here of the model.
-    """
+    """Facts of all layers; collective over all ranks."""
     index = stage.optimizer.groups.index if stage.optimizer else {}
     mine = {
         i: tuple((name, index[p]) for name, p in layer.named_parameters() if p in index)

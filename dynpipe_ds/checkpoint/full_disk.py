@@ -105,11 +105,7 @@ class _Counter:
 
 
 def stored_bytes(value: Any) -> int:
-    """Bytes that a file with this content has; serializes it, to nowhere.
-
-    Args:
-        value: what ``torch.save`` takes.
-    """
+    """Bytes that a file with this content has; serializes it, to nowhere."""
     file = _Counter()
     save(value, file)  # type: ignore[arg-type]  # asks for no more than these two
     return file.num_bytes

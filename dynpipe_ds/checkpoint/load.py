@@ -59,13 +59,7 @@ class Wanted:
 
 
 class Loading:
-    """One checkpoint that is being read, on one rank.
-
-    Args:
-        run: what takes it in.
-        root: the checkpoint's folder.
-        wanted: what of it.
-    """
+    """One checkpoint that is being read, on one rank."""
 
     def __init__(self, run: Run, root: Path, wanted: Wanted) -> None:
         self._run, self._stage = run, run.stage
@@ -281,9 +275,6 @@ class Loading:
 
 def latest_tag(load_dir: str) -> str | None:
     """The tag that ``latest`` names, the same on every rank; collective.
-
-    Args:
-        load_dir: folder of all checkpoints.
 
     Returns:
         The tag; ``None``, with a warning, if there is no such file.

@@ -37,11 +37,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """Form of a tensor.
-
-        Args:
-            tensor: any tensor.
-        """
+        """Form of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -171,9 +167,6 @@ class Manifest:
     def loads(cls, text: str) -> Manifest:
         """Read what :meth:`dumps` wrote.
 
-        Args:
-            text: the file's content.
-
         Raises:
             ValueError: if it is anything else, cut short or changed.
         """
@@ -193,21 +186,12 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def parameter_key(layer: int, name: str) -> str:
-    """Name of a parameter that does not depend on where its layer lives.
-
-    Args:
-        layer: global layer index.
-        name: name inside the layer.
-    """
+    """Name of a parameter that does not depend on where its layer lives."""
     return f"{layer}/{name}"
 
 
 def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of some layers by :func:`parameter_key`.
-
-    Args:
-        layers: modules by layer index.
-    """
+    """Parameters of some layers by :func:`parameter_key`."""
     return {
         parameter_key(layer, name): parameter
         for layer, module in layers.items()
@@ -216,9 +200,5 @@ def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]
 
 
 def tensor_forms(state: Mapping[str, Any]) -> dict[str, TensorForm]:
-    """Form of every tensor of a ``state_dict``; anything else (``_extra_state``) is left out.
-
-    Args:
-        state: a layer's ``state_dict``.
-    """
+    """Form of every tensor of a ``state_dict``; anything else (``_extra_state``) is left out."""
     return {key: TensorForm.of(value) for key, value in state.items() if isinstance(value, Tensor)}

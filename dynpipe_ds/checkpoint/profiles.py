@@ -44,11 +44,7 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
-    """The profiles that :func:`pack` was given.
-
-    Args:
-        packed: as stored.
-    """
+    """The profiles that :func:`pack` was given."""
     tables = [
         [(name, *sizes) for name, sizes in zip(names, table, strict=True)]
         for names, table in zip(packed["names"], packed["sizes"].tolist(), strict=True)

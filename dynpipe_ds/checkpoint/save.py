@@ -57,20 +57,12 @@ COMMON_FILE = f"{EXTRAS_FOLDER}/common.pt"
 
 
 def rank_file(stage: int, replica: int) -> str:
-    """Where a rank keeps what only it has.
-
-    Args:
-        stage: its stage.
-        replica: its data-parallel replica.
-    """
+    """Where a rank keeps what only it has."""
     return f"{EXTRAS_FOLDER}/stage_{stage:03d}_replica_{replica:03d}.pt"
 
 
 def refuse_unsupported(pipeline: Pipeline) -> None:
     """Refuse what checkpoints of a dynamic pipeline don't cover, with the remedy.
-
-    Args:
-        pipeline: DeepSpeed's engine.
 
     Raises:
         ValueError: naming the setting.
@@ -278,11 +270,7 @@ class Saving:
 
 
 def optimizer_entry(stage: Stage) -> OptimizerEntry:
-    """Kind of the engine's optimizer, as a manifest names it.
-
-    Args:
-        stage: that has it.
-    """
+    """Kind of the engine's optimizer, as a manifest names it."""
     if stage.optimizer is None:
         return OptimizerEntry("none", "", 0)
     basic = stage.optimizer.groups.optimizer

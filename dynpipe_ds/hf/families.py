@@ -243,12 +243,7 @@ def family_of(config: Any) -> Family:
 
 
 def initialise(family: Family, module: nn.Module) -> None:
-    """Give a new module random weights, as ``transformers`` would.
-
-    Args:
-        family: knows how.
-        module: a part of the model.
-    """
+    """Give a new module random weights, as ``transformers`` would."""
     base = family.base_class()(family.config)
     with torch.no_grad():
         module.apply(base._init_weights)

@@ -86,9 +86,6 @@ class PretrainedLayer(nn.Module):
     def sources(self, folder: PretrainedFolder) -> dict[str, Tensor]:
         """Find the layer's weights in a folder.
 
-        Args:
-            folder: the folder.
-
         Returns:
             Part of a parameter by the name in the folder.
 
@@ -139,11 +136,7 @@ def _names(name: str, family: Family) -> tuple[str, ...]:
 
 
 class TokenEmbedding(PretrainedLayer):
-    """Token embedding, and the head of a tied model.
-
-    Args:
-        *args: those of :class:`PretrainedLayer`.
-    """
+    """Token embedding, and the head of a tied model."""
 
     embed: nn.Embedding
 

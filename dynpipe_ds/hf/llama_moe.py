@@ -96,11 +96,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 class NoisyGate(nn.Module):
-    """Noisy top-k gating with a balance loss (Shazeer et al. 2017, section 4 and appendix A).
-
-    Args:
-        config: the model's size and kind.
-    """
+    """Noisy top-k gating with a balance loss (Shazeer et al. 2017, section 4 and appendix A)."""
 
     def __init__(self, config: LlamaMoEConfig) -> None:
         super().__init__()
@@ -146,12 +142,7 @@ class NoisyGate(nn.Module):
 
 
 class SplitExperts(nn.Module):
-    """The pieces of a Llama MLP, one an expert.
-
-    Args:
-        config: the model's size and kind.
-        layer: index of the block.
-    """
+    """The pieces of a Llama MLP, one an expert."""
 
     def __init__(self, config: LlamaMoEConfig, layer: int) -> None:
         super().__init__()
@@ -194,12 +185,7 @@ class Calculator(nn.Module):
 
 
 class LlamaMoEMLP(nn.Module):
-    """Gate and experts in the place of a Llama MLP.
-
-    Args:
-        config: the model's size and kind.
-        layer: index of the block.
-    """
+    """Gate and experts in the place of a Llama MLP."""
 
     def __init__(self, config: LlamaMoEConfig, layer: int) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""All ranks or none: checks that every rank makes before anything irreversible."""
+"""All ranks or none: checks that every rank makes before anything irreversible.
+
+``device`` is where the communication back-end works, ``group`` who takes part (``None``: all ranks).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,7 @@ T = TypeVar("T")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank has, by rank; collective over the ranks of a group.
-
-    Args:
-        value: this rank's.
-        group: who takes part; ``None``: all ranks.
-    """
+    """What every rank has, by rank; collective over the ranks of a group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -37,13 +35,7 @@ def from_first(find: Callable[[], T]) -> T:
 
 
 def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether something is true on any rank; collective over the ranks of a group.
-
-    Args:
-        condition: whether it is on this one.
-        device: where the communication back-end works.
-        group: who takes part; ``None``: all ranks.
-    """
+    """Whether something is true on any rank; collective over the ranks of a group."""
     flag = torch.tensor([int(condition)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
@@ -53,11 +45,6 @@ def first_error(
     error: BaseException | None, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str | None:
     """Tell every rank whether any rank failed; collective over the ranks of a group.
-
-    Args:
-        error: what went wrong on this rank, if anything.
-        device: where the communication back-end works.
-        group: who takes part; ``None``: all ranks.
 
     Returns:
         ``None`` if no rank failed; otherwise the same text on every rank, naming ranks and errors.

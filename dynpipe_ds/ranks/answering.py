@@ -177,12 +177,7 @@ class Listener:
 
 
 class _Call:
-    """One question to one process, in small steps that never block.
-
-    Args:
-        address: of the process.
-        verdict: what it is told.
-    """
+    """One question to one process, in small steps that never block."""
 
     def __init__(self, address: Address, verdict: Verdict | None) -> None:
         self._address, self._line = address, _line(address.secret, verdict)

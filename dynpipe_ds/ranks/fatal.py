@@ -128,11 +128,7 @@ def _end(text: str) -> NoReturn:
 
 
 def names(ranks: Sequence[int]) -> str:
-    """Ranks as a text names them.
-
-    Args:
-        ranks: which.
-    """
+    """Ranks as a text names them."""
     return ", ".join(f"rank {rank}" for rank in ranks)
 
 
@@ -156,9 +152,5 @@ def verdict(
 
 
 def broke_connection(error: BaseException) -> bool:
-    """Say whether an error looks like a lost connection to another rank.
-
-    Args:
-        error: any.
-    """
+    """Say whether an error looks like a lost connection to another rank."""
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))

@@ -34,11 +34,7 @@ class Guard:
         self.heartbeat = start_heartbeat()
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Who leaves now is not lost.
-
-        Args:
-            ranks: that leave.
-        """
+        """Who leaves now is not lost."""
         if self.heartbeat is not None:
             self.heartbeat.forget(ranks)
 
@@ -72,12 +68,7 @@ class Guard:
         return self._watching(doing, self._anybodys)
 
     def unless_undone(self, doing: str, undone: type[Exception]) -> AbstractContextManager[None]:
-        """End all ranks if something fails inside, except by an error that says that all is as before.
-
-        Args:
-            doing: what goes on inside, for the message.
-            undone: that error; it passes.
-        """
+        """End all ranks if something fails inside, except by an error that says that all is as before."""
         return self._watching(doing, self._anybodys, undone)
 
     @contextmanager

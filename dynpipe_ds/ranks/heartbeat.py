@@ -69,11 +69,7 @@ class Heartbeat:
             self._thread.join()
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Miss some ranks no more: they end on purpose.
-
-        Args:
-            ranks: whom.
-        """
+        """Miss some ranks no more: they end on purpose."""
         self._addresses = {rank: address for rank, address in self._addresses.items() if rank not in ranks}
 
     def unreachable(self) -> list[int]:

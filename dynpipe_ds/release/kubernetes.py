@@ -27,9 +27,6 @@ class KubernetesBackend(ReleaseBackend):
 
     A StatefulSet starts a pod again that ends by itself, so there the freed workers wait to be terminated; pods of an
     Indexed Job leave first and count as succeeded.
-
-    Args:
-        **given: those of :class:`~dynpipe_ds.release.options.KubernetesOptions`.
     """
 
     def __init__(self, **given: Any) -> None:

@@ -114,9 +114,5 @@ _TYPES: dict[str, type[ReleaseOptions]] = {
 
 
 def options_type(section: Mapping[Any, Any]) -> type[ReleaseOptions]:
-    """Type of the options of the back-end that a section names.
-
-    Args:
-        section: as read from the JSON.
-    """
+    """Type of the options of the back-end that a section names."""
     return _TYPES.get(str(section.get("backend")), OwnOptions)

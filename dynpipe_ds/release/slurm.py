@@ -44,9 +44,6 @@ class SlurmBackend(ReleaseBackend):
     Tasks still alive on a node that goes are killed, so the workers leave first. Slurm writes a script with the new
     environment into the working folder, so ``scontrol`` runs in a temporary one; whether it worked is judged by what
     the job shows then, not by its messages.
-
-    Args:
-        **given: those of :class:`~dynpipe_ds.release.options.SlurmOptions`.
     """
 
     def __init__(self, **given: Any) -> None:

@@ -19,10 +19,6 @@ from dynpipe_ds.telling import warn
 class GivingBack:
     """Gives workers back through a back-end.
 
-    Args:
-        options: the section ``repack.release``.
-        device: where the communication back-end works.
-
     Raises:
         ValueError: on every rank, if the back-end can't work on some rank.
     """
@@ -61,22 +57,13 @@ class GivingBack:
         return replace(rules, ranks_stay=rules.ranks_stay | {0})
 
     def prepare(self, chosen: Repacking) -> None:
-        """Ask the back-end whether it will be granted; does something on rank 0 only.
-
-        Args:
-            chosen: who leaves.
-        """
+        """Ask the back-end whether it will be granted; does something on rank 0 only."""
         if dist.get_rank() == 0:
             self.wait()
             self.backend.prepare(chosen.released_ranks, chosen.released_nodes)
 
     def give_back(self, chosen: Repacking, world: World) -> None:
-        """Give the workers back while training goes on; called on the survivors after they met.
-
-        Args:
-            chosen: who left.
-            world: where they left.
-        """
+        """Give the workers back while training goes on; called on the survivors after they met."""
         self.nodes = tuple(self.nodes[rank] for rank in chosen.surviving_ranks)
         if dist.get_rank() == 0:
             # Schedulers take seconds. Not a daemon: a short run's last release is still carried out.

@@ -36,9 +36,6 @@ _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 class Repacker:
     """Lets a pipeline get shorter while it trains; deciding and doing is collective over all ranks.
 
-    Args:
-        run: of the pipeline.
-
     Attributes:
         giving_back: gives the freed workers back.
         callbacks: called after re-packing, also on the ranks that leave.
@@ -65,11 +62,7 @@ class Repacker:
         _runs.discard(self._run)
 
     def wants_profile(self, batch: int) -> bool:
-        """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only.
-
-        Args:
-            batch: number of the next batch.
-        """
+        """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only."""
         balancer, window = self._run.balancer, self._run.config.profile_batches
         confirms = self._wished_stages is not None and self._next_batch - batch < window
         return confirms and not balancer.is_held(batch)

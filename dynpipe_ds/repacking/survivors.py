@@ -42,19 +42,11 @@ class Workers:
         return len(self.ranks)
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Global ranks of some stages, ascending.
-
-        Args:
-            stages: their indices.
-        """
+        """Global ranks of some stages, ascending."""
         return tuple(sorted(rank for stage in stages for rank in self.ranks[stage]))
 
     def free_nodes(self, survivors: Iterable[int]) -> tuple[str, ...]:
-        """Nodes on which no rank is left when only some stages stay, in order of their first rank.
-
-        Args:
-            survivors: indices of the stages that stay.
-        """
+        """Nodes on which no rank is left when only some stages stay, in order of their first rank."""
         busy = {self.nodes[rank] for rank in self.ranks_of(survivors)}
         return tuple(dict.fromkeys(node for node in self.nodes if node not in busy))
 
@@ -99,10 +91,6 @@ def choose_survivors(
 
 def possible_counts(workers: Workers, constraints: Constraints) -> list[int]:
     """Numbers of stages below the present one that some choice of survivors allows.
-
-    Args:
-        workers: where the stages run.
-        constraints: of the release back-end.
 
     Returns:
         Ascending numbers, at least 1 each.
