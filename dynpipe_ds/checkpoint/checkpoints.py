@@ -64,9 +64,7 @@ class Checkpoints:
         with run.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
             together(disk.wait, run.stage.device, CheckpointError)
 
-    def load(
-        self, run: Run, load_dir: str, tag: Any, wanted: Wanted
-    ) -> tuple[str | None, dict[str, Any] | None]:
+    def load(self, run: Run, load_dir: str, tag: Any, wanted: Wanted) -> tuple[str | None, dict[str, Any] | None]:
         """Load one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.load_checkpoint`. Collective over all ranks."""
         refuse_unsupported(run.stage.pipeline)
         # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.

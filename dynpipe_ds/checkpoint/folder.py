@@ -37,21 +37,15 @@ def _replaced_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def start(target: Path) -> Path:
-    """Make an empty folder to write into; clears away what killed processes left behind.
-
-    Returns:
-        The folder to write into.
-    """
+def start(target: Path) -> None:
+    """Make an empty folder to write into; clears away what killed processes left behind."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for replaced in target.parent.glob(".*.replaced"):
         find(replaced.with_name(replaced.name[1:].removesuffix(".replaced")))
     for leftover in [*target.parent.glob(".*.replaced"), *target.parent.glob(".*.partial")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
-    folder = partial_folder(target)
-    folder.mkdir()
-    return folder
+    partial_folder(target).mkdir()
 
 
 def publish(target: Path) -> None:

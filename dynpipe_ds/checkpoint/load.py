@@ -65,9 +65,8 @@ class Loading:
         self._run, self._stage = run, run.stage
         self._root, self._reader = root, Reader(root)
         self._wanted = wanted
-        self._with_optimizer = (
-            wanted.optimizer_states and not wanted.module_only and run.stage.optimizer is not None
-        )
+        has_optimizer = run.stage.optimizer is not None
+        self._with_optimizer = has_optimizer and wanted.optimizer_states and not wanted.module_only
 
     def run(self) -> tuple[str, dict[str, Any]]:
         """Carry it out; collective over all ranks.

@@ -45,21 +45,18 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
 
 def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
     """The profiles that :func:`pack` was given."""
-    tables = [
-        [(name, *sizes) for name, sizes in zip(names, table, strict=True)]
-        for names, table in zip(packed["names"], packed["sizes"].tolist(), strict=True)
-    ]
+    names, sizes = packed["names"], packed["sizes"].tolist()
     of_stages = zip(packed["stage_seconds"].tolist(), packed["stage_bytes"].tolist(), strict=True)
     stages = iter([[*times, num_bytes] for times, num_bytes in of_stages])
     profiles = []
-    for i, seconds in enumerate(packed["seconds"].tolist()):
+    for i, (table, seconds) in enumerate(zip(packed["table_of"], packed["seconds"].tolist(), strict=True)):
         profiles.append(PipelineProfile(
             batch=packed["batches"][i],
             boundaries=packed["boundaries"][i],
             num_micro_batches=packed["num_micro_batches"][i],
             layers=tuple(
-                LayerProfile(name, *times, *sizes)
-                for (name, *sizes), times in zip(tables[packed["table_of"][i]], seconds, strict=True)
+                LayerProfile(name, *times, *numbers)
+                for name, times, numbers in zip(names[table], seconds, sizes[table], strict=True)
             ),
             stages=tuple(StageProfile(*stage) for stage in islice(stages, packed["num_stages"][i])),
         ))  # fmt: skip

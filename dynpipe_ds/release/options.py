@@ -43,9 +43,7 @@ class SlurmOptions(ReleaseOptions):
     """``scontrol update JobId=... NodeList=...``."""
 
     backend: Literal["slurm"] = _backend("slurm")
-    job_id: _Text | None = key(
-        None, "The job. Null: SLURM_JOB_ID.", rule="null or a job id as text", example='"1234"'
-    )
+    job_id: _Text | None = key(None, "The job. Null: SLURM_JOB_ID.", rule="null or a job id as text", example='"1234"')
     scontrol: _Text = key(
         "scontrol", "The command that talks to Slurm, or its path.", rule="a command",
         example='"/opt/slurm/bin/scontrol"',

@@ -109,9 +109,7 @@ class SlurmBackend(ReleaseBackend):
             done = self._run(*update)
             return None if done.returncode == 0 or self._job().nodes == self._expected else done
 
-        refused = poll(
-            refusal, lambda done: done is None or not _FOR_A_MOMENT.search(done.stderr), self._timeout_s
-        )
+        refused = poll(refusal, lambda done: done is None or not _FOR_A_MOMENT.search(done.stderr), self._timeout_s)
         if refused is not None:
             raise ReleaseError(
                 f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(refused)}"

@@ -24,7 +24,6 @@ class GivingBack:
     """
 
     def __init__(self, options: ReleaseOptions, device: torch.device) -> None:
-        self._device = device
         self._thread: threading.Thread | None = None
 
         def make() -> ReleaseBackend:

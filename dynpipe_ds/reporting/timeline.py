@@ -82,7 +82,8 @@ def save_gantt(
     _, unit, per_second = next(row for row in _UNITS if end_s >= row[0])
     for axes, num_stages, (name, panel) in zip(all_axes, heights, panels.items(), strict=True):
         _draw_panel(axes, panel, num_stages, end_s, per_second)
-        axes.set_title(_panel_title(name, panel, per_second, unit), fontsize=10, loc="left")
+        length = f"{max(interval.end_s for interval in panel) * per_second:.4g} {unit}"
+        axes.set_title(f"{name}: {length}" if name else length, fontsize=10, loc="left")
     all_axes[-1].set_xlabel(f"time ({unit})")
     drawn = {interval.kind for panel in panels.values() for interval in panel} | {"wait"}
     figure.legend(handles=_legend(drawn), loc="outside lower center", ncols=5, frameon=False)
@@ -147,11 +148,6 @@ def _draw_panel(
         axes.spines[side].set_visible(False)
 
 
-def _panel_title(name: str, intervals: Sequence[Interval], per_second: float, unit: str) -> str:
-    end_s = max(interval.end_s for interval in intervals)
-    return f"{name}: {end_s * per_second:.4g} {unit}" if name else f"{end_s * per_second:.4g} {unit}"
-
-
 def _legend(kinds: Collection[str]) -> list[Patch]:
     from matplotlib.patches import Patch
 
@@ -174,9 +170,7 @@ def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dic
     for stage in stages:
         # Viewers sort threads by name otherwise, stage 10 before stage 2.
         for what, value in (("name", f"stage {stage}"), ("sort_index", stage)):
-            events.append(
-                {"ph": "M", "pid": 0, "tid": stage, "name": f"thread_{what}", "args": {what: value}}
-            )
+            events.append({"ph": "M", "pid": 0, "tid": stage, "name": f"thread_{what}", "args": {what: value}})
     for interval in timeline:
         events.append(_slice(interval))
         if interval.kind in ("send", "recv"):
