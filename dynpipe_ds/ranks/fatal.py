@@ -1,8 +1,8 @@
 """What happens after a failure that nothing can undo: one policy, in this place.
 
-The policy is to end all ranks. The first :class:`Verdict` on a failure wins: whoever reaches it tells all others
-(``heartbeat.py``), every rank raises it as the same error, and a process that still runs ``GRACE_S`` later, because
-somebody caught the error or a call never returned, is ended.
+The policy is to end all ranks. The first :class:`Verdict` on a failure wins: whoever reaches it (``guard.py``) tells
+all others (``heartbeat.py``), every rank raises it as the same error, and a process that still runs ``GRACE_S`` later,
+because somebody caught the error or a call never returned, is ended.
 """
 
 from __future__ import annotations

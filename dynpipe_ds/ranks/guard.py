@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
@@ -53,7 +53,7 @@ class Guard:
             FatalError: if some rank failed where nothing can be undone, here or elsewhere, now or earlier.
             RankLostError: if communication broke down inside because another rank was lost.
         """
-        return self._watching(doing, self._others)
+        return self._watching(doing, ends_all=False)
 
     def no_way_back(self, doing: str) -> AbstractContextManager[None]:
         """End all ranks if anything fails inside, since nothing there can be undone.
@@ -65,51 +65,45 @@ class Guard:
             FatalError: if anything raised inside, on this rank or on another one.
             RankLostError: if it was because another rank was lost.
         """
-        return self._watching(doing, self._anybodys)
+        return self._watching(doing, ends_all=True)
 
     def unless_undone(self, doing: str, undone: type[Exception]) -> AbstractContextManager[None]:
         """End all ranks if something fails inside, except by an error that says that all is as before."""
-        return self._watching(doing, self._anybodys, undone)
+        return self._watching(doing, ends_all=True, passing=undone)
 
     @contextmanager
-    def _watching(
-        self, doing: str, blame: Callable[[Exception, str], Verdict | None], passing: type[Exception] = FatalError
-    ) -> Iterator[None]:
-        earlier = fatal.held()
+    def _watching(self, doing: str, *, ends_all: bool, passing: type[Exception] = FatalError) -> Iterator[None]:
+        earlier, heartbeat = fatal.held(), self.heartbeat  # re-packing makes another one on the way, with other numbers
         if earlier is not None:
             raise earlier.error()
-        watching = self.heartbeat.watching(doing, self._newest_checkpoint) if self.heartbeat else nullcontext()
-        with watching:
+        with heartbeat.watching(doing, self._newest_checkpoint) if heartbeat is not None else nullcontext():
             try:
                 yield
             except (FatalError, passing):
                 raise
             except Exception as error:
-                verdict = blame(error, doing)
+                verdict = self._others_fault(heartbeat, error, doing)
+                if verdict is None and ends_all:
+                    verdict = self._own_fault(heartbeat, error, doing)
                 if verdict is None:
                     raise
                 raise verdict.error() from error
 
-    def _anybodys(self, error: Exception, doing: str) -> Verdict:
-        """The verdict behind an error, whose fault it may be."""
-        return self._others(error, doing) or self._own(error, doing)
-
-    def _others(self, error: Exception, doing: str) -> Verdict | None:
-        """The verdict behind an error, if it is another rank's fault."""
-        if fatal.held() is None and self.heartbeat is not None and fatal.broke_connection(error):
-            return self.heartbeat.find_lost(doing, self._newest_checkpoint)
+    def _others_fault(self, heartbeat: Heartbeat | None, error: Exception, doing: str) -> Verdict | None:
+        if fatal.held() is None and heartbeat is not None and fatal.broke_connection(error):
+            return heartbeat.find_lost(doing, self._newest_checkpoint)
         return fatal.held()
 
-    def _own(self, error: Exception, doing: str) -> Verdict:
-        """This rank's fault, told to all; or the first verdict, which may be another rank's."""
-        if self.heartbeat is not None:
-            rank = self.heartbeat.rank  # as it was when the code began: re-packing gives other numbers on the way
+    def _own_fault(self, heartbeat: Heartbeat | None, error: Exception, doing: str) -> Verdict:
+        """Told to all; or the first verdict, which may be another rank's."""
+        if heartbeat is not None:
+            rank = heartbeat.rank
         else:
             rank = dist.get_rank() if dist.is_initialized() else 0
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         happened = f"failed while {doing} ({reason}), which can't be undone, so every rank stops; "
         verdict = fatal.verdict([rank], happened, self._newest_checkpoint, lost=False)
-        return fatal.hold(verdict) if self.heartbeat is None else self.heartbeat.settle(verdict)
+        return fatal.hold(verdict) if heartbeat is None else heartbeat.settle(verdict)
 
 
 @contextmanager

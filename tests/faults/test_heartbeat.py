@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
@@ -219,6 +219,37 @@ def test_a_process_ends_cleanly_with_its_threads() -> None:
 
 def newest() -> None:
     return None
+
+
+class Beat:
+    """A heartbeat of a rank that has no others to ask."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def watching(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        return verdict
+
+
+def test_a_rank_is_named_by_the_number_that_it_had_when_the_code_began() -> None:
+    guard = Guard(newest)
+    guard.heartbeat = Beat(2)
+    with pytest.raises(FatalError, match="^rank 2 failed while layers were moved") as caught:
+        with guard.no_way_back("layers were moved"):
+            guard.heartbeat = Beat(1)  # re-packing has begun to watch anew, among fewer
+            raise ValueError("mine")
+    assert caught.value.ranks == [2]
+
+
+def test_an_error_that_undid_everything_passes() -> None:
+    guard = Guard(newest)
+    for error in (KeyError("all is as before"), FatalError([1], "rank 1 said so")):
+        with pytest.raises(type(error)) as caught, guard.unless_undone("layers were moved", KeyError):
+            raise error
+        assert caught.value is error and fatal.held() is None
 
 
 def start_behind_a_firewall(rank: int) -> tuple[list[str], bool, str]:
