@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from dynpipe_ds.run import Run
 
 
+_NOTHING_TO_PUSH = DiskSync("", [])
+
+
 class Checkpoints:
     """What this run knows of checkpoints.
 
@@ -28,7 +31,7 @@ class Checkpoints:
     def __init__(self) -> None:
         self.last: str | None = None
         self._in_hand: Path | None = None
-        self._disk = DiskSync("", [])
+        self._disk = _NOTHING_TO_PUSH
 
     def newest(self) -> str | None:
         """The newest complete one, also while another is being saved or loaded."""
@@ -47,7 +50,7 @@ class Checkpoints:
         target = Path(save_dir) / name
         with self._handling(run, target, "saved"):
             run.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
-            earlier, self._disk = self._disk, DiskSync("", [])
+            earlier, self._disk = self._disk, _NOTHING_TO_PUSH
             self._disk = Saving(
                 run, Path(save_dir), name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
                 earlier=earlier,
@@ -60,7 +63,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
-        disk, self._disk = self._disk, DiskSync("", [])
+        disk, self._disk = self._disk, _NOTHING_TO_PUSH
         with run.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
             together(disk.wait, run.stage.device, CheckpointError)
 
