@@ -45,7 +45,7 @@ def _difference(entry: LayerEntry, layer: nn.Module, *, strict: bool) -> str:
                 f"{key} is {theirs} there and {ours} here; train in the precision of the checkpoint, or convert "
                 "its layer files"
             )
-        if theirs.shape != ours.shape and not any(_inside(key, prefix) for prefix in adopting):
+        if theirs.shape != ours.shape and not any(not prefix or key.startswith(f"{prefix}.") for prefix in adopting):
             return f"{key} is {theirs} there and {ours} here"
     return ""
 
@@ -56,10 +56,6 @@ def _adopts_shapes(module: nn.Module) -> bool:
         return False
     overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return overridden or bool(module._load_state_dict_pre_hooks)
-
-
-def _inside(key: str, prefix: str) -> bool:
-    return not prefix or key.startswith(f"{prefix}.")
 
 
 def check_optimizer(manifest: Manifest, stage: Stage, root: Path) -> None:

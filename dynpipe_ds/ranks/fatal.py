@@ -132,9 +132,7 @@ def names(ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
 
 
-def verdict(
-    ranks: Sequence[int], happened: str, newest_checkpoint: NewestCheckpoint, *, lost: bool = True
-) -> Verdict:
+def verdict(ranks: Sequence[int], happened: str, newest_checkpoint: NewestCheckpoint, *, lost: bool = True) -> Verdict:
     """The verdict on some ranks.
 
     Args:

@@ -211,8 +211,7 @@ def _constraints_text(request: Request) -> str:
         f"only whole nodes may go ({_join(request.workers.nodes)} by rank)": rules.whole_nodes,
         "the lowest ranks must stay": rules.lowest_stay,
     }
-    parts = [text for text, applies in told.items() if applies]
-    return "the release back-end can't give back the others: " + "; ".join(parts)
+    return "the release back-end can't give back the others: " + "; ".join(text for text in told if told[text])
 
 
 def _counts_text(request: Request) -> str:
