@@ -15,7 +15,6 @@ from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking import live, repacker
 from dynpipe_ds.repacking.decision import Repacking
-from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.live import Shrink
 from dynpipe_ds.repacking.repacker import Repacker
 from tests.one_rank import CPU, Calls, FakeRun, Guard, world
@@ -330,74 +329,3 @@ def test_until_all_have_voted_everything_can_be_undone(fault: str) -> None:
     wide, before = (0, 3, 3, 4, 4), (0, 1, 2, 3, 4)
     assert moves == {"": [wide], "checks": [], "move": [wide], "vote": [wide, before]}[fault]
     assert stage.calls == ([("start reading",)] if fault in ("", "vote") else []), "it will be the last stage"
-
-
-# -- giving back ------------------------------------------------------------------------------
-
-
-class Recording:
-    """A back-end that may fail."""
-
-    workers_leave_first = True
-
-    def __init__(self, fails: str = "") -> None:
-        self.calls: list[Any] = []
-        self._fails = fails
-
-    def _note(self, what: str, *more: Any) -> None:
-        self.calls.append((what, *more))
-        if what == self._fails:
-            raise ValueError("no route")
-
-    def check(self) -> None:
-        self._note("check")
-
-    def node_name(self) -> str:
-        return "node 0"
-
-    def constraints(self) -> Constraints:
-        self._note("constraints")
-        return Constraints(ranks_stay=frozenset({5}), whole_nodes=True)
-
-    def prepare(self, ranks: Any, nodes: Any) -> None:
-        self._note("prepare", ranks, nodes)
-
-    def release(self, ranks: Any, nodes: Any) -> None:
-        self._note("release", ranks, nodes)
-
-    def verify(self) -> None:
-        self._note("verify")
-
-
-def giving_back(backend: Recording) -> GivingBack:
-    with patch("dynpipe_ds.repacking.giving_back.make_backend", lambda options: backend):
-        return GivingBack(SimpleNamespace(backend="mine"), CPU)
-
-
-def test_rank_0_always_stays_and_a_scheduler_that_can_not_be_asked_is_named() -> None:
-    assert giving_back(Recording()).constraints() == Constraints(ranks_stay=frozenset({0, 5}), whole_nodes=True)
-    with pytest.raises(ReleaseError, match="the release back-end can't say who must stay: ValueError: no route"):
-        giving_back(Recording("constraints")).constraints()
-    with pytest.raises(ValueError, match='repack.release.backend = "mine" can\'t be used here: rank 0: ValueError: no'):
-        giving_back(Recording("check"))
-
-
-@pytest.mark.parametrize("fails", ["", "release", "verify"])
-def test_workers_are_given_back_once_they_have_left(fails: str, recwarn: pytest.WarningsRecorder) -> None:
-    """In a thread of its own; what fails then is told, since training goes on in any case."""
-    case = Case()
-    case.run.observe(0, EVEN)
-    backend = Recording(fails)
-    given = giving_back(backend)
-    given.nodes = case.backend.nodes
-    case.backend.give_back = lambda chosen, world: given.give_back(chosen, SimpleNamespace(
-        wait_for_leaving=lambda: backend.calls.append(("all have left",))
-    ))
-    case.repacker.repack(2)
-    given.wait()
-    expected = [("check",), ("all have left",), ("release", (1, 2), ("node 1", "node 2")), ("verify",)]
-    assert backend.calls == expected[: 3 if fails == "release" else 4]
-    assert given.nodes == ("node 0", "node 3")
-    told = [str(warning.message) for warning in recwarn]
-    text = "ranks [1, 2] have left, but giving them back failed (ValueError: no route); training goes on without them"
-    assert told == ([f"dynamic_pipeline: {text}"] if fails else [])
