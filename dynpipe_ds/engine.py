@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
+from dynpipe_ds.checkpoint.load import Wanted
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, check_against_model, parse_config
 from dynpipe_ds.coupling import coupled_cuts
 from dynpipe_ds.decide.balancer import Balancer
@@ -322,8 +323,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
         return self.dynamic.checkpoints.load(
-            self.dynamic, load_dir, tag, strict=load_module_strict, optimizer_states=load_optimizer_states,
-            scheduler_states=load_lr_scheduler_states, module_only=load_module_only,
+            self.dynamic, load_dir, tag,
+            Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only),
         )
 
 

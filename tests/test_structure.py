@@ -61,3 +61,24 @@ def test_nothing_knows_what_is_above_it(name: str) -> None:
     for file in files(name):
         above = tuple(f"dynpipe_ds.{above}" for above in ABOVE[name])
         assert not under(imported(file, lazily=True), above), file
+
+
+def circle(folder: Path) -> list[str]:
+    """Modules of a folder that import each other in a circle, also for types; empty if there is none."""
+    modules = {file.stem: file for file in folder.glob("*.py") if file.stem != "__init__"}
+    package = ".".join(("dynpipe_ds", *folder.relative_to(PACKAGE).parts))
+    needed = {
+        name: {other for other in modules if f"{package}.{other}" in imported(file, lazily=True)}
+        for name, file in modules.items()
+    }
+    while free := {name for name, others in needed.items() if not others & needed.keys()}:
+        needed = {name: others for name, others in needed.items() if name not in free}
+    return sorted(needed)
+
+
+FOLDERS = sorted({file.parent for file in PACKAGE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_no_modules_of_a_folder_import_each_other_in_a_circle(folder: Path) -> None:
+    assert not circle(folder)

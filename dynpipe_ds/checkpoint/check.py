@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 def check_layers(manifest: Manifest, stage: Stage, root: Path, *, strict: bool) -> None:
     """Compare names, shapes and dtypes of this rank's present layers with what is stored.
 
-    Args:
-        manifest: of the checkpoint.
-        stage: that is to take it in.
-        root: the checkpoint's folder, for messages.
-        strict: whether the names of tensors must agree.
-
     Raises:
         CheckpointError: naming file, tensor and both forms.
     """
@@ -51,7 +45,7 @@ def _difference(entry: LayerEntry, layer: nn.Module, *, strict: bool) -> str:
                 f"{key} is {theirs} there and {ours} here; train in the precision of the checkpoint, or convert "
                 "its layer files"
             )
-        if theirs.shape != ours.shape and not any(_inside(key, prefix) for prefix in adopting):
+        if theirs.shape != ours.shape and not any(not prefix or key.startswith(f"{prefix}.") for prefix in adopting):
             return f"{key} is {theirs} there and {ours} here"
     return ""
 
@@ -64,32 +58,20 @@ def _adopts_shapes(module: nn.Module) -> bool:
     return overridden or bool(module._load_state_dict_pre_hooks)
 
 
-def _inside(key: str, prefix: str) -> bool:
-    return not prefix or key.startswith(f"{prefix}.")
-
-
 def check_optimizer(manifest: Manifest, stage: Stage, root: Path) -> None:
     """Compare the kind of optimizer and its parameter groups with what is stored.
-
-    Args:
-        manifest: of the checkpoint.
-        stage: that is to take it in.
-        root: the checkpoint's folder, for messages.
 
     Raises:
         CheckpointError: naming both.
     """
     theirs, ours = manifest.optimizer, optimizer_entry(stage)
-    remedy = "; use the same, or load_optimizer_states=False"
     kinds = {"plain": "without ZeRO", "flat": "under ZeRO-1 or bf16", "none": "not there"}
+    problem = ""
     if theirs.kind != ours.kind:
-        raise CheckpointError(
-            f"the optimizer in {root} is {kinds[theirs.kind]} and the present one is {kinds[ours.kind]}{remedy}"
-        )
-    if theirs.name and theirs.name != ours.name:
-        raise CheckpointError(f"the optimizer in {root} is {theirs.name} and the present one is {ours.name}{remedy}")
-    if theirs.num_groups != ours.num_groups:
-        raise CheckpointError(
-            f"the optimizer in {root} has {theirs.num_groups} parameter groups and the present one "
-            f"{ours.num_groups}{remedy}"
-        )
+        problem = f"is {kinds[theirs.kind]} and the present one is {kinds[ours.kind]}"
+    elif theirs.name and theirs.name != ours.name:
+        problem = f"is {theirs.name} and the present one is {ours.name}"
+    elif theirs.num_groups != ours.num_groups:
+        problem = f"has {theirs.num_groups} parameter groups and the present one {ours.num_groups}"
+    if problem:
+        raise CheckpointError(f"the optimizer in {root} {problem}; use the same, or load_optimizer_states=False")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.checkpoint.folder import DiskSync, read_latest
-from dynpipe_ds.checkpoint.load import Loading, latest_tag
+from dynpipe_ds.checkpoint.load import Loading, Wanted, latest_tag
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from dynpipe_ds.checkpoint.names import agree_on_place, tag_problem
 from dynpipe_ds.checkpoint.save import Saving, refuse_unsupported
@@ -16,6 +16,9 @@ from dynpipe_ds.ranks.agreement import together
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
+
+
+_NOTHING_TO_PUSH = DiskSync("", [])
 
 
 class Checkpoints:
@@ -28,7 +31,7 @@ class Checkpoints:
     def __init__(self) -> None:
         self.last: str | None = None
         self._in_hand: Path | None = None
-        self._disk: DiskSync | None = None
+        self._disk = _NOTHING_TO_PUSH
 
     def newest(self) -> str | None:
         """The newest complete one, also while another is being saved or loaded."""
@@ -39,20 +42,7 @@ class Checkpoints:
         self, run: Run, save_dir: str, tag: Any, client_state: dict[str, Any], *,
         save_latest: bool, exclude_frozen_parameters: bool,
     ) -> None:
-        """Save one; collective over all ranks.
-
-        Args:
-            run: what is saved.
-            save_dir: folder of all checkpoints.
-            tag: name of this one, the same on every rank; ``None``: ``global_step<n>``.
-            client_state: values of the user's own.
-            save_latest: let the file ``latest`` name it.
-            exclude_frozen_parameters: leave out parameters that need no gradient.
-
-        Raises:
-            ValueError: on every rank, if the tag can't name a checkpoint there.
-            CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
-        """
+        """Save one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.save_checkpoint`. Collective over all ranks."""
         if not save_dir:
             raise ValueError(f"save_dir = {save_dir!r}: must name a folder")
         refuse_unsupported(run.stage.pipeline)
@@ -60,9 +50,9 @@ class Checkpoints:
         target = Path(save_dir) / name
         with self._handling(run, target, "saved"):
             run.notice_frozen_layers()  # what is stored of a parameter and of its optimizer state must agree
-            earlier, self._disk = self._disk, None
+            earlier, self._disk = self._disk, _NOTHING_TO_PUSH
             self._disk = Saving(
-                run, save_dir, name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
+                run, Path(save_dir), name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
                 earlier=earlier,
             ).run(save_latest=save_latest)
         self.last = str(target)
@@ -70,39 +60,15 @@ class Checkpoints:
     def wait_for_disk(self, run: Run) -> None:
         """Wait until the newest checkpoint is on the disk of every rank; collective.
 
-        Args:
-            run: what was saved.
-
         Raises:
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
-        disk, self._disk = self._disk, None
+        disk, self._disk = self._disk, _NOTHING_TO_PUSH
         with run.stage.guard.naming_lost_ranks("a checkpoint was pushed to the disk"):
-            together(lambda: disk.wait() if disk is not None else None, run.stage.device, CheckpointError)
+            together(disk.wait, run.stage.device, CheckpointError)
 
-    def load(
-        self, run: Run, load_dir: str, tag: Any, *,
-        strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load one, of any partition, number of stages and replicas; collective over all ranks.
-
-        Args:
-            run: what takes it in.
-            load_dir: folder of all checkpoints.
-            tag: name of one; ``None``: what the file ``latest`` names.
-            strict: whether the names of tensors must agree.
-            optimizer_states: whether to take in the optimizer's state.
-            scheduler_states: whether to take in the learning-rate scheduler's.
-            module_only: take in weights only.
-
-        Returns:
-            Path of DeepSpeed's file for this stage and the user's values; ``(None, None)`` if there is no
-            tag and no ``latest``.
-
-        Raises:
-            ValueError: on every rank, if the tag can't name a checkpoint.
-            CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
-        """
+    def load(self, run: Run, load_dir: str, tag: Any, wanted: Wanted) -> tuple[str | None, dict[str, Any] | None]:
+        """Load one; see :meth:`~dynpipe_ds.DynamicPipelineEngine.load_checkpoint`. Collective over all ranks."""
         refuse_unsupported(run.stage.pipeline)
         # Every rank looks for itself before all agree, so that it can name the checkpoint if they never do.
         expected = tag
@@ -112,12 +78,10 @@ class Checkpoints:
             name = latest_tag(load_dir) if tag is None else str(tag)
             if name is None:
                 return None, None
-            agree_on_place(Path(load_dir) / name, tag_problem(name))
-            result = Loading(
-                run, load_dir, name, strict=strict, optimizer_states=optimizer_states,
-                scheduler_states=scheduler_states, module_only=module_only,
-            ).run()
-        self.last = str(Path(load_dir) / name)
+            root = Path(load_dir) / name
+            agree_on_place(root, tag_problem(name))
+            result = Loading(run, root, wanted).run()
+        self.last = str(root)
         return result
 
     @contextmanager

@@ -19,7 +19,7 @@ from dynpipe_ds.checkpoint.profiles import pack, unpack
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.measure.profile import PipelineProfile, smooth
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
@@ -30,11 +30,7 @@ ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its 
 
 
 def common_state(run: Run) -> Plain:
-    """State that is the same on every rank: all that decisions rest on but :func:`rank_state`.
-
-    Args:
-        run: what is saved or takes it in.
-    """
+    """State that is the same on every rank: all that decisions rest on but :func:`rank_state`."""
     known = run.balancer.state_dict()
     packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
     return {
@@ -52,60 +48,37 @@ def _balancer_state(common: Plain) -> Plain:
     return {**stored, **{key: unpack(stored[key]) for key in ("profiles", "newest") if key in stored}}
 
 
-def stored_window(common: Plain, config: DynamicPipelineConfig) -> list[PipelineProfile]:
-    """The newest profiles in a checkpoint.
-
-    Args:
-        common: as :func:`common_state` gave it.
-        config: the present section.
-    """
+def stored_profile(common: Plain, config: DynamicPipelineConfig) -> PipelineProfile | None:
+    """The newest profiles in a checkpoint, smoothed; ``None`` if it has none."""
     balancer = Balancer(config)
     balancer.load_state_dict(_balancer_state(common))
-    return balancer.newest
-
-
-def restore_common(run: Run, state: Plain, *, same_stages: bool) -> None:
-    """Put back what :func:`common_state` gave.
-
-    Args:
-        run: what is saved or takes it in.
-        state: as stored.
-        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
-    """
-    run.num_batches = state["num_batches"]
-    run.balancer.load_state_dict(_balancer_state(state), same_stages=same_stages)
-    run.repacking.load_state_dict(state.get("repacking", {}), same_stages=same_stages)
+    return smooth(balancer.newest, config.smoothing) if balancer.newest else None
 
 
 def rank_state(run: Run) -> Plain:
-    """State of this rank: random streams and counters.
-
-    Args:
-        run: what is saved or takes it in.
-    """
-    overhead = run.overhead
+    """State of this rank: random streams and counters."""
     return {
         "random": _random_streams(),
         **run.stage.pipeline.micro_batch_counters(),
-        "overhead": {key: float(getattr(overhead, key)) for key in vars(overhead)},
+        "overhead": {key: float(seconds) for key, seconds in vars(run.overhead).items()},
         **run.profiler.state_dict(),
         "attributes": {i: _attributes(layer) for i, layer in run.stage.local_layers().items()},
     }
 
 
-def restore_rank(run: Run, state: Plain, *, same_stages: bool) -> None:
-    """Put back what :func:`rank_state` gave, but for the layers' attributes; :func:`restore_common` goes first.
+def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool) -> None:
+    """Put back what :func:`common_state` and :func:`rank_state` gave, but for the layers' attributes.
 
-    Args:
-        run: what is saved or takes it in.
-        state: as stored by some rank.
-        same_stages: whether the number of stages is the same; else what was measured on stages is left out.
+    What was measured on stages is left out if their number is another.
     """
-    _set_random_streams(state["random"])
-    run.stage.pipeline.set_micro_batch_counters(state)
-    for key, seconds in state["overhead"].items():
+    run.num_batches = common["num_batches"]
+    run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)
+    run.repacking.load_state_dict(common.get("repacking", {}), same_stages=same_stages)
+    _set_random_streams(of_rank["random"])
+    run.stage.pipeline.set_micro_batch_counters(of_rank)
+    for key, seconds in of_rank["overhead"].items():
         setattr(run.overhead, key, seconds)
-    run.profiler.load_state_dict(state if same_stages and run.balancer.newest else {})
+    run.profiler.load_state_dict(of_rank if same_stages and run.balancer.newest else {})
 
 
 def _random_streams() -> Plain:

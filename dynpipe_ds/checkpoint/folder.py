@@ -3,6 +3,8 @@
 Everything is written into ``.<tag>.partial``; one rename then makes it ``<tag>``. Only after that does
 ``latest``, itself replaced by a rename, name it. What a process wrote survives its end, so that nothing
 waits for the disk; threads push the files there afterwards, in case the machine itself fails.
+
+``target`` is a checkpoint's final folder, ``save_dir`` the folder of all checkpoints.
 """
 
 from __future__ import annotations
@@ -27,11 +29,7 @@ _SYNC_THREADS = 4  # file systems commit syncs that come together at once
 
 
 def partial_folder(target: Path) -> Path:
-    """Where a checkpoint is written before it gets its name.
-
-    Args:
-        target: the checkpoint's final folder.
-    """
+    """Where a checkpoint is written before it gets its name."""
     return target.with_name(f".{target.name}.partial")
 
 
@@ -39,32 +37,19 @@ def _replaced_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def start(target: Path) -> Path:
-    """Make an empty folder to write into; clears away what killed processes left behind.
-
-    Args:
-        target: the checkpoint's final folder.
-
-    Returns:
-        The folder to write into.
-    """
+def start(target: Path) -> None:
+    """Make an empty folder to write into; clears away what killed processes left behind."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for replaced in target.parent.glob(".*.replaced"):
         find(replaced.with_name(replaced.name[1:].removesuffix(".replaced")))
     for leftover in [*target.parent.glob(".*.replaced"), *target.parent.glob(".*.partial")]:
         if leftover.is_dir():
             shutil.rmtree(leftover)
-    folder = partial_folder(target)
-    folder.mkdir()
-    return folder
+    partial_folder(target).mkdir()
 
 
 def publish(target: Path) -> None:
-    """Give the written folder its name; an older one of that name goes only now.
-
-    Args:
-        target: the checkpoint's final folder.
-    """
+    """Give the written folder its name; an older one of that name goes only now."""
     partial = partial_folder(target)
     if not target.exists():
         os.rename(partial, target)
@@ -79,11 +64,7 @@ def publish(target: Path) -> None:
 
 
 def discard(target: Path) -> None:
-    """Remove what was written for a checkpoint that failed, and put back what it was to replace.
-
-    Args:
-        target: the checkpoint's final folder.
-    """
+    """Remove what was written for a checkpoint that failed, and put back what it was to replace."""
     shutil.rmtree(partial_folder(target), ignore_errors=True)
     with contextlib.suppress(OSError):
         find(target)
@@ -94,9 +75,6 @@ def find(target: Path) -> bool:
 
     A process may have been killed between the two renames that replace a checkpoint on file systems that
     can't exchange two folders; the old one is then put back.
-
-    Args:
-        target: the checkpoint's final folder.
     """
     replaced = _replaced_folder(target)
     if not target.exists() and (replaced / MANIFEST_FILE).exists():
@@ -105,12 +83,7 @@ def find(target: Path) -> bool:
 
 
 def write_latest(save_dir: Path, tag: str) -> None:
-    """Make ``latest`` name a checkpoint, at once.
-
-    Args:
-        save_dir: folder of all checkpoints.
-        tag: the checkpoint's.
-    """
+    """Make ``latest`` name a checkpoint, at once."""
     partial = save_dir / ".latest.partial"
     write_text(partial, tag)
     os.replace(partial, save_dir / "latest")
@@ -118,10 +91,6 @@ def write_latest(save_dir: Path, tag: str) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file.
-
-    Args:
-        path: the file.
-        text: its content.
 
     Raises:
         CheckpointError: if there is no room for it.
@@ -131,21 +100,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_latest(save_dir: str | Path) -> str | None:
-    """What ``latest`` names; ``None`` if there is no such file.
-
-    Args:
-        save_dir: folder of all checkpoints.
-    """
+    """What ``latest`` names; ``None`` if there is no such file."""
     file = Path(save_dir) / "latest"
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def named_checkpoints(save_dir: Path) -> list[str]:
-    """Names of the checkpoints that were completed in a folder, sorted.
-
-    Args:
-        save_dir: folder of all checkpoints.
-    """
+    """Names of the checkpoints that were completed in a folder, sorted."""
     return sorted(f.name for f in save_dir.glob("*") if f.is_dir() and f.name[0] != ".")
 
 
@@ -162,11 +123,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def fingerprint(path: Path) -> FileEntry:
-    """Size and checksum of a file that was just written; reads little of a zip archive.
-
-    Args:
-        path: the file.
-    """
+    """Size and checksum of a file that was just written; reads little of a zip archive."""
     num_bytes = path.stat().st_size
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -185,10 +142,6 @@ def _index_digest(archive: zipfile.ZipFile) -> str:
 
 def verify(path: Path, entry: FileEntry) -> None:
     """Read a whole file and compare it with its checksum.
-
-    Args:
-        path: the file.
-        entry: what the manifest says of it.
 
     Raises:
         CheckpointError: if it is missing, has another size or another content.
@@ -252,11 +205,7 @@ class DiskSync:
 
 
 def sync(path: Path) -> None:
-    """Push a file's content, or a folder's list of names, to the disk.
-
-    Args:
-        path: file or folder.
-    """
+    """Push a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,9 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from dynpipe_ds.checkpoint.manifest import (
     CheckpointError,
@@ -25,6 +23,7 @@ from dynpipe_ds.checkpoint.manifest import (
 )
 from dynpipe_ds.host.optimizer_files import Reader
 from dynpipe_ds.host.specs import tied_key
+from dynpipe_ds.ranks.agreement import gather
 
 if TYPE_CHECKING:
     from dynpipe_ds.stage import Stage
@@ -48,19 +47,13 @@ class LayerFacts:
 
 
 def describe_model(stage: Stage) -> list[LayerFacts]:
-    """Facts of all layers; collective over all ranks.
-
-    Args:
-        stage: what is here of the model.
-    """
+    """Facts of all layers; collective over all ranks."""
     index = stage.optimizer.groups.index if stage.optimizer else {}
     mine = {
         i: tuple((name, index[p]) for name, p in layer.named_parameters() if p in index)
         for i, layer in stage.local_layers().items()
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    everything = {i: parameters for part in gathered for i, parameters in part.items()}
+    everything = {i: parameters for part in gather(mine) for i, parameters in part.items()}
     specs = stage.module._layer_specs
     return [
         LayerFacts(name, everything.get(i, ()), tied_key(specs[i]))
@@ -89,27 +82,24 @@ def infer_manifest(
     flat = all(optimizer_files)
     checkpoints = [reader.read(file) for file in model_files]
     if flat:
-        names = [_flat_names(reader, files) for files in optimizer_files]
-        counts: list[int] | None = [sum(map(len, groups)) for groups in names]
-        num_groups = len(names[0])
+        sizes = [[len(names) for names in _flat_names(reader, files)] for files in optimizer_files]
     elif checkpoints[0].get("optimizer"):
         groups = [checkpoint["optimizer"]["param_groups"] for checkpoint in checkpoints]
-        counts = [sum(len(group["params"]) for group in stage) for stage in groups]
-        num_groups = len(groups[0])
+        sizes = [[len(group["params"]) for group in stage] for stage in groups]
     else:
-        counts, num_groups = None, 0
-    if counts is None:
+        sizes = []
+    if sizes:
+        partition = infer_partition(layers, [sum(stage) for stage in sizes], present, root)
+    else:
         partition = _even(len(layers), len(model_files))
-    else:
-        partition = infer_partition(layers, counts, present, root)
-    slots = [_slots(layers, partition, stage) for stage in range(len(model_files))] if counts else []
-    kind = "flat" if flat else "plain" if counts else "none"
+    slots = [_slots(layers, partition, stage) for stage in range(len(sizes))]
+    kind = "flat" if flat else "plain" if sizes else "none"
     return Manifest(
         tag=root.name,
         partition=partition,
         num_replicas=len(optimizer_files[0]) or int(checkpoints[0]["dp_world_size"]),
         layers=tuple(_layer_entry(reader, root, layers, i) for i in range(len(layers))),
-        optimizer=OptimizerEntry(kind, "", num_groups),
+        optimizer=OptimizerEntry(kind, "", len(sizes[0]) if sizes else 0),
         slots=tuple(slots),
         model_files=tuple(model_files),
         optimizer_files=optimizer_files if flat else (),

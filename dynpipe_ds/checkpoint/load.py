@@ -7,6 +7,7 @@ to the wanted partition, take their stored weights, and the optimizer takes the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
-from dynpipe_ds.checkpoint.extras import restore_attributes, restore_common, restore_rank, stored_window
+from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_profile
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
@@ -29,10 +30,9 @@ from dynpipe_ds.host.optimizer_files import (
 )
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
-from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.placement import check_boundaries
-from dynpipe_ds.ranks.agreement import first_error
+from dynpipe_ds.ranks.agreement import from_first, together
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
@@ -41,34 +41,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Loading:
-    """One checkpoint that is being read, on one rank.
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is taken in.
 
-    Args:
-        run: what takes it in.
-        load_dir: folder of all checkpoints.
-        tag: name of this one.
+    Attributes:
         strict: whether the names of tensors must agree.
-        optimizer_states: whether to take in optimizer state.
-        scheduler_states: whether to take in the learning-rate scheduler's.
-        module_only: whether to take in nothing but weights.
+        optimizer_states: whether the optimizer's state is.
+        scheduler_states: whether the learning-rate scheduler's is.
+        module_only: whether nothing but weights is.
     """
 
-    def __init__(
-        self, run: Run, load_dir: str, tag: str, *,
-        strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool,
-    ) -> None:
-        self._run = run
-        self._stage = run.stage
-        self._module = run.stage.module
-        self._root = Path(load_dir) / tag
-        self._strict = strict
-        self._with_optimizer = optimizer_states and not module_only and run.stage.optimizer is not None
-        self._list_optimizer = optimizer_states
-        self._with_scheduler = scheduler_states
-        self._module_only = module_only
-        self._reader = Reader(self._root)
-        self._first = dist.get_rank() == 0
+    strict: bool = True
+    optimizer_states: bool = True
+    scheduler_states: bool = True
+    module_only: bool = False
+
+
+class Loading:
+    """One checkpoint that is being read, on one rank."""
+
+    def __init__(self, run: Run, root: Path, wanted: Wanted) -> None:
+        self._run, self._stage = run, run.stage
+        self._root, self._reader = root, Reader(root)
+        self._wanted = wanted
+        has_optimizer = run.stage.optimizer is not None
+        self._with_optimizer = has_optimizer and wanted.optimizer_states and not wanted.module_only
 
     def run(self) -> tuple[str, dict[str, Any]]:
         """Carry it out; collective over all ranks.
@@ -95,15 +93,7 @@ class Loading:
     # -- votes --------------------------------------------------------------------------------
 
     def _together(self, action: Callable[[], T], *, harmless: bool = True) -> T:
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-        message = first_error(error, self._stage.device)
-        if message is None:
-            return result
-        raise self._failure(message, harmless=harmless) from error
+        return together(action, self._stage.device, lambda text: self._failure(text, harmless=harmless))
 
     def _failure(self, message: str, *, harmless: bool) -> CheckpointError:
         changed = "nothing was changed" if harmless else "weights or optimizer state are half loaded: load again"
@@ -111,10 +101,8 @@ class Loading:
 
     def _from_first(self, action: Callable[[], T]) -> T:
         """What the first rank finds, on every rank."""
-        found = self._together(lambda: action() if self._first else None)
-        box = [found]
-        dist.broadcast_object_list(box, src=0)
-        result: T = box[0]  # type: ignore[assignment]
+        found = self._together(lambda: action() if dist.get_rank() == 0 else None)
+        result: T = from_first(lambda: found)  # type: ignore[assignment]
         return result
 
     # -- reading and checking, on which nothing depends yet -----------------------------------
@@ -158,7 +146,7 @@ class Loading:
             folder.verify(self._root / path, entry)
 
     def _check(self) -> None:
-        check_layers(self._manifest, self._stage, self._root, strict=self._strict)
+        check_layers(self._manifest, self._stage, self._root, strict=self._wanted.strict)
         if self._with_optimizer:
             check_optimizer(self._manifest, self._stage, self._root)
 
@@ -169,17 +157,12 @@ class Loading:
                 self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,
                 pinned=balancer.pinned, allow_empty=True,
             )
-        profile = self._stored_profile()
-        if profile is None or self._run.config.rebalance_every == "never":
+        if not self._manifest.is_ours or self._run.config.rebalance_every == "never":
+            return stage.partition
+        profile = stored_profile(self._reader.read(COMMON_FILE), self._run.config)
+        if profile is None:
             return stage.partition
         return balancer.choose(stage.partition, profile, heed_memory=False).boundaries
-
-    def _stored_profile(self) -> PipelineProfile | None:
-        if not self._manifest.is_ours:
-            return None
-        config = self._run.config
-        window = stored_window(self._reader.read(COMMON_FILE), config)
-        return smooth(window, config.smoothing) if window else None
 
     def _read(self, partition: tuple[int, ...]) -> None:
         """Everything this rank will need in the wanted partition."""
@@ -199,7 +182,7 @@ class Loading:
             self._settings = group_settings(manifest, self._reader, self._home)
             flat = manifest.optimizer.kind == "flat"
             self._template = template_state(manifest, self._reader, self._home) if flat else {}
-        if manifest.is_ours and not self._module_only:
+        if manifest.is_ours and not self._wanted.module_only:
             self._common = self._reader.read(COMMON_FILE)
             self._rank_state = self._reader.read(rank_file(self._home, self._replica))
             self._attributes: dict[int, Any] = {}
@@ -211,7 +194,7 @@ class Loading:
     def _take_in(self) -> None:
         before = named_parameters(self._stage.local_layers())
         self._together(self._load_layers, harmless=False)
-        self._module._synchronize_tied_weights()
+        self._stage.module._synchronize_tied_weights()
         self._announce_parameters(before)
         self._together(self._load_optimizer, harmless=False)
         self._stage.settle()
@@ -221,10 +204,10 @@ class Loading:
     def _load_layers(self) -> None:
         layers = self._stage.local_layers()
         for i, weights in self._weights.items():
-            layers[i].load_state_dict(weights, strict=self._strict)
+            layers[i].load_state_dict(weights, strict=self._wanted.strict)
             for name, parameter in layers[i].named_parameters():
                 parameter.requires_grad_(self._manifest.layers[i].trainable.get(name, parameter.requires_grad))
-        if self._manifest.is_ours and not self._module_only:
+        if self._manifest.is_ours and not self._wanted.module_only:
             restore_attributes(layers, self._attributes)
 
     def _announce_parameters(self, before: Mapping[str, nn.Parameter]) -> None:
@@ -271,19 +254,18 @@ class Loading:
 
     def _load_counters(self) -> None:
         pipeline, checkpoint = self._stage.pipeline, self._checkpoint
-        take_worlds(pipeline, checkpoint, module_only=self._module_only)
-        if self._module_only:
+        take_worlds(pipeline, checkpoint, module_only=self._wanted.module_only)
+        if self._wanted.module_only:
             return
-        take_counters(pipeline, checkpoint, with_scheduler=self._with_scheduler)
+        take_counters(pipeline, checkpoint, with_scheduler=self._wanted.scheduler_states)
         if self._manifest.is_ours:
-            restore_common(self._run, self._common, same_stages=self._same_stages)
-            restore_rank(self._run, self._rank_state, same_stages=self._same_stages)
+            restore(self._run, self._common, self._rank_state, same_stages=self._same_stages)
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""
         found = client_values(
-            self._checkpoint, module_only=self._module_only, scheduler=self._with_scheduler,
-            optimizer=self._list_optimizer,
+            self._checkpoint, module_only=self._wanted.module_only, scheduler=self._wanted.scheduler_states,
+            optimizer=self._wanted.optimizer_states,
         )
         if self._with_optimizer and self._manifest.optimizer.kind == "plain":
             found["optimizer"] = self._checkpoint["optimizer"]
@@ -293,28 +275,24 @@ class Loading:
 def latest_tag(load_dir: str) -> str | None:
     """The tag that ``latest`` names, the same on every rank; collective.
 
-    Args:
-        load_dir: folder of all checkpoints.
-
     Returns:
         The tag; ``None``, with a warning, if there is no such file.
 
     Raises:
         CheckpointError: on every rank, if the file can't be read or is empty, as the end of the machine may leave it.
     """
-    box: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = folder.read_latest(load_dir)
-            if box[0] == "":
-                box[1] = f"it is empty; pass one of {folder.named_checkpoints(Path(load_dir))} as tag"
-        except (OSError, ValueError) as error:
-            box[1] = str(error)
-        if box == [None, ""]:
-            there = folder.named_checkpoints(Path(load_dir))
-            log.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
-    dist.broadcast_object_list(box, src=0)
-    tag, problem = box
+    tag, problem = from_first(lambda: _find_latest(load_dir))
     if problem:
         raise CheckpointError(f"{load_dir}/latest can't be used: {problem}")
-    return None if tag is None else str(tag)
+    return tag
+
+
+def _find_latest(load_dir: str) -> tuple[str | None, str]:
+    """The tag, if there is the file, and what is wrong with it."""
+    try:
+        tag, there = folder.read_latest(load_dir), folder.named_checkpoints(Path(load_dir))
+    except (OSError, ValueError) as error:
+        return None, str(error)
+    if tag is None:
+        log.warning(f"there is no {load_dir}/latest to name a checkpoint; pass a tag to load one of {there}")
+    return tag, f"it is empty; pass one of {there} as tag" if tag == "" else ""

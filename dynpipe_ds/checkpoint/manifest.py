@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from dynpipe_ds.placement import Placement
@@ -36,11 +37,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
-        """Form of a tensor.
-
-        Args:
-            tensor: any tensor.
-        """
+        """Form of a tensor."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -170,9 +167,6 @@ class Manifest:
     def loads(cls, text: str) -> Manifest:
         """Read what :meth:`dumps` wrote.
 
-        Args:
-            text: the file's content.
-
         Raises:
             ValueError: if it is anything else, cut short or changed.
         """
@@ -184,53 +178,20 @@ class Manifest:
             raise ValueError(f"its version is {version!r} and this release reads {FORMAT_VERSION}")
         if data.pop("sha256", None) != _digest(data):
             raise ValueError("its checksum does not fit its content: it was changed or damaged")
-        return _from_json(data)
+        return TypeAdapter(Manifest).validate_python(data)
 
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, default=vars).encode()).hexdigest()
 
 
-def _from_json(data: dict[str, Any]) -> Manifest:
-    layers = tuple(
-        LayerEntry(
-            raw["name"], raw["file"],
-            {key: TensorForm(t["dtype"], tuple(t["shape"])) for key, t in raw["tensors"].items()},
-            raw["trainable"],
-        )
-        for raw in data["layers"]
-    )
-    return Manifest(
-        tag=data["tag"],
-        partition=tuple(data["partition"]),
-        num_replicas=data["num_replicas"],
-        layers=layers,
-        optimizer=OptimizerEntry(**data["optimizer"]),
-        slots=tuple(tuple(Slot(**raw) for raw in stage) for stage in data["slots"]),
-        model_files=tuple(data["model_files"]),
-        optimizer_files=tuple(tuple(stage) for stage in data["optimizer_files"]),
-        files={path: FileEntry(**raw) for path, raw in data["files"].items()},
-        versions=data["versions"],
-        aliases=data["aliases"],
-    )
-
-
 def parameter_key(layer: int, name: str) -> str:
-    """Name of a parameter that does not depend on where its layer lives.
-
-    Args:
-        layer: global layer index.
-        name: name inside the layer.
-    """
+    """Name of a parameter that does not depend on where its layer lives."""
     return f"{layer}/{name}"
 
 
 def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of some layers by :func:`parameter_key`.
-
-    Args:
-        layers: modules by layer index.
-    """
+    """Parameters of some layers by :func:`parameter_key`."""
     return {
         parameter_key(layer, name): parameter
         for layer, module in layers.items()
@@ -239,9 +200,5 @@ def named_parameters(layers: Mapping[int, nn.Module]) -> dict[str, nn.Parameter]
 
 
 def tensor_forms(state: Mapping[str, Any]) -> dict[str, TensorForm]:
-    """Form of every tensor of a ``state_dict``; anything else (``_extra_state``) is left out.
-
-    Args:
-        state: a layer's ``state_dict``.
-    """
+    """Form of every tensor of a ``state_dict``; anything else (``_extra_state``) is left out."""
     return {key: TensorForm.of(value) for key, value in state.items() if isinstance(value, Tensor)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError
+from dynpipe_ds.ranks.agreement import gather
 
 # Files that DeepSpeed and this package put next to the checkpoints.
 _TAKEN = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
@@ -112,8 +110,7 @@ def agree_on_place(target: Path, problem: str) -> None:
         ValueError: on every rank, with the first rank's problem.
         CheckpointError: on every rank, if the ranks name different folders.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (str(target), problem))
+    everyone = gather((str(target), problem))
     problems = [text for _, text in everyone if text]
     if problems:
         raise ValueError(problems[0])

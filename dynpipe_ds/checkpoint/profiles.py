@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 
-_Sizes = tuple[tuple[str, int, int, int, int, int], ...]  # of every layer, as LayerProfile has them
+_SIZES = [field.name for field in fields(LayerProfile) if field.name not in ("name", "forward_s", "backward_s")]
+_Sizes = tuple[tuple[Any, ...], ...]  # name and sizes of every layer, as LayerProfile has them
 
 
 def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
@@ -42,26 +44,19 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
 
 
 def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
-    """The profiles that :func:`pack` was given.
-
-    Args:
-        packed: as stored.
-    """
-    tables = [
-        [(name, *sizes) for name, sizes in zip(names, table, strict=True)]
-        for names, table in zip(packed["names"], packed["sizes"].tolist(), strict=True)
-    ]
+    """The profiles that :func:`pack` was given."""
+    names, sizes = packed["names"], packed["sizes"].tolist()
     of_stages = zip(packed["stage_seconds"].tolist(), packed["stage_bytes"].tolist(), strict=True)
     stages = iter([[*times, num_bytes] for times, num_bytes in of_stages])
     profiles = []
-    for i, seconds in enumerate(packed["seconds"].tolist()):
+    for i, (table, seconds) in enumerate(zip(packed["table_of"], packed["seconds"].tolist(), strict=True)):
         profiles.append(PipelineProfile(
             batch=packed["batches"][i],
             boundaries=packed["boundaries"][i],
             num_micro_batches=packed["num_micro_batches"][i],
             layers=tuple(
-                LayerProfile(name, *times, *sizes)
-                for (name, *sizes), times in zip(tables[packed["table_of"][i]], seconds, strict=True)
+                LayerProfile(name, *times, *numbers)
+                for name, times, numbers in zip(names[table], seconds, sizes[table], strict=True)
             ),
             stages=tuple(StageProfile(*stage) for stage in islice(stages, packed["num_stages"][i])),
         ))  # fmt: skip
@@ -69,10 +64,4 @@ def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
 
 
 def _sizes(profile: PipelineProfile) -> _Sizes:
-    return tuple(
-        (
-            layer.name, layer.num_parameters, layer.parameter_bytes, layer.gradient_bytes, layer.optimizer_state_bytes,
-            layer.activation_bytes,
-        )
-        for layer in profile.layers
-    )
+    return tuple((layer.name, *(getattr(layer, key) for key in _SIZES)) for layer in profile.layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,20 +57,38 @@ COMMON_FILE = f"{EXTRAS_FOLDER}/common.pt"
 
 
 def rank_file(stage: int, replica: int) -> str:
-    """Where a rank keeps what only it has.
+    """Where a rank keeps what only it has."""
+    return f"{EXTRAS_FOLDER}/stage_{stage:03d}_replica_{replica:03d}.pt"
 
-    Args:
+
+def _our_layer_file(layer: int) -> str:
+    return f"{EXTRAS_FOLDER}/layer_{layer:02d}-model_states.pt"
+
+
+class Share(NamedTuple):
+    """What one rank has written, and says of it for the manifest.
+
+    Attributes:
         stage: its stage.
         replica: its data-parallel replica.
+        files: size and checksum of what it wrote, by path.
+        model_file: DeepSpeed's file of the stage.
+        optimizer_file: DeepSpeed's file of its share of a flat optimizer's state; empty without one.
+        layers: of the stage; on the first replica only, like ``slots``.
+        slots: of the stage's optimizer.
     """
-    return f"{EXTRAS_FOLDER}/stage_{stage:03d}_replica_{replica:03d}.pt"
+
+    stage: int
+    replica: int
+    files: dict[str, FileEntry]
+    model_file: str
+    optimizer_file: str
+    layers: dict[int, LayerEntry]
+    slots: tuple[Slot, ...]
 
 
 def refuse_unsupported(pipeline: Pipeline) -> None:
     """Refuse what checkpoints of a dynamic pipeline don't cover, with the remedy.
-
-    Args:
-        pipeline: DeepSpeed's engine.
 
     Raises:
         ValueError: naming the setting.
@@ -96,20 +114,15 @@ class Saving:
     """
 
     def __init__(
-        self, run: Run, save_dir: str, tag: str, client_state: dict[str, Any], *,
-        exclude_frozen_parameters: bool, earlier: folder.DiskSync | None = None,
+        self, run: Run, save_dir: Path, tag: str, client_state: dict[str, Any], *,
+        exclude_frozen_parameters: bool, earlier: folder.DiskSync,
     ) -> None:
-        self._run = run
-        self._stage = run.stage
-        self._pipeline = run.stage.pipeline
-        self._save_dir = Path(save_dir)
-        self._tag = tag
+        self._run, self._stage, self._pipeline = run, run.stage, run.stage.pipeline
+        self._save_dir, self._tag, self._target = save_dir, tag, save_dir / tag
         self._client_state = client_state
         self._exclude_frozen = exclude_frozen_parameters
         self._earlier = earlier
-        self._target = self._save_dir / tag
         self._first = dist.get_rank() == 0
-        self._replica = run.stage.pipeline.replica
 
     def run(self, *, save_latest: bool) -> folder.DiskSync:
         """Carry it out; collective over all ranks.
@@ -128,14 +141,14 @@ class Saving:
         try:
             self._client_state = self._together(lambda: plain(self._client_state, "client_state"))
             self._together(self._start)
-            part = self._together(lambda: (self._write_files(), *self._describe()))
-            parts = self._gather(part)
-            self._together(lambda: self._finish(parts, save_latest=save_latest))
+            share = self._together(lambda: self._describe(self._write_files()))
+            shares = self._gather(share)
+            self._together(lambda: self._finish(shares, save_latest=save_latest))
         except CheckpointError:
             if self._first:
                 folder.discard(self._target)
             raise
-        return folder.DiskSync(str(self._target), self._written(part[0]))
+        return folder.DiskSync(str(self._target), self._written(share.files))
 
     def _together(self, action: Callable[[], T]) -> T:
         def run() -> T:
@@ -150,9 +163,8 @@ class Saving:
         """All name the same, and the one before it is on the disk, so that one is there whatever fails now."""
         agree_on_place(self._target, tag_problem(self._tag))
         self._together(self._check_place)
-        earlier = self._earlier
-        together(lambda: earlier.wait() if earlier is not None else None, self._stage.device, lambda message: (
-            CheckpointError(f"the checkpoint before {self._target} could not be pushed to the disk: {message}")
+        together(self._earlier.wait, self._stage.device, lambda message: CheckpointError(
+            f"the checkpoint before {self._target} could not be pushed to the disk: {message}"
         ))
 
     def _check_place(self) -> None:
@@ -184,10 +196,10 @@ class Saving:
     def _write_our_files(self, writer: RecordingWriter) -> None:
         if self._first:
             writer.save(common_state(self._run), str(self._folder / COMMON_FILE))
-        writer.save(rank_state(self._run), str(self._folder / rank_file(self._stage.stage_id, self._replica)))
-        if self._replica == 0:
+        writer.save(rank_state(self._run), str(self._folder / rank_file(self._stage.stage_id, self._pipeline.replica)))
+        if self._pipeline.replica == 0:
             for layer, module in self._left_out().items():
-                writer.save(dict(module.state_dict()), str(self._folder / self._our_layer_file(layer)))
+                writer.save(dict(module.state_dict()), str(self._folder / _our_layer_file(layer)))
 
     def _left_out(self) -> dict[int, nn.Module]:
         """Layers that DeepSpeed does not save: tied ones that run by a ``forward_fn``."""
@@ -196,14 +208,10 @@ class Saving:
         layers = module.local_layers()
         return {i: layers[i] for i, function in functions if i in layers and not hasattr(function, "state_dict")}
 
-    @staticmethod
-    def _our_layer_file(layer: int) -> str:
-        return f"{EXTRAS_FOLDER}/layer_{layer:02d}-model_states.pt"
-
-    def _finish(self, parts: list[Any], *, save_latest: bool) -> None:
+    def _finish(self, shares: list[Share], *, save_latest: bool) -> None:
         if not self._first:
             return
-        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(parts).dumps())
+        folder.write_text(self._folder / MANIFEST_FILE, self._manifest(shares).dumps())
         folder.publish(self._target)
         if save_latest:
             folder.write_latest(self._save_dir, self._tag)
@@ -220,19 +228,19 @@ class Saving:
 
     # -- the manifest -------------------------------------------------------------------------
 
-    def _gather(self, part: Any) -> list[Any]:
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(part, parts if self._first else None)
-        return parts
+    def _gather(self, share: Share) -> list[Share]:
+        """All shares, on the first rank."""
+        shares: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(share, shares if self._first else None)
+        return shares
 
-    def _describe(self) -> tuple[Any, ...]:
-        """This rank's share of the manifest."""
+    def _describe(self, files: dict[str, FileEntry]) -> Share:
         path = self._relative(model_file(self._pipeline, self._save_dir, self._tag))
-        flat = None
+        flat = ""
         if isinstance(self._stage.optimizer, FlatOptimizer):
             flat = self._relative(optimizer_file(self._pipeline, self._save_dir, self._tag))
-        described = (self._layer_entries(), self._slots()) if self._replica == 0 else ({}, ())
-        return self._stage.stage_id, self._replica, path, flat, *described
+        described = (self._layer_entries(), self._slots()) if self._pipeline.replica == 0 else ({}, ())
+        return Share(self._stage.stage_id, self._pipeline.replica, files, path, flat, *described)
 
     def _relative(self, path: Path) -> str:
         return str(path.relative_to(self._target))
@@ -242,7 +250,7 @@ class Saving:
         names, left_out = stage.module.layer_names(), self._left_out()
         entries = {i: LayerEntry(names[i], None, {}, {}) for i in stage.module.local_indices()}
         for i, module in stage.local_layers().items():
-            file = self._our_layer_file(i)
+            file = _our_layer_file(i)
             if i not in left_out:
                 file = self._relative(layer_file(self._pipeline, self._target, i))
             trainable = {name: p.requires_grad for name, p in module.named_parameters()}
@@ -263,11 +271,11 @@ class Saving:
             for parameter in members
         )
 
-    def _manifest(self, parts: list[Any]) -> Manifest:
+    def _manifest(self, shares: list[Share]) -> Manifest:
         stage = self._stage
-        ordered = sorted(parts, key=lambda part: (part[1], part[2]))  # by stage and replica
-        stages: list[list[Any]] = [[part for part in ordered if part[1] == s] for s in range(stage.num_stages)]
-        entries = {i: entry for part in parts for i, entry in part[5].items()}
+        ordered = sorted(shares, key=lambda share: (share.stage, share.replica))
+        stages = [[share for share in ordered if share.stage == s] for s in range(stage.num_stages)]
+        entries = {i: entry for share in shares for i, entry in share.layers.items()}
         flat = isinstance(stage.optimizer, FlatOptimizer)
         return Manifest(
             tag=self._tag,
@@ -275,20 +283,16 @@ class Saving:
             num_replicas=len(stages[0]),
             layers=tuple(entries[i] for i in range(len(entries))),
             optimizer=optimizer_entry(stage),
-            slots=tuple(parts[0][6] for parts in stages),
-            model_files=tuple(parts[0][3] for parts in stages),
-            optimizer_files=tuple(tuple(part[4] for part in parts) for parts in stages) if flat else (),
-            files=dict(sorted((path, entry) for part in parts for path, entry in part[0].items())),
+            slots=tuple(replicas[0].slots for replicas in stages),
+            model_files=tuple(replicas[0].model_file for replicas in stages),
+            optimizer_files=tuple(tuple(s.optimizer_file for s in replicas) for replicas in stages) if flat else (),
+            files=dict(sorted((path, entry) for share in shares for path, entry in share.files.items())),
             versions={"torch": torch.__version__, "deepspeed": version()},
         )
 
 
 def optimizer_entry(stage: Stage) -> OptimizerEntry:
-    """Kind of the engine's optimizer, as a manifest names it.
-
-    Args:
-        stage: that has it.
-    """
+    """Kind of the engine's optimizer, as a manifest names it."""
     if stage.optimizer is None:
         return OptimizerEntry("none", "", 0)
     basic = stage.optimizer.groups.optimizer

@@ -61,28 +61,22 @@ class Layout:
                 f"the inputs have {len(parts)} parts but the layers were made for {len(names)} ({', '.join(names)}): "
                 "set attention_mask= and position_ids= of causal_lm_layers to what the data has"
             )
-        carry = self._named(parts)
         if self.routing is not None:
-            carry.routing = torch.zeros(self.routing, device=parts[0].device)
-        return carry
+            parts = (*parts, torch.zeros(self.routing, device=parts[0].device))
+        return self.unpack(parts)
 
     def unpack(self, activation: Activation) -> Carry:
         """Name the parts of an activation between two layers."""
         parts = activation if isinstance(activation, tuple) else (activation,)
-        carry = self._named(parts)
-        if self.routing is not None:
-            carry.routing = parts[-1]
-        return carry
+        return Carry(
+            parts[0],
+            padding=parts[1] if self.padding else None,
+            positions=parts[1 + self.padding] if self.positions else None,
+            routing=parts[-1] if self.routing is not None else None,
+        )
 
     def pack(self, carry: Carry) -> Activation:
         """Make an activation of its parts."""
         parts = (carry.stream, carry.padding, carry.positions, carry.routing)
         present = tuple(part for part in parts if part is not None)
         return present if len(present) > 1 else present[0]
-
-    def _named(self, parts: tuple[Tensor, ...]) -> Carry:
-        return Carry(
-            parts[0],
-            padding=parts[1] if self.padding else None,
-            positions=parts[1 + self.padding] if self.positions else None,
-        )

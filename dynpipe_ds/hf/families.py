@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,15 +26,23 @@ class Family:
 
     Attributes:
         config: that copy.
+        package: where ``transformers`` has its classes.
+        prefix: how their names begin.
+        block_class: what follows it in the name of a block's class.
+        architecture: class of the whole model.
     """
 
     embedding, blocks, norm, head = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
     positions: str | None = None
-    architecture = "LlamaForCausalLM"
+    package, prefix, block_class, architecture = "llama", "Llama", "DecoderLayer", "LlamaForCausalLM"
 
     def __init__(self, config: Any) -> None:
         self.config = copy.deepcopy(config)
         self.base_class()(self.config)  # resolves what is left to the defaults; holds no weights
+
+    def _class(self, kind: str) -> Any:
+        module = import_module(f"transformers.models.{self.package}.modeling_{self.package}")
+        return getattr(module, f"{self.prefix}{kind}")
 
     @property
     def tied(self) -> bool:
@@ -47,27 +56,19 @@ class Family:
 
     def base_class(self) -> Any:
         """Class that initialises the weights."""
-        from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
-
-        return LlamaPreTrainedModel
+        return self._class("PreTrainedModel")
 
     def make_block(self, index: int) -> nn.Module:
         """Build one block; raises ``ValueError`` from ``transformers`` if its sizes can't be."""
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-        return LlamaDecoderLayer(self.config, index)  # type: ignore[no-any-return]
+        return self._class(self.block_class)(self.config, index)  # type: ignore[no-any-return]
 
     def make_norm(self) -> nn.Module:
         """Build the norm before the head."""
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        return LlamaRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)  # type: ignore[no-any-return]
+        return self._class("RMSNorm")(self.config.hidden_size, eps=self.config.rms_norm_eps)  # type: ignore[no-any-return]
 
     def make_rotary(self) -> nn.Module | None:
         """Build what turns positions into angles, if the blocks take angles."""
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        return LlamaRotaryEmbedding(config=self.config)  # type: ignore[no-any-return]
+        return self._class("RotaryEmbedding")(config=self.config)  # type: ignore[no-any-return]
 
     def mask(self, carry: Carry) -> Tensor | None:
         """Attention mask of a block, as the model's own forward makes it."""
@@ -107,7 +108,7 @@ class Family:
 
     def router(self, block: nn.Module) -> nn.Module | None:
         """The block's router, if it has one."""
-        return None
+        return getattr(getattr(block, "mlp", None), "gate", None)
 
     def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
         """Note what a router has returned: its load on the block, its part of the loss in the activation."""
@@ -126,24 +127,12 @@ class GPT2(Family):
 
     embedding, blocks, norm, head = "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"
     positions = "transformer.wpe"
-    architecture = "GPT2LMHeadModel"
+    package, prefix, block_class, architecture = "gpt2", "GPT2", "Block", "GPT2LMHeadModel"
 
     def __init__(self, config: Any) -> None:
         if config.add_cross_attention:
             raise ValueError("add_cross_attention=true: a pipeline of a causal language model has no encoder")
         super().__init__(config)
-
-    def base_class(self) -> Any:
-        """Class that initialises the weights."""
-        from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
-
-        return GPT2PreTrainedModel
-
-    def make_block(self, index: int) -> nn.Module:
-        """Build one block."""
-        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-        return GPT2Block(self.config, layer_idx=index)  # type: ignore[no-any-return]
 
     def make_norm(self) -> nn.Module:
         """Build the norm before the head."""
@@ -156,31 +145,7 @@ class GPT2(Family):
 class Mixtral(Family):
     """Mixtral: experts in every block, one load-balancing loss over all of them."""
 
-    architecture = "MixtralForCausalLM"
-
-    def base_class(self) -> Any:
-        """Class that initialises the weights."""
-        from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel
-
-        return MixtralPreTrainedModel
-
-    def make_block(self, index: int) -> nn.Module:
-        """Build one block."""
-        from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
-
-        return MixtralDecoderLayer(self.config, index)  # type: ignore[no-any-return]
-
-    def make_norm(self) -> nn.Module:
-        """Build the norm before the head."""
-        from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
-
-        return MixtralRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)  # type: ignore[no-any-return]
-
-    def make_rotary(self) -> nn.Module:
-        """Build what turns positions into angles."""
-        from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
-
-        return MixtralRotaryEmbedding(config=self.config)  # type: ignore[no-any-return]
+    package, prefix, architecture = "mixtral", "Mixtral", "MixtralForCausalLM"
 
     def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
         """Split stacked experts into the matrices that Mixtral's files hold."""
@@ -202,11 +167,6 @@ class Mixtral(Family):
         if weight is not None:
             self.config.router_aux_loss_coef, self.config.output_router_logits = float(weight), weight > 0
         return (2, int(self.config.num_local_experts)) if self.config.output_router_logits else None
-
-    def router(self, block: nn.Module) -> nn.Module | None:
-        """The block's router."""
-        router: nn.Module = block.mlp.gate  # type: ignore[union-attr,assignment]
-        return router
 
     def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
         """Note chosen experts; add choices and probabilities up."""
@@ -246,11 +206,6 @@ class LlamaMoE(Family):
             self.config.gate_balance_loss_weight, self.config.gate_use_balance = float(weight), weight > 0
         return () if self.config.gate_use_balance else None
 
-    def router(self, block: nn.Module) -> nn.Module | None:
-        """The block's gate."""
-        gate: nn.Module = block.mlp.gate  # type: ignore[union-attr,assignment]
-        return gate
-
     def route(self, block: nn.Module, output: Any, carry: Carry) -> None:
         """Note chosen experts; add the loss up."""
         note_load(block, output.experts, self.config.num_experts)
@@ -288,12 +243,7 @@ def family_of(config: Any) -> Family:
 
 
 def initialise(family: Family, module: nn.Module) -> None:
-    """Give a new module random weights, as ``transformers`` would.
-
-    Args:
-        family: knows how.
-        module: a part of the model.
-    """
+    """Give a new module random weights, as ``transformers`` would."""
     base = family.base_class()(family.config)
     with torch.no_grad():
         module.apply(base._init_weights)

@@ -74,12 +74,9 @@ class PretrainedFolder:
         Raises:
             ValueError: if a file is cut off or lacks a weight that the index says it has.
         """
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._files[name], []).append(name)
         found = {}
-        for file, wanted in by_file.items():
-            with self._open(file) as reader:
+        for file, wanted in self._by_file(names).items():
+            with _open(self.path / file) as reader:
                 missing = set(wanted).difference(reader.keys())
                 if missing:
                     raise ValueError(
@@ -96,21 +93,25 @@ class PretrainedFolder:
         Args:
             targets: tensors of the right shape by the name of a weight.
         """
-        by_file: dict[str, list[str]] = {}
-        for name in targets:
-            by_file.setdefault(self._files[name], []).append(name)
-        for file, names in by_file.items():
-            with self._open(file) as reader, torch.no_grad():
+        for file, names in self._by_file(targets).items():
+            with _open(self.path / file) as reader, torch.no_grad():
                 for name in names:
                     weight: Tensor = reader.get_tensor(name)
                     targets[name].copy_(weight)
                     self.bytes_read += weight.nbytes
 
-    def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.path / file, framework="pt", device="cpu")
-        except Exception as error:
-            raise ValueError(f"{self.path / file} cannot be read as safetensors: {error}; copy it again") from error
+    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._files[name], []).append(name)
+        return by_file
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}; copy it again") from error
 
 
 def _read_config(path: Path) -> Any:
@@ -147,8 +148,5 @@ def _list_weights(path: Path) -> dict[str, str]:
             f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}: convert other formats with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    try:
-        with safe_open(single, framework="pt", device="cpu") as reader:
-            return dict.fromkeys(reader.keys(), SINGLE_FILE)
-    except Exception as error:
-        raise ValueError(f"{single} cannot be read as safetensors: {error}; copy it again") from error
+    with _open(single) as reader:
+        return dict.fromkeys(reader.keys(), SINGLE_FILE)

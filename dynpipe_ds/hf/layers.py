@@ -72,17 +72,19 @@ class PretrainedLayer(nn.Module):
         Yields:
             Name in the model, name in files, and the part of a parameter that it is.
         """
-        for attribute, stored_as in self.stored_as.items():
-            for name, parameter in self.get_submodule(attribute).named_parameters():
-                full = f"{stored_as}.{name}"
-                for stored, part in self.family.pieces(full, parameter.detach()):
-                    yield full, stored, part
+        for full, parameter in self._named().items():
+            for stored, part in self.family.pieces(full, parameter):
+                yield full, stored, part
+
+    def _named(self) -> dict[str, Tensor]:
+        return {
+            f"{stored_as}.{name}": parameter.detach()
+            for attribute, stored_as in self.stored_as.items()
+            for name, parameter in self.get_submodule(attribute).named_parameters()
+        }
 
     def sources(self, folder: PretrainedFolder) -> dict[str, Tensor]:
         """Find the layer's weights in a folder.
-
-        Args:
-            folder: the folder.
 
         Returns:
             Part of a parameter by the name in the folder.
@@ -91,7 +93,7 @@ class PretrainedLayer(nn.Module):
             ValueError: if one is missing.
         """
         found: dict[str, Tensor] = {}
-        whole = {f"{s}.{n}": p for a, s in self.stored_as.items() for n, p in self.get_submodule(a).named_parameters()}
+        whole = self._named()
         for full, stored, part in self.pieces():
             name = folder.find(_names(stored, self.family))
             if name is not None:
@@ -103,7 +105,7 @@ class PretrainedLayer(nn.Module):
                     f"{folder.path} holds no weight {stored}: it is not a {type(self.family).__name__} for causal "
                     "language modelling, or incomplete"
                 )
-            found[fused] = whole[full].detach()
+            found[fused] = whole[full]
         return found
 
     def num_bytes(self) -> int:
@@ -134,11 +136,7 @@ def _names(name: str, family: Family) -> tuple[str, ...]:
 
 
 class TokenEmbedding(PretrainedLayer):
-    """Token embedding, and the head of a tied model.
-
-    Args:
-        *args: those of :class:`PretrainedLayer`.
-    """
+    """Token embedding, and the head of a tied model."""
 
     embed: nn.Embedding
 
@@ -230,16 +228,14 @@ class FinalNorm(PretrainedLayer):
         return self.layout.pack(carry)
 
 
-class Head(PretrainedLayer):
+class Head(FinalNorm):
     """Final norm and projection to logits of an untied model."""
 
-    norm: nn.Module
     project: nn.Linear
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         config = self.family.config
-        self.add_part("norm", self.family.make_norm(), self.family.norm)
         self.add_part("project", nn.Linear(config.hidden_size, config.vocab_size, bias=False), self.family.head)
 
     def forward(self, activation: Activation) -> Activation:
@@ -258,21 +254,16 @@ def _finish(layer: PretrainedLayer, carry: Carry, logits: Tensor) -> Activation:
     return logits if layer.layout.routing is None else (logits, layer.family.extra_loss(carry))
 
 
-def _build(layer: type[PretrainedLayer], *args: Any, **kwargs: Any) -> PretrainedLayer:
-    """Build a layer, without memory if its weights will be read."""
-    folder = args[2]
-    with torch.device("cpu" if folder is None else "meta"):
-        return layer(*args, **kwargs)
-
-
 class _Spec(LayerSpec):  # type: ignore[misc]
     def build(self, log: bool = False) -> PretrainedLayer:
-        return _build(self.typename, *self.module_args, **self.module_kwargs)
+        """Build a layer, without memory if its weights will be read."""
+        folder = self.module_args[2]
+        with torch.device("cpu" if folder is None else "meta"):
+            return super().build(log)  # type: ignore[no-any-return]
 
 
-class _TiedSpec(TiedLayerSpec):  # type: ignore[misc]
-    def build(self, log: bool = False) -> PretrainedLayer:
-        return _build(self.typename, *self.module_args, **self.module_kwargs)
+class _TiedSpec(_Spec, TiedLayerSpec):  # type: ignore[misc]
+    pass
 
 
 def causal_lm_layers(

@@ -57,23 +57,19 @@ class LlamaMoEConfig(LlamaConfig):  # type: ignore[misc]
 
     def problems(self) -> list[str]:
         """List what the layers here can't do, or nobody could."""
-        found = []
-        if not 1 <= self.num_selects <= self.num_experts:
-            found.append(f"num_selects={self.num_selects} must be between 1 and num_experts={self.num_experts}")
-        if self.gate_type != "TopKBalancedNoisyGate":
-            found.append(f"gate_type={self.gate_type!r} must be 'TopKBalancedNoisyGate'")
-        if self.calculator_type != "UniversalCalculator":
-            found.append(f"calculator_type={self.calculator_type!r} must be 'UniversalCalculator' (no token dropped)")
-        if self.gate_network not in _GATES:
-            found.append(f"gate_network={self.gate_network!r} must be one of {', '.join(_GATES)}")
-        if self.add_weight_norm:
-            found.append("add_weight_norm=true is not supported")
-        if self.size_experts is None and self.intermediate_size % self.num_experts:
-            found.append(
-                f"num_experts={self.num_experts} must divide intermediate_size={self.intermediate_size}, or "
-                "size_experts must be given"
-            )
-        return found
+        rules = {
+            f"num_selects={self.num_selects} must be between 1 and num_experts={self.num_experts}":
+                1 <= self.num_selects <= self.num_experts,
+            f"gate_type={self.gate_type!r} must be 'TopKBalancedNoisyGate'":
+                self.gate_type == "TopKBalancedNoisyGate",
+            f"calculator_type={self.calculator_type!r} must be 'UniversalCalculator' (no token dropped)":
+                self.calculator_type == "UniversalCalculator",
+            f"gate_network={self.gate_network!r} must be one of {', '.join(_GATES)}": self.gate_network in _GATES,
+            "add_weight_norm=true is not supported": not self.add_weight_norm,
+            f"num_experts={self.num_experts} must divide intermediate_size={self.intermediate_size}, or size_experts "
+            "must be given": self.size_experts is not None or self.intermediate_size % self.num_experts == 0,
+        }
+        return [text for text, holds in rules.items() if not holds]
 
 
 @dataclass
@@ -100,11 +96,7 @@ def spread(x: Tensor) -> Tensor:
 
 
 class NoisyGate(nn.Module):
-    """Noisy top-k gating with a balance loss (Shazeer et al. 2017, section 4 and appendix A).
-
-    Args:
-        config: the model's size and kind.
-    """
+    """Noisy top-k gating with a balance loss (Shazeer et al. 2017, section 4 and appendix A)."""
 
     def __init__(self, config: LlamaMoEConfig) -> None:
         super().__init__()
@@ -150,12 +142,7 @@ class NoisyGate(nn.Module):
 
 
 class SplitExperts(nn.Module):
-    """The pieces of a Llama MLP, one an expert.
-
-    Args:
-        config: the model's size and kind.
-        layer: index of the block.
-    """
+    """The pieces of a Llama MLP, one an expert."""
 
     def __init__(self, config: LlamaMoEConfig, layer: int) -> None:
         super().__init__()
@@ -198,12 +185,7 @@ class Calculator(nn.Module):
 
 
 class LlamaMoEMLP(nn.Module):
-    """Gate and experts in the place of a Llama MLP.
-
-    Args:
-        config: the model's size and kind.
-        layer: index of the block.
-    """
+    """Gate and experts in the place of a Llama MLP."""
 
     def __init__(self, config: LlamaMoEConfig, layer: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from dynpipe_ds.checkpoint import CheckpointError
 from dynpipe_ds.checkpoint.folder import partial_folder, publish, start
 from dynpipe_ds.hf.folder import INDEX_FILE, SINGLE_FILE
 from dynpipe_ds.hf.layers import PretrainedLayer
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.agreement import gather, together
 
 # What belongs to a model beside its weights and configuration.
 _COMPANIONS = (
@@ -94,8 +94,7 @@ def save_pretrained(
         return CheckpointError(f"the model was not saved to {target}: {message}")
 
     weights = together(lambda: _local_weights(engine), device, failed)
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, [(name, part.nbytes) for name, part in weights.items()])
+    sizes = gather([(name, part.nbytes) for name, part in weights.items()])
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     first = dist.get_rank() == 0
     together(lambda: _begin(target) if first else None, device, failed)

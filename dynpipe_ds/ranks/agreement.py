@@ -1,4 +1,7 @@
-"""All ranks or none: checks that every rank makes before anything irreversible."""
+"""All ranks or none: checks that every rank makes before anything irreversible.
+
+``device`` is where the communication back-end works, ``group`` who takes part (``None``: all ranks).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,27 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether something is true on any rank; collective over the ranks of a group.
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank has, by rank; collective over the ranks of a group."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def from_first(find: Callable[[], T]) -> T:
+    """What the first rank finds, on every rank; collective over all ranks.
 
     Args:
-        condition: whether it is on this one.
-        device: where the communication back-end works.
-        group: who takes part; ``None``: all ranks.
+        find: called on the first rank only; must not raise, or the others would wait for it.
     """
+    box: list[Any] = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    found: T = box[0]
+    return found
+
+
+def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether something is true on any rank; collective over the ranks of a group."""
     flag = torch.tensor([int(condition)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
@@ -30,11 +46,6 @@ def first_error(
 ) -> str | None:
     """Tell every rank whether any rank failed; collective over the ranks of a group.
 
-    Args:
-        error: what went wrong on this rank, if anything.
-        device: where the communication back-end works.
-        group: who takes part; ``None``: all ranks.
-
     Returns:
         ``None`` if no rank failed; otherwise the same text on every rank, naming ranks and errors.
     """
@@ -42,11 +53,8 @@ def first_error(
 
 
 def _all_errors(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str:
-    """What went wrong on all ranks together."""
-    messages: list[Any] = [None] * dist.get_world_size(group)
     mine = None if error is None else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    dist.all_gather_object(messages, mine, group=group)
-    return "; ".join(text for text in messages if text is not None)
+    return "; ".join(text for text in gather(mine, group) if text is not None)
 
 
 def together(
@@ -103,11 +111,9 @@ def disagreement(
         return f"{what}: choosing them failed ({_all_errors(error)})"
     if high == -low:
         return None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(values))
     return (
         f"the ranks disagree on {what}: "
-        + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(everyone))
+        + ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(gather(list(values))))
         + "; every rank must decide the same from the same inputs"
     )
 
@@ -139,8 +145,7 @@ def difference_of_replicas(values: Sequence[str], what: str, stage: int) -> str 
     Returns:
         ``None`` if the replicas of every stage hold the same; otherwise the same text on every rank.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (stage, list(values)))
+    everyone = gather((stage, list(values)))
     first: dict[int, int] = {}
     for rank, (its_stage, theirs) in enumerate(everyone):
         other = first.setdefault(its_stage, rank)

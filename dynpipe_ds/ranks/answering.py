@@ -75,8 +75,7 @@ class Address(NamedTuple):
 
 
 def _line(secret: str, verdict: Verdict | None) -> bytes:
-    told = None if verdict is None else {"ranks": verdict.ranks, "text": verdict.text, "lost": verdict.lost}
-    return f"{secret} {json.dumps(told)}\n".encode()
+    return f"{secret} {json.dumps(verdict, default=vars)}\n".encode()
 
 
 def _read(line: bytes, secret: str) -> Verdict | None:
@@ -178,12 +177,7 @@ class Listener:
 
 
 class _Call:
-    """One question to one process, in small steps that never block.
-
-    Args:
-        address: of the process.
-        verdict: what it is told.
-    """
+    """One question to one process, in small steps that never block."""
 
     def __init__(self, address: Address, verdict: Verdict | None) -> None:
         self._address, self._line = address, _line(address.secret, verdict)
@@ -197,9 +191,7 @@ class _Call:
             self._step()
         except (BlockingIOError, InterruptedError):
             pass  # not yet
-        except ConnectionRefusedError:
-            self.answer = Answer.ENDED
-        except ValueError:  # another program has the port by now
+        except (ConnectionRefusedError, ValueError):  # ValueError: another program has the port by now
             self.answer = Answer.ENDED
         except OSError as error:
             if error.errno != errno.ENOTCONN:  # how some systems say "not yet"

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynpipe_ds.ranks import fatal
+from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
 from dynpipe_ds.ranks.fatal import NewestCheckpoint, Verdict
 from dynpipe_ds.telling import warn
@@ -68,11 +69,7 @@ class Heartbeat:
             self._thread.join()
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Miss some ranks no more: they end on purpose.
-
-        Args:
-            ranks: whom.
-        """
+        """Miss some ranks no more: they end on purpose."""
         self._addresses = {rank: address for rank, address in self._addresses.items() if rank not in ranks}
 
     def unreachable(self) -> list[int]:
@@ -93,17 +90,19 @@ class Heartbeat:
         Returns:
             The first verdict of all ranks; ``None`` if everybody lives.
         """
+        happened = {
+            Answer.ENDED: f"ended while {doing}, so every rank stops; ",
+            Answer.SILENT: f"did not answer while {doing} (stopped, or the machine is gone), so every rank stops; ",
+        }
         clock = RunningClock()
         while True:
             answers = self._ask_all()
             if fatal.held() is not None:
                 return fatal.held()
-            ended = [rank for rank, answer in answers.items() if answer is Answer.ENDED]
-            silent = [rank for rank, answer in answers.items() if answer is Answer.SILENT]
-            if ended:
-                return self._tell(fatal.ended(ended, doing, newest_checkpoint), answers)
-            if silent:
-                return self._tell(fatal.silent(silent, doing, newest_checkpoint), answers)
+            for answer, what in happened.items():
+                ranks = [rank for rank, given in answers.items() if given is answer]
+                if ranks:
+                    return self._tell(fatal.verdict(ranks, what, newest_checkpoint), answers)
             if clock.tick() > PATIENCE_S:
                 return None
             time.sleep(_AGAIN_S)  # its connections may be closed before its process has ended
@@ -169,7 +168,7 @@ class Heartbeat:
 
 # -- one for each process group ---------------------------------------------------------------
 
-_heartbeat: tuple[Any, Heartbeat | None] | None = None
+_heartbeat: tuple[Any, Heartbeat | None] = (None, None)
 
 
 def start_heartbeat() -> Heartbeat | None:
@@ -179,39 +178,17 @@ def start_heartbeat() -> Heartbeat | None:
         The heartbeat; ``None`` for a single rank, or, with a warning, where ranks can't connect to each other.
     """
     global _heartbeat
-    if _heartbeat is None or _heartbeat[0] is not dist.group.WORLD:
-        earlier = _heartbeat[1] if _heartbeat is not None else None
+    group, earlier = _heartbeat
+    if group is not dist.group.WORLD:
         several = dist.get_world_size() > 1
         fatal.apply_to_this_process(several)
         made = _start(earlier.listener if earlier is not None else None) if several else None
-        if earlier is not None and made is None:
-            earlier.stop()
-        elif earlier is not None:
+        if earlier is not None:
             earlier.stop_watching()
+            if made is None:
+                earlier.listener.close()
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]
-
-
-@contextmanager
-def explaining_lost_ranks(doing: str, newest_checkpoint: NewestCheckpoint | None = None) -> Iterator[None]:
-    """Around collective calls of your own: a broken connection becomes an error that says which rank was lost.
-
-    The engine does this around its own. Entering is collective over all ranks before the first engine is made, and
-    local from then on, so ``except RuntimeError: with explaining_lost_ranks(...): raise`` is possible, too.
-
-    Args:
-        doing: what goes on inside, for the message: ``"the model was evaluated"``.
-        newest_checkpoint: returns the newest complete checkpoint, for the message; ``None`` where there is none.
-
-    Returns:
-        A context manager.
-
-    Raises:
-        FatalError: if some rank failed where nothing can be undone, here or elsewhere, now or earlier.
-        RankLostError: if communication broke down inside because another rank was lost.
-    """
-    with fatal.naming_lost_ranks(start_heartbeat(), doing, newest_checkpoint or (lambda: None)):
-        yield
 
 
 def _start(listener: Listener | None) -> Heartbeat | None:
@@ -220,13 +197,13 @@ def _start(listener: Listener | None) -> Heartbeat | None:
         listener = listener or Listener()
     except OSError as error:
         why = f"no socket to listen on ({error})"
-    addresses = _gather(None if listener is None else listener.address)
+    addresses = [address for address in gather(None if listener is None else listener.address) if address is not None]
     made = None
-    if listener is not None and all(address is not None for address in addresses):
+    if listener is not None and len(addresses) == dist.get_world_size():
         made = Heartbeat(listener, dist.get_rank(), addresses, timeout_s=group_timeout().total_seconds())
         missing = made.unreachable()
         why = f"no connection to {fatal.names(missing)}" if missing else None
-    reasons = {rank: reason for rank, reason in enumerate(_gather(why)) if reason is not None}
+    reasons = {rank: reason for rank, reason in enumerate(gather(why)) if reason is not None}
     if not reasons:
         return made
     if made is not None:
@@ -241,12 +218,6 @@ def _start(listener: Listener | None) -> Heartbeat | None:
             "or longer; let the job's machines connect to each other on every port"
         )
     return None
-
-
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def group_timeout() -> timedelta:

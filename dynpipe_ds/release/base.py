@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+
+_RETRY_S = 0.5
 
 
 class ReleaseError(RuntimeError):
@@ -107,3 +112,20 @@ class ReleaseBackend(ABC):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def poll(look: Callable[[], T], is_settled: Callable[[T], bool], timeout_s: float) -> T:
+    """Ask a scheduler again and again, until its answer is settled or the time is up.
+
+    Args:
+        look: asks it once.
+        is_settled: whether the answer is a last one.
+        timeout_s: longest that this may take.
+
+    Returns:
+        The last answer.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_settled(answer := look()) and time.monotonic() < deadline:
+        time.sleep(_RETRY_S)
+    return answer

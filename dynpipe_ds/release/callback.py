@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.options import CallbackOptions
 from dynpipe_ds.release.registry import find
 
 
@@ -15,65 +16,44 @@ class CallbackBackend(ReleaseBackend):
     """Calls a command or a function once the freed workers have left.
 
     Args:
-        command: command and arguments, run without a shell; ``{ranks}`` and ``{nodes}`` are filled in, comma
-            separated, ``{num_ranks}`` by how many leave.
-        function: ``"package.module:function"``, called as ``function(ranks, nodes)`` with two tuples.
-        timeout_s: longest that the command may take.
-        whole_nodes: free whole nodes only.
-        lowest_stay: the ranks that stay must be the lowest.
+        **given: those of :class:`~dynpipe_ds.release.options.CallbackOptions`. Ranks and nodes are filled into a
+            command comma separated; a function gets them as two tuples.
     """
 
-    def __init__(
-        self, *, command: Sequence[str] | None = None, function: str | None = None, timeout_s: float = 60.0,
-        whole_nodes: bool = False, lowest_stay: bool = False,
-    ) -> None:
-        self._command = command
-        self._function = function
-        self._timeout_s = timeout_s
-        self._constraints = Constraints(whole_nodes=whole_nodes, lowest_stay=lowest_stay)
+    def __init__(self, **given: Any) -> None:
+        self._options = CallbackOptions(**given)
 
     def check(self) -> None:
-        """Look for the command, or import the function.
-
-        Raises:
-            ReleaseError: it isn't there.
-        """
-        if self._command is not None:
-            if shutil.which(self._command[0]) is None:
-                raise ReleaseError(
-                    f"repack.release.command = {list(self._command)}: {self._command[0]!r} is no executable command "
-                    f"on this node; give its path, or make it executable"
-                )
-        else:
+        """Look for the command, or import the function."""
+        command = self._options.command
+        if command is None:
             self._imported()
+        elif shutil.which(command[0]) is None:
+            raise ReleaseError(
+                f"repack.release.command = {command}: {command[0]!r} is no executable command on this node; give its "
+                f"path, or make it executable"
+            )
 
     def constraints(self) -> Constraints:
         """As the options say."""
-        return self._constraints
+        return Constraints(whole_nodes=self._options.whole_nodes, lowest_stay=self._options.lowest_stay)
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Call it.
-
-        Args:
-            ranks: global ranks that have left.
-            nodes: nodes that have become free.
-
-        Raises:
-            ReleaseError: the command failed, or the function raised.
-        """
-        if self._command is not None:
-            self._run(_filled(self._command, ranks, nodes))
+        """Call it."""
+        if self._options.command is not None:
+            self._run(_filled(self._options.command, ranks, nodes))
             return
         function = self._imported()
         try:
             function(tuple(ranks), tuple(nodes))
         except Exception as error:
-            raise ReleaseError(f"{self._function} raised {type(error).__name__}: {error}") from error
+            raise ReleaseError(f"{self._options.function} raised {type(error).__name__}: {error}") from error
 
     def _run(self, command: list[str]) -> None:
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self._timeout_s, stdin=subprocess.DEVNULL, check=False
+                command, capture_output=True, text=True, timeout=self._options.timeout_s, stdin=subprocess.DEVNULL,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ReleaseError(f"command {command}: {error}") from error
@@ -82,15 +62,16 @@ class CallbackBackend(ReleaseBackend):
             raise ReleaseError(f"command {command} ended with exit code {done.returncode}: {text or 'no output'}")
 
     def _imported(self) -> Callable[..., Any]:
+        name = self._options.function
         try:
-            function: Callable[..., Any] = find(self._function or "")
+            function: Callable[..., Any] = find(name or "")
         except (ImportError, AttributeError, ValueError) as error:
             raise ReleaseError(
-                f"repack.release.function = {self._function!r}: {error}; must be a function that every rank can "
-                f'import, "package.module:function"'
+                f"repack.release.function = {name!r}: {error}; must be a function that every rank can import, "
+                f'"package.module:function"'
             ) from error
         if not callable(function):
-            raise ReleaseError(f"repack.release.function = {self._function!r}: is {function!r}, not a function")
+            raise ReleaseError(f"repack.release.function = {name!r}: is {function!r}, not a function")
         return function
 
 

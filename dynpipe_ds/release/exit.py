@@ -14,9 +14,4 @@ class ExitBackend(ReleaseBackend):
     """
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Nothing is left to do once the workers have left.
-
-        Args:
-            ranks: global ranks that leave.
-            nodes: nodes that become free entirely.
-        """
+        """Nothing is left to do once the workers have left."""

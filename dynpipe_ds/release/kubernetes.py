@@ -12,12 +12,12 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError, poll
+from dynpipe_ds.release.options import KubernetesOptions
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_RETRY_S = 0.5
 # Said outright: what the client takes by itself differs between its versions.
 _MERGE_PATCH = "application/merge-patch+json"
 
@@ -27,32 +27,20 @@ class KubernetesBackend(ReleaseBackend):
 
     A StatefulSet starts a pod again that ends by itself, so there the freed workers wait to be terminated; pods of an
     Indexed Job leave first and count as succeeded.
-
-    Args:
-        mode: ``"statefulset"`` or ``"indexed-job"``.
-        name: name of the object.
-        namespace: its namespace; ``None``: the pod's own.
-        timeout_s: longest that one request may take, and that giving back may take to show.
     """
 
-    def __init__(
-        self, *, mode: Literal["statefulset", "indexed-job"], name: str, namespace: str | None = None,
-        timeout_s: float = 30.0,
-    ) -> None:
-        self._mode = mode
-        self._name = name
-        self._namespace = namespace
-        self._timeout_s = timeout_s
+    def __init__(self, **given: Any) -> None:
+        options = KubernetesOptions(**given)
+        self._mode = options.mode
+        self._name = options.name
+        self._namespace = options.namespace
+        self._timeout_s = options.timeout_s
         self._api: Any = None
         self._expected = 0
-        self.workers_leave_first = mode == "indexed-job"
+        self.workers_leave_first = options.mode == "indexed-job"
 
     def check(self) -> None:
-        """Look for the client, credentials and the pod's place; the first pod also tries reading and changing.
-
-        Raises:
-            ReleaseError: something is missing.
-        """
+        """Look for the client, credentials and the pod's place; the first pod also tries reading and changing."""
         self._connect()
         if self._index(socket.gethostname()) == 0:
             self._patch(self._size(), dry_run=True)
@@ -66,44 +54,22 @@ class KubernetesBackend(ReleaseBackend):
         return Constraints(whole_nodes=True, lowest_stay=True)
 
     def prepare(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Make sure that these are the last pods, and that the API server would grant the change.
-
-        Args:
-            ranks: global ranks that are to leave.
-            nodes: pods that become free.
-
-        Raises:
-            ReleaseError: it would be refused.
-        """
+        """Make sure that these are the last pods, and that the API server would grant the change."""
         self._patch(self._remaining(nodes), dry_run=True)
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Make the object smaller.
-
-        Args:
-            ranks: global ranks that leave.
-            nodes: pods to give back.
-
-        Raises:
-            ReleaseError: the API server refused.
-        """
+        """Make the object smaller."""
         self._expected = self._remaining(nodes)
         self._patch(self._expected)
 
     def verify(self) -> None:
-        """Wait until no more pods are there, or active, than stay.
-
-        Raises:
-            ReleaseError: there are, after the time limit.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while (pods := self._num_pods()) > self._expected:
-            if time.monotonic() >= deadline:
-                raise ReleaseError(
-                    f"{self} still has {pods} pods {self._timeout_s:g} s after it was shrunk to {self._expected}; "
-                    f"look for pods that can't be terminated"
-                )
-            time.sleep(_RETRY_S)
+        """Wait until no more pods are there, or active, than stay."""
+        pods = poll(self._num_pods, lambda pods: pods <= self._expected, self._timeout_s)
+        if pods > self._expected:
+            raise ReleaseError(
+                f"{self} still has {pods} pods {self._timeout_s:g} s after it was shrunk to {self._expected}; look for "
+                f"pods that can't be terminated"
+            )
 
     def leave(self) -> NoReturn:
         """End this worker: in a StatefulSet by waiting to be terminated, since it would be started again."""

@@ -15,10 +15,18 @@ _Reference = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 _BACKEND_RULE = '"exit", "slurm", "kubernetes", "callback" or "package.module:Class"'
 
 
+def _backend(name: Any = ..., example: str = "slurm") -> Any:
+    return key(name, "Name of the back-end.", rule=_BACKEND_RULE, example=f'"{example}"')
+
+
+def _timeout(seconds: float, meaning: str) -> Any:
+    return key(seconds, meaning, rule="a number of seconds > 0", example=f"{seconds:g}")
+
+
 class ReleaseOptions(Section):
     """What all back-ends share: their name."""
 
-    backend: _Text = key(..., "Name of the back-end.", rule=_BACKEND_RULE, example='"slurm"')
+    backend: _Text = _backend()
 
     def arguments(self) -> dict[str, Any]:
         """The options as keyword arguments of the back-end's class."""
@@ -28,35 +36,25 @@ class ReleaseOptions(Section):
 class ExitOptions(ReleaseOptions):
     """Workers leave with exit code 0."""
 
-    backend: Literal["exit"] = key("exit", "Name of the back-end.", rule=_BACKEND_RULE, example='"exit"')
+    backend: Literal["exit"] = _backend("exit", "exit")
 
 
 class SlurmOptions(ReleaseOptions):
     """``scontrol update JobId=... NodeList=...``."""
 
-    backend: Literal["slurm"] = key("slurm", "Name of the back-end.", rule=_BACKEND_RULE, example='"slurm"')
-    job_id: _Text | None = key(
-        None,
-        "The job. Null: SLURM_JOB_ID.",
-        rule='null or a job id as text',
-        example='"1234"',
-    )
+    backend: Literal["slurm"] = _backend("slurm")
+    job_id: _Text | None = key(None, "The job. Null: SLURM_JOB_ID.", rule="null or a job id as text", example='"1234"')
     scontrol: _Text = key(
         "scontrol", "The command that talks to Slurm, or its path.", rule="a command",
         example='"/opt/slurm/bin/scontrol"',
     )
-    timeout_s: _Seconds = key(
-        30.0, "Longest that one command may take, and that the change may take to show.",
-        rule="a number of seconds > 0", example="30",
-    )
+    timeout_s: _Seconds = _timeout(30.0, "Longest that one command may take, and that the change may take to show.")
 
 
 class KubernetesOptions(ReleaseOptions):
     """Scale a StatefulSet down, or shrink an Indexed Job."""
 
-    backend: Literal["kubernetes"] = key(
-        "kubernetes", "Name of the back-end.", rule=_BACKEND_RULE, example='"kubernetes"'
-    )
+    backend: Literal["kubernetes"] = _backend("kubernetes", "kubernetes")
     mode: Literal["statefulset", "indexed-job"] = key(
         ..., "What kind of object made the workers' pods.", rule='"statefulset" or "indexed-job"',
         example='"indexed-job"',
@@ -65,16 +63,13 @@ class KubernetesOptions(ReleaseOptions):
     namespace: _Text | None = key(
         None, "Its namespace. Null: the pod's own.", rule="null or a namespace", example='"research"'
     )
-    timeout_s: _Seconds = key(
-        30.0, "Longest that one request may take, and that the pods may take to go.",
-        rule="a number of seconds > 0", example="30",
-    )
+    timeout_s: _Seconds = _timeout(30.0, "Longest that one request may take, and that the pods may take to go.")
 
 
 class CallbackOptions(ReleaseOptions):
     """Any command or Python function."""
 
-    backend: Literal["callback"] = key("callback", "Name of the back-end.", rule=_BACKEND_RULE, example='"callback"')
+    backend: Literal["callback"] = _backend("callback", "callback")
     command: Annotated[list[_Text], Field(min_length=1)] | None = key(
         None,
         "Command and arguments, run without a shell; {ranks}, {nodes} and {num_ranks} are filled in. It fails with an "
@@ -88,12 +83,8 @@ class CallbackOptions(ReleaseOptions):
         rule='null or "package.module:function"',
         example='"site_tools.scheduler:give_back"',
     )
-    timeout_s: _Seconds = key(
-        60.0, "Longest that the command may take.", rule="a number of seconds > 0", example="60"
-    )
-    whole_nodes: bool = key(
-        False, "Free whole nodes only.", rule="true or false", example="true"
-    )
+    timeout_s: _Seconds = _timeout(60.0, "Longest that the command may take.")
+    whole_nodes: bool = key(False, "Free whole nodes only.", rule="true or false", example="true")
     lowest_stay: bool = key(
         False, "The ranks that stay must be the lowest.", rule="true or false", example="true"
     )
@@ -114,10 +105,6 @@ class OwnOptions(ReleaseOptions):
 
     backend: _Reference = key(..., "The class.", rule=_BACKEND_RULE, example='"site_tools.scheduler:GiveBack"')
 
-    def arguments(self) -> dict[str, Any]:
-        """The options as keyword arguments of the back-end's class."""
-        return dict(self.model_extra or {})
-
 
 _TYPES: dict[str, type[ReleaseOptions]] = {
     "exit": ExitOptions, "slurm": SlurmOptions, "kubernetes": KubernetesOptions, "callback": CallbackOptions,
@@ -125,9 +112,5 @@ _TYPES: dict[str, type[ReleaseOptions]] = {
 
 
 def options_type(section: Mapping[Any, Any]) -> type[ReleaseOptions]:
-    """Type of the options of the back-end that a section names.
-
-    Args:
-        section: as read from the JSON.
-    """
+    """Type of the options of the back-end that a section names."""
     return _TYPES.get(str(section.get("backend")), OwnOptions)

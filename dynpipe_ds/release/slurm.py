@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.base import Constraints, ReleaseBackend, ReleaseError, poll
+from dynpipe_ds.release.options import SlurmOptions
 
-_RETRY_S = 0.5
 _ENDING_S = 1.0  # from a worker's last sign of life to the end of its process, which Slurm must not have to force
 # Slurm refuses a change until the last one is in its accounting (ESLURM_JOB_SETTING_DB_INX); without one, for good.
 _FOR_A_MOMENT = re.compile(r"try again|not available right now|temporarily", re.IGNORECASE)
@@ -43,25 +44,17 @@ class SlurmBackend(ReleaseBackend):
     Tasks still alive on a node that goes are killed, so the workers leave first. Slurm writes a script with the new
     environment into the working folder, so ``scontrol`` runs in a temporary one; whether it worked is judged by what
     the job shows then, not by its messages.
-
-    Args:
-        job_id: the job; ``None``: ``SLURM_JOB_ID``.
-        scontrol: command that talks to Slurm.
-        timeout_s: longest that one command may take, and that giving back may take to show.
     """
 
-    def __init__(self, *, job_id: str | None = None, scontrol: str = "scontrol", timeout_s: float = 30.0) -> None:
-        self._job_id = job_id or os.environ.get("SLURM_JOB_ID", "")
-        self._scontrol = scontrol
-        self._timeout_s = timeout_s
+    def __init__(self, **given: Any) -> None:
+        options = SlurmOptions(**given)
+        self._job_id = options.job_id or os.environ.get("SLURM_JOB_ID", "")
+        self._scontrol = options.scontrol
+        self._timeout_s = options.timeout_s
         self._expected: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Look for ``scontrol`` and for the job; the first task also asks Slurm about them.
-
-        Raises:
-            ReleaseError: something is missing, Slurm's controller does not answer, or it never resizes jobs.
-        """
+        """Look for ``scontrol`` and for the job; the first task also asks Slurm about them."""
         if shutil.which(self._scontrol) is None:
             raise ReleaseError(
                 f"repack.release.scontrol = {self._scontrol!r}: no such command on this node; install Slurm's client "
@@ -87,11 +80,7 @@ class SlurmBackend(ReleaseBackend):
         return os.environ["SLURMD_NODENAME"]
 
     def constraints(self) -> Constraints:
-        """Whole nodes, and the one where the batch script runs stays.
-
-        Raises:
-            ReleaseError: Slurm does not know the job.
-        """
+        """Whole nodes, and the one where the batch script runs stays."""
         job = self._job()
         stay = frozenset() if job.batch_host is None else frozenset({job.batch_host})
         return Constraints(nodes_stay=stay, whole_nodes=True)
@@ -101,13 +90,6 @@ class SlurmBackend(ReleaseBackend):
 
         Giving the job the name that it has is the change that is tried: it needs the same permission as a resize, and
         is refused in the same way while the last resize has not been written down.
-
-        Args:
-            ranks: global ranks that are to leave.
-            nodes: nodes that become free.
-
-        Raises:
-            ReleaseError: Slurm would refuse.
         """
         job = self._job()
         if job.state != "RUNNING":
@@ -118,44 +100,30 @@ class SlurmBackend(ReleaseBackend):
             raise ReleaseError(f"Slurm would not resize job {self._job_id} now: {_one_line(tried)}{_hint(tried)}")
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
-        """Resize the job to the other nodes.
-
-        Args:
-            ranks: global ranks that have left.
-            nodes: nodes to give back.
-
-        Raises:
-            ReleaseError: Slurm refused.
-        """
+        """Resize the job to the other nodes."""
         self._expected = self._staying(self._job(), nodes)
         time.sleep(_ENDING_S)
         update = ("update", f"JobId={self._job_id}", f"NodeList={','.join(self._expected)}")
-        deadline = time.monotonic() + self._timeout_s
-        while True:
+
+        def refusal() -> subprocess.CompletedProcess[str] | None:
             done = self._run(*update)
-            if done.returncode == 0 or self._job().nodes == self._expected:
-                return
-            if not _FOR_A_MOMENT.search(done.stderr) or time.monotonic() >= deadline:
-                raise ReleaseError(
-                    f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(done)}"
-                    f"{_hint(done)}; the nodes {','.join(nodes)} stay idle in the job until it ends"
-                )
-            time.sleep(_RETRY_S)
+            return None if done.returncode == 0 or self._job().nodes == self._expected else done
+
+        refused = poll(refusal, lambda done: done is None or not _FOR_A_MOMENT.search(done.stderr), self._timeout_s)
+        if refused is not None:
+            raise ReleaseError(
+                f"Slurm refused to resize job {self._job_id} to {','.join(self._expected)}: {_one_line(refused)}"
+                f"{_hint(refused)}; the nodes {','.join(nodes)} stay idle in the job until it ends"
+            )
 
     def verify(self) -> None:
-        """Wait until the job shows the nodes that stay, and no others.
-
-        Raises:
-            ReleaseError: it does not in time.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while (nodes := self._job().nodes) != self._expected:
-            if time.monotonic() >= deadline:
-                raise ReleaseError(
-                    f"Slurm job {self._job_id} has the nodes {','.join(nodes)} {self._timeout_s:g} s after its "
-                    f"resize to {','.join(self._expected)}; look at 'scontrol show job {self._job_id}'"
-                )
-            time.sleep(_RETRY_S)
+        """Wait until the job shows the nodes that stay, and no others."""
+        nodes = poll(lambda: self._job().nodes, lambda nodes: nodes == self._expected, self._timeout_s)
+        if nodes != self._expected:
+            raise ReleaseError(
+                f"Slurm job {self._job_id} has the nodes {','.join(nodes)} {self._timeout_s:g} s after its "
+                f"resize to {','.join(self._expected)}; look at 'scontrol show job {self._job_id}'"
+            )
 
     def _staying(self, job: Job, nodes: Sequence[str]) -> tuple[str, ...]:
         strangers = [node for node in nodes if node not in job.nodes]

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from dynpipe_ds.partition import InfeasiblePartitionError, optimal
 from dynpipe_ds.repacking.request import Request
-from dynpipe_ds.repacking.survivors import choose_survivors, possible_counts
+from dynpipe_ds.repacking.survivors import Score, choose_survivors, possible_counts
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,11 @@ def to_stages(request: Request, num_stages: int) -> Repacking | Refusal:
     refusal = _refuse_count(request, num_stages)
     if refusal is not None:
         return refusal
-    survivors = _best_workers(request, num_stages) if request.workers_differ else tuple(range(num_stages))
     try:
-        boundaries = _best_partition(request, survivors)
+        boundaries = _best_partition(request, num_stages)
     except InfeasiblePartitionError as error:
         return Refusal(f"num_stages = {num_stages}: {error}{_next_hint(request, num_stages)}")
-    if not request.workers_differ:
-        survivors = _nearest_workers(request, boundaries)
-    return _repacking(request, boundaries, survivors)
+    return _repacking(request, boundaries)
 
 
 def first_fit(request: Request, *, target_stages: int | None = None, min_stages: int = 1) -> Repacking | Refusal:
@@ -165,10 +162,7 @@ def first_fit(request: Request, *, target_stages: int | None = None, min_stages:
             f"'fewest_stages'"
         )
     bins = _merge(held, cap, counts[0])
-    boundaries = (*(request.current[first] for first in bins), request.current[-1])
-    if request.workers_differ:
-        return _repacking(request, boundaries, _best_workers(request, counts[0]))
-    return _repacking(request, boundaries, _nearest_workers(request, boundaries))
+    return _repacking(request, (*(request.current[first] for first in bins), request.current[-1]))
 
 
 def _fewest_that_could(request: Request, tolerance: float) -> int:
@@ -211,16 +205,13 @@ def _refuse_count(request: Request, num_stages: int) -> Refusal | None:
 
 def _constraints_text(request: Request) -> str:
     rules = request.constraints
-    parts = []
-    if rules.ranks_stay:
-        parts.append(f"ranks {_join(sorted(rules.ranks_stay))} must stay")
-    if rules.nodes_stay:
-        parts.append(f"nodes {_join(sorted(rules.nodes_stay))} must stay")
-    if rules.whole_nodes:
-        parts.append(f"only whole nodes may go ({_join(request.workers.nodes)} by rank)")
-    if rules.lowest_stay:
-        parts.append("the lowest ranks must stay")
-    return "the release back-end can't give back the others: " + "; ".join(parts)
+    told = {
+        f"ranks {_join(sorted(rules.ranks_stay))} must stay": bool(rules.ranks_stay),
+        f"nodes {_join(sorted(rules.nodes_stay))} must stay": bool(rules.nodes_stay),
+        f"only whole nodes may go ({_join(request.workers.nodes)} by rank)": rules.whole_nodes,
+        "the lowest ranks must stay": rules.lowest_stay,
+    }
+    return "the release back-end can't give back the others: " + "; ".join(text for text in told if told[text])
 
 
 def _counts_text(request: Request) -> str:
@@ -234,19 +225,19 @@ def _next_hint(request: Request, above: int) -> str:
     """The next number of stages that memory allows."""
     for num_stages in possible_counts(request.workers, request.constraints):
         if num_stages > above:
-            survivors = _best_workers(request, num_stages) if request.workers_differ else tuple(range(num_stages))
             try:
-                _best_partition(request, survivors)
+                _best_partition(request, num_stages)
             except InfeasiblePartitionError:
                 continue
             return f"; the next number of stages for which memory suffices is {num_stages}"
     return f"; memory suffices for no number from there to the present {request.num_stages} stages"
 
 
-def _best_partition(request: Request, survivors: Sequence[int]) -> tuple[int, ...]:
+def _best_partition(request: Request, num_stages: int) -> tuple[int, ...]:
+    workers = _best_workers(request, num_stages) if request.workers_differ else range(num_stages)
     plan = optimal(
-        request.profile.costs("time"), len(survivors), memory=request.memory(survivors), pinned=request.pinned,
-        speeds=request.speeds(survivors),
+        request.profile.costs("time"), num_stages, memory=request.memory(workers), pinned=request.pinned,
+        speeds=request.speeds(workers),
     )
     return plan.boundaries
 
@@ -259,9 +250,7 @@ def _best_workers(request: Request, num_stages: int) -> tuple[int, ...]:
         speed = request.stage_speeds[old] if request.stage_speeds is not None else 1.0
         return speed, cap[old] if isinstance(cap, Sequence) else 0
 
-    survivors = choose_survivors(request.workers, request.constraints, num_stages, speed_and_memory)
-    assert survivors is not None, "the count was checked"
-    return survivors
+    return _choose(request, num_stages, speed_and_memory)
 
 
 def _nearest_workers(request: Request, boundaries: Sequence[int]) -> tuple[int, ...]:
@@ -273,33 +262,38 @@ def _nearest_workers(request: Request, boundaries: Sequence[int]) -> tuple[int, 
         end = min(request.current[old + 1], boundaries[new + 1])
         return (until[end] - until[first] if first < end else 0,)
 
-    survivors = choose_survivors(request.workers, request.constraints, len(boundaries) - 1, bytes_in_place)
+    return _choose(request, len(boundaries) - 1, bytes_in_place)
+
+
+def _choose(request: Request, num_stages: int, score: Score) -> tuple[int, ...]:
+    survivors = choose_survivors(request.workers, request.constraints, num_stages, score)
     assert survivors is not None, "the count was checked"
     return survivors
 
 
-def _repacking(request: Request, boundaries: tuple[int, ...], survivors: tuple[int, ...]) -> Repacking:
-    workers, num_stages = request.workers, len(survivors)
+def _repacking(request: Request, boundaries: tuple[int, ...]) -> Repacking:
+    workers, num_stages = request.workers, len(boundaries) - 1
+    if request.workers_differ:
+        survivors = _best_workers(request, num_stages)
+    else:
+        survivors = _nearest_workers(request, boundaries)
     ranks = workers.ranks_of(survivors)
-    before_s = request.batch_s(request.current, range(request.num_stages))
-    after_s = request.batch_s(boundaries, survivors)
-    held = request.stage_bytes(boundaries)
-    kept = before_s / after_s if after_s else 1.0
-    return Repacking(
+    shrink = Repacking(
         num_stages=num_stages,
         boundaries=boundaries,
         surviving_stages=survivors,
         surviving_ranks=ranks,
         released_ranks=tuple(rank for rank in range(len(workers.nodes)) if rank not in set(ranks)),
         released_nodes=workers.free_nodes(survivors),
-        seconds_before=before_s,
-        seconds_after=after_s,
-        stage_bytes=held,
-        reason=(
-            f"{request.num_stages} -> {num_stages} stages keep {kept:.1%} of the predicted throughput with at most "
-            f"{max(held):,} bytes a stage"
-        ),
+        seconds_before=request.batch_s(request.current, range(request.num_stages)),
+        seconds_after=request.batch_s(boundaries, survivors),
+        stage_bytes=request.stage_bytes(boundaries),
+        reason="",
     )
+    return replace(shrink, reason=(
+        f"{request.num_stages} -> {num_stages} stages keep {shrink.throughput_kept:.1%} of the predicted throughput "
+        f"with at most {max(shrink.stage_bytes):,} bytes a stage"
+    ))
 
 
 def _join(values: Sequence[object]) -> str:

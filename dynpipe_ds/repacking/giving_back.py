@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host.world import World
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.options import ReleaseOptions
 from dynpipe_ds.repacking.decision import Repacking
@@ -20,16 +19,11 @@ from dynpipe_ds.telling import warn
 class GivingBack:
     """Gives workers back through a back-end.
 
-    Args:
-        options: the section ``repack.release``.
-        device: where the communication back-end works.
-
     Raises:
         ValueError: on every rank, if the back-end can't work on some rank.
     """
 
     def __init__(self, options: ReleaseOptions, device: torch.device) -> None:
-        self._device = device
         self._thread: threading.Thread | None = None
 
         def make() -> ReleaseBackend:
@@ -40,9 +34,7 @@ class GivingBack:
         self.backend = together(make, device, lambda text: ValueError(
             f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
         ))
-        nodes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(nodes, self.backend.node_name())
-        self.nodes: tuple[str, ...] = tuple(nodes)
+        self.nodes: tuple[str, ...] = tuple(gather(self.backend.node_name()))
 
     def constraints(self) -> Constraints:
         """What the back-end demands now, and that rank 0 stays; collective.
@@ -50,36 +42,27 @@ class GivingBack:
         Raises:
             ReleaseError: on every rank, if the scheduler can't be asked.
         """
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
+
+        def ask() -> Constraints | str:
             try:
-                box = [self.backend.constraints()]
+                return self.backend.constraints()
             except Exception as error:  # noqa: BLE001 - a site's own back-end may raise anything
-                box = [f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], str):
-            raise ReleaseError(f"the release back-end can't say who must stay: {box[0]}")
-        rules: Constraints = box[0]
+                return f"{type(error).__name__}: {error}"
+
+        rules = from_first(ask)
+        if isinstance(rules, str):
+            raise ReleaseError(f"the release back-end can't say who must stay: {rules}")
         # Rank 0 speaks to the scheduler, writes what monitors show, and holds the store where ranks meet.
         return replace(rules, ranks_stay=rules.ranks_stay | {0})
 
     def prepare(self, chosen: Repacking) -> None:
-        """Ask the back-end whether it will be granted; does something on rank 0 only.
-
-        Args:
-            chosen: who leaves.
-        """
+        """Ask the back-end whether it will be granted; does something on rank 0 only."""
         if dist.get_rank() == 0:
             self.wait()
             self.backend.prepare(chosen.released_ranks, chosen.released_nodes)
 
     def give_back(self, chosen: Repacking, world: World) -> None:
-        """Give the workers back while training goes on; called on the survivors after they met.
-
-        Args:
-            chosen: who left.
-            world: where they left.
-        """
+        """Give the workers back while training goes on; called on the survivors after they met."""
         self.nodes = tuple(self.nodes[rank] for rank in chosen.surviving_ranks)
         if dist.get_rank() == 0:
             # Schedulers take seconds. Not a daemon: a short run's last release is still carried out.

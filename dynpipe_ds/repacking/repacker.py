@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.ranks.agreement import same_everywhere
-from dynpipe_ds.release import Constraints, ReleaseError
+from dynpipe_ds.release import ReleaseError
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.live import RepackError, Shrink
@@ -34,9 +34,6 @@ _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 class Repacker:
     """Lets a pipeline get shorter while it trains; deciding and doing is collective over all ranks.
-
-    Args:
-        run: of the pipeline.
 
     Attributes:
         giving_back: gives the freed workers back.
@@ -64,11 +61,7 @@ class Repacker:
         _runs.discard(self._run)
 
     def wants_profile(self, batch: int) -> bool:
-        """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only.
-
-        Args:
-            batch: number of the next batch.
-        """
+        """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only."""
         balancer, window = self._run.balancer, self._run.config.profile_batches
         confirms = self._wished_stages is not None and self._next_batch - batch < window
         return confirms and not balancer.is_held(batch)
@@ -164,7 +157,8 @@ class Repacker:
         chosen = decide(request)
         if isinstance(chosen, Refusal):
             return chosen
-        keeping_last = decide(replace(request, constraints=_with(rules, ranks[-1])))
+        with_last = replace(rules, ranks_stay=rules.ranks_stay | set(ranks[-1]))
+        keeping_last = decide(replace(request, constraints=with_last))
         if isinstance(keeping_last, Repacking) and keeping_last.num_stages == chosen.num_stages:
             chosen = keeping_last
         decided = [chosen.num_stages, *chosen.boundaries, *chosen.surviving_stages]
@@ -187,7 +181,7 @@ class Repacker:
         )
         with guard.no_way_back(doing):
             if not shrink.stays:
-                shrink.leave(lambda: self._tell(event), self.giving_back.backend.leave)
+                shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
         with clock.work("regroup") as regrouping:
             with guard.no_way_back(doing):
                 shrink.go_on()
@@ -196,7 +190,7 @@ class Repacker:
                 self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=regrouping.seconds)
         self._run.overhead.repacking_s += event.seconds
-        self._tell(event)
+        tell_all(self.callbacks, event, "on_repack")
         return event
 
     def _check_before_shrinking(self, chosen: Repacking) -> None:
@@ -222,9 +216,6 @@ class Repacker:
         self._stage.settle()
         run.profiler.sizes_changed()
 
-    def _tell(self, event: RepackEvent) -> None:
-        tell_all(self.callbacks, event, "on_repack")
-
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +231,3 @@ class Repacker:
         """
         self._wished_stages = state.get("wished_stages") if same_stages else None
         self._next_batch = max(state.get("next_batch", 0), self._run.config.repack.earliest_batch)
-
-
-def _with(rules: Constraints, ranks: Sequence[int]) -> Constraints:
-    return replace(rules, ranks_stay=rules.ranks_stay | set(ranks))

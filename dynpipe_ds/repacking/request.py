@@ -61,30 +61,18 @@ class Request:
         return len(set(self.stage_speeds or ())) > 1 or len(set(caps)) > 1
 
     def memory(self, survivors: Sequence[int]) -> StageMemory | None:
-        """What layers need and what the given stages' workers may hold; ``None`` without a cap.
-
-        Args:
-            survivors: present stages that stay.
-        """
+        """What layers need and what the given stages' workers may hold; ``None`` without a cap."""
         cap = self.memory_cap_bytes
         if cap is None:
             return None
         return self._memory([cap[stage] for stage in survivors] if isinstance(cap, Sequence) else cap)
 
     def stage_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
-        """Bytes that every stage of a partition holds at its peak under 1F1B.
-
-        Args:
-            boundaries: n + 1 layer indices.
-        """
+        """Bytes that every stage of a partition holds at its peak under 1F1B."""
         return self._memory(0).stage_bytes(boundaries)
 
     def speeds(self, survivors: Sequence[int]) -> list[float] | None:
-        """Relative speeds of the given stages' workers.
-
-        Args:
-            survivors: present stages that stay.
-        """
+        """Relative speeds of the given stages' workers."""
         return None if self.stage_speeds is None else [self.stage_speeds[stage] for stage in survivors]
 
     def batch_s(self, boundaries: Sequence[int], survivors: Sequence[int]) -> float:

@@ -36,43 +36,17 @@ class Workers:
                 f"{len(self.nodes) - 1} once"
             )
 
-    @classmethod
-    def in_order(cls, num_stages: int, nodes: Sequence[str]) -> Workers:
-        """Workers as DeepSpeed's ``PipeDataParallelTopology`` numbers them: rank = stage * replicas + replica.
-
-        Args:
-            num_stages: S.
-            nodes: the node of every rank.
-
-        Raises:
-            ValueError: the ranks can't be shared out evenly.
-        """
-        if num_stages < 1 or len(nodes) % num_stages:
-            raise ValueError(f"num_stages = {num_stages}: {len(nodes)} ranks can't be shared out evenly")
-        replicas = len(nodes) // num_stages
-        return cls(
-            tuple(tuple(range(stage * replicas, (stage + 1) * replicas)) for stage in range(num_stages)), tuple(nodes)
-        )
-
     @property
     def num_stages(self) -> int:
         """Number of stages S."""
         return len(self.ranks)
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Global ranks of some stages, ascending.
-
-        Args:
-            stages: their indices.
-        """
+        """Global ranks of some stages, ascending."""
         return tuple(sorted(rank for stage in stages for rank in self.ranks[stage]))
 
     def free_nodes(self, survivors: Iterable[int]) -> tuple[str, ...]:
-        """Nodes on which no rank is left when only some stages stay, in order of their first rank.
-
-        Args:
-            survivors: indices of the stages that stay.
-        """
+        """Nodes on which no rank is left when only some stages stay, in order of their first rank."""
         busy = {self.nodes[rank] for rank in self.ranks_of(survivors)}
         return tuple(dict.fromkeys(node for node in self.nodes if node not in busy))
 
@@ -104,23 +78,19 @@ def choose_survivors(
     best: dict[int, tuple[tuple[float, ...], tuple[int, ...]]] = {0: ((), ())}
     for unit in units:
         options = [] if stay & set(unit) else list(best.items())
-        for kept, (total, stages) in best.items():
+        for kept, (loss, stages) in best.items():
             if kept + len(unit) <= num_stages:
-                scores = [score(stage, kept + i) for i, stage in enumerate(unit)] if ordered else []
-                options.append((kept + len(unit), (_add([total, *scores]), (*stages, *unit))))
+                worth = [score(stage, kept + i) for i, stage in enumerate(unit)] if ordered else []
+                losses = [tuple(-value for value in values) for values in worth]  # so that the least is the best
+                options.append((kept + len(unit), (_add([loss, *losses]), (*stages, *unit))))
         best = {}
         for kept, option in options:
-            if kept not in best or _better(option, best[kept]):
-                best[kept] = option
+            best[kept] = min(option, best.get(kept, option))
     return tuple(sorted(best[num_stages][1])) if num_stages in best else None
 
 
 def possible_counts(workers: Workers, constraints: Constraints) -> list[int]:
     """Numbers of stages below the present one that some choice of survivors allows.
-
-    Args:
-        workers: where the stages run.
-        constraints: of the release back-end.
 
     Returns:
         Ascending numbers, at least 1 each.
@@ -162,12 +132,6 @@ def _lowest(
     return tuple(sorted(stages))
 
 
-def _add(scores: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    given = [score for score in scores if score]
+def _add(losses: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    given = [loss for loss in losses if loss]
     return tuple(sum(column) for column in zip(*given, strict=True))
-
-
-def _better(
-    a: tuple[tuple[float, ...], tuple[int, ...]], b: tuple[tuple[float, ...], tuple[int, ...]]
-) -> bool:
-    return a[0] > b[0] or (a[0] == b[0] and a[1] < b[1])

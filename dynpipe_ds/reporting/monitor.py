@@ -1,4 +1,7 @@
-"""Events for DeepSpeed's monitor: TensorBoard, CSV, W&B or Comet, as the user configured."""
+"""Events for DeepSpeed's monitor: TensorBoard, CSV, W&B or Comet, as the user configured.
+
+``samples`` are those trained so far, DeepSpeed's x axis.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,7 @@ class GuardedMonitor:
         return getattr(self._inner, name)
 
     def write_events(self, events: Any) -> None:
-        """Write events; what fails is told once.
-
-        Args:
-            events: as DeepSpeed's monitor takes them.
-        """
+        """Write events; what fails is told once."""
         try:
             self._inner.write_events(events)
         except Exception as error:  # noqa: BLE001 - a full disk, a server that is down: anything
@@ -52,32 +51,17 @@ def _write(monitor: Any, values: dict[str, float], samples: int) -> None:
 
 
 def write_profile(monitor: Any, profile: PipelineProfile, samples: int) -> None:
-    """Write the figures of one batch.
-
-    Args:
-        monitor: DeepSpeed's ``MonitorMaster``.
-        profile: profile of the batch.
-        samples: samples trained so far, DeepSpeed's x axis.
-    """
-    values = {"bubble_ratio": profile.bubble_ratio}
-    for s, stage in enumerate(profile.stages):
-        values[f"stage_{s}_busy_s"] = stage.busy_s
-    _write(monitor, values, samples)
+    """Write the figures of one batch."""
+    busy_s = {f"stage_{s}_busy_s": stage.busy_s for s, stage in enumerate(profile.stages)}
+    _write(monitor, {"bubble_ratio": profile.bubble_ratio, **busy_s}, samples)
 
 
 def write_rebalance(monitor: Any, event: RebalanceEvent, samples: int) -> None:
-    """Write the figures of one change of partition.
-
-    Args:
-        monitor: DeepSpeed's ``MonitorMaster``.
-        event: what happened.
-        samples: samples trained so far, DeepSpeed's x axis.
-    """
+    """Write the figures of one change of partition."""
     values = {
         "rebalance_predicted_gain": event.predicted_gain,
         "rebalance_s": event.seconds,
         "rebalance_moved_bytes": float(event.bytes_moved),
+        **{f"stage_{s}_first_layer": float(boundary) for s, boundary in enumerate(event.after[:-1])},
     }
-    for s, boundary in enumerate(event.after[:-1]):
-        values[f"stage_{s}_first_layer"] = float(boundary)
     _write(monitor, values, samples)

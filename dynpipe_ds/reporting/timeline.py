@@ -7,29 +7,40 @@ Both take :class:`~dynpipe_ds.simulation.Interval` values; a simulated batch has
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dynpipe_ds.simulation import Interval
 
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
-# Okabe and Ito's palette; lightness and hatches tell the kinds apart without colour.
-COLOURS: Mapping[str, str] = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "send": "#E69F00",
-    "recv": "#E69F00",
-    "step": "#009E73",
-    "migration": "#D55E00",
-    "wait": "#E8E8E8",
-}
-_HATCHES: Mapping[str, str] = {"send": "////", "recv": "////", "step": "xx", "migration": "\\\\\\\\"}
-_LABELS: Mapping[str, str] = {
-    "forward": "forward", "backward": "backward", "send": "transfer", "recv": "transfer",
-    "step": "optimizer step", "migration": "migration", "wait": "idle",
+
+
+class Look(NamedTuple):
+    """How a kind of interval is drawn.
+
+    Attributes:
+        label: in the legend.
+        colour: of Okabe and Ito's palette.
+        hatch: tells it from others without colour, as lightness does.
+    """
+
+    label: str
+    colour: str
+    hatch: str | None = None
+
+
+_TRANSFER = Look("transfer", "#E69F00", "////")
+LOOKS: Mapping[str, Look] = {
+    "forward": Look("forward", "#56B4E9"),
+    "backward": Look("backward", "#0072B2"),
+    "send": _TRANSFER,
+    "recv": _TRANSFER,
+    "step": Look("optimizer step", "#009E73", "xx"),
+    "migration": Look("migration", "#D55E00", "\\\\\\\\"),
+    "wait": Look("idle", "#E8E8E8"),
 }
 _BAR_HEIGHT = 0.84
 _LEAST_INCHES_OF_NUMBER = 0.14  # a narrower bar gets no micro-batch number
@@ -62,20 +73,20 @@ def save_gantt(
     panels = dict(timelines) if isinstance(timelines, Mapping) else {"": timelines}
     if not panels or not all(panels.values()):
         raise ValueError("there is a timeline without intervals; simulate with timeline=True")
-    num_stages = {name: 1 + max(i.stage for i in panel) for name, panel in panels.items()}
+    heights = [1 + max(interval.stage for interval in panel) for panel in panels.values()]  # stages of each
     end_s = max(interval.end_s for panel in panels.values() for interval in panel)
-    row_inches = 0.42 if max(num_stages.values()) <= 8 else 0.24
-    figure = Figure(figsize=(10, 1.3 + sum(0.45 + row_inches * n for n in num_stages.values())), layout="constrained")
+    row_inches = 0.42 if max(heights) <= 8 else 0.24
+    figure = Figure(figsize=(10, 1.3 + sum(0.45 + row_inches * n for n in heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = list(num_stages.values())
     all_axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     _, unit, per_second = next(row for row in _UNITS if end_s >= row[0])
-    for axes, (name, panel) in zip(all_axes, panels.items(), strict=True):
-        _draw_panel(axes, panel, num_stages[name], end_s, per_second)
-        axes.set_title(_panel_title(name, panel, per_second, unit), fontsize=10, loc="left")
+    for axes, num_stages, (name, panel) in zip(all_axes, heights, panels.items(), strict=True):
+        _draw_panel(axes, panel, num_stages, end_s, per_second)
+        length = f"{max(interval.end_s for interval in panel) * per_second:.4g} {unit}"
+        axes.set_title(f"{name}: {length}" if name else length, fontsize=10, loc="left")
     all_axes[-1].set_xlabel(f"time ({unit})")
-    present = [_LABELS[kind] for kind in COLOURS if any(i.kind == kind for p in panels.values() for i in p)]
-    figure.legend(handles=_legend([*present, "idle"]), loc="outside lower center", ncols=5, frameon=False)
+    drawn = {interval.kind for panel in panels.values() for interval in panel} | {"wait"}
+    figure.legend(handles=_legend(drawn), loc="outside lower center", ncols=5, frameon=False)
     if title:
         figure.suptitle(title)
     target = Path(path)
@@ -107,9 +118,10 @@ def _draw_panel(
     axes: Any, intervals: Sequence[Interval], num_stages: int, end_s: float, per_second: float
 ) -> None:
     """One row a stage, the first at the top, on the colour of idleness."""
+    idle = LOOKS["wait"].colour
     for stage in range(num_stages):
-        axes.broken_barh([(0.0, end_s * per_second)], (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=COLOURS["wait"])
-    for kind in COLOURS:
+        axes.broken_barh([(0.0, end_s * per_second)], (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=idle)
+    for kind, look in LOOKS.items():
         for stage in range(num_stages):
             bars = [
                 (i.start_s * per_second, (i.end_s - i.start_s) * per_second)
@@ -117,8 +129,8 @@ def _draw_panel(
             ]
             if bars:
                 axes.broken_barh(
-                    bars, (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolor=COLOURS[kind],
-                    edgecolor="white", linewidth=0.4, hatch=_HATCHES.get(kind),
+                    bars, (stage - _BAR_HEIGHT / 2, _BAR_HEIGHT), facecolor=look.colour, edgecolor="white",
+                    linewidth=0.4, hatch=look.hatch,
                 )
     inches_per_s = 9.0 / end_s if end_s else 0.0
     for i in intervals:
@@ -136,21 +148,11 @@ def _draw_panel(
         axes.spines[side].set_visible(False)
 
 
-def _panel_title(name: str, intervals: Sequence[Interval], per_second: float, unit: str) -> str:
-    end_s = max(interval.end_s for interval in intervals)
-    return f"{name}: {end_s * per_second:.4g} {unit}" if name else f"{end_s * per_second:.4g} {unit}"
-
-
-def _legend(labels: Sequence[str]) -> list[Patch]:
+def _legend(kinds: Collection[str]) -> list[Patch]:
     from matplotlib.patches import Patch
 
-    kinds = {_LABELS[kind]: kind for kind in COLOURS}
-    return [
-        Patch(
-            facecolor=COLOURS[kinds[label]], hatch=_HATCHES.get(kinds[label]), edgecolor="white", label=label
-        )
-        for label in dict.fromkeys(labels)
-    ]
+    looks = dict.fromkeys(look for kind, look in LOOKS.items() if kind in kinds)
+    return [Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=look.label) for look in looks]
 
 
 def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dict[str, Any]:
@@ -166,13 +168,9 @@ def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dic
     stages = sorted({interval.stage for interval in timeline})
     events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
     for stage in stages:
-        events.append(
-            {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"stage {stage}"}}
-        )
         # Viewers sort threads by name otherwise, stage 10 before stage 2.
-        events.append(
-            {"ph": "M", "pid": 0, "tid": stage, "name": "thread_sort_index", "args": {"sort_index": stage}}
-        )
+        for what, value in (("name", f"stage {stage}"), ("sort_index", stage)):
+            events.append({"ph": "M", "pid": 0, "tid": stage, "name": f"thread_{what}", "args": {what: value}})
     for interval in timeline:
         events.append(_slice(interval))
         if interval.kind in ("send", "recv"):
@@ -181,12 +179,10 @@ def chrome_trace(timeline: Sequence[Interval], *, name: str = "pipeline") -> dic
 
 
 def _slice(interval: Interval) -> dict[str, Any]:
-    words: list[str] = [interval.kind, interval.payload]
-    if interval.micro_batch >= 0:
-        words.append(str(interval.micro_batch))
+    number = str(interval.micro_batch) if interval.micro_batch >= 0 else ""
     return {
         "ph": "X", "pid": 0, "tid": interval.stage, "cat": interval.kind,
-        "name": " ".join(word for word in words if word),
+        "name": " ".join(word for word in (interval.kind, interval.payload, number) if word),
         "ts": interval.start_s * 1e6, "dur": interval.seconds * 1e6,
         "args": {"micro_batch": interval.micro_batch},
     }

@@ -194,7 +194,7 @@ LOADING = [
     Point("loading: in the middle of optimizer state", "dynpipe_ds.checkpoint.load:restore_state"),
     Point("loading: after optimizer state", LOAD + "_load_optimizer", after=True),
     Point("loading: before counters", LOAD + "_load_counters"),
-    Point("loading: before random streams", "dynpipe_ds.checkpoint.load:restore_rank"),
+    Point("loading: before random streams", "dynpipe_ds.checkpoint.extras:_set_random_streams"),
     Point("loading: all is done", LOAD + "run", after=True),
 ]  # fmt: skip
 

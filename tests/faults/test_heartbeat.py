@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
@@ -23,7 +23,8 @@ from dynpipe_ds import FatalError
 from dynpipe_ds.host import world
 from dynpipe_ds.ranks import answering, fatal, heartbeat
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
-from dynpipe_ds.ranks.fatal import Verdict, no_way_back
+from dynpipe_ds.ranks.fatal import Verdict
+from dynpipe_ds.ranks.guard import Guard
 from dynpipe_ds.ranks.heartbeat import Heartbeat
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import context, run_ranks
@@ -220,6 +221,37 @@ def newest() -> None:
     return None
 
 
+class Beat:
+    """A heartbeat of a rank that has no others to ask."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def watching(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def settle(self, verdict: Verdict) -> Verdict:
+        return verdict
+
+
+def test_a_rank_is_named_by_the_number_that_it_had_when_the_code_began() -> None:
+    guard = Guard(newest)
+    guard.heartbeat = Beat(2)
+    with pytest.raises(FatalError, match="^rank 2 failed while layers were moved") as caught:
+        with guard.no_way_back("layers were moved"):
+            guard.heartbeat = Beat(1)  # re-packing has begun to watch anew, among fewer
+            raise ValueError("mine")
+    assert caught.value.ranks == [2]
+
+
+def test_an_error_that_undid_everything_passes() -> None:
+    guard = Guard(newest)
+    for error in (KeyError("all is as before"), FatalError([1], "rank 1 said so")):
+        with pytest.raises(type(error)) as caught, guard.unless_undone("layers were moved", KeyError):
+            raise error
+        assert caught.value is error and fatal.held() is None
+
+
 def start_behind_a_firewall(rank: int) -> tuple[list[str], bool, str]:
     """Rank 2 can't be connected to; what is told, whether there is a heartbeat, and what a failure says."""
     original = Listener.__init__
@@ -231,10 +263,12 @@ def start_behind_a_firewall(rank: int) -> tuple[list[str], bool, str]:
 
     with patch.object(Listener, "__init__", init), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        started = heartbeat.start_heartbeat()
-    with pytest.raises(FatalError) as error, no_way_back(started, "layers were moved", newest):
+        guard = Guard(newest)
+        guard.start()
+    with pytest.raises(FatalError) as error, guard.no_way_back("layers were moved"):
         raise ValueError("mine")
-    return [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)], started is None, str(error.value)
+    told = [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)]
+    return told, guard.heartbeat is None, str(error.value)
 
 
 def test_ranks_that_cannot_connect_to_each_other_are_told_what_it_means() -> None:
@@ -248,13 +282,14 @@ def test_ranks_that_cannot_connect_to_each_other_are_told_what_it_means() -> Non
 
 
 def fail_alone(_rank: int) -> tuple[bool, str, str]:
-    started = heartbeat.start_heartbeat()
-    with pytest.raises(FatalError) as first, no_way_back(started, "layers were moved", newest):
+    guard = Guard(newest)
+    guard.start()
+    with pytest.raises(FatalError) as first, guard.no_way_back("layers were moved"):
         raise ValueError("mine")
     engine = make_engine(Run(1))
     with pytest.raises(FatalError) as second:
         engine.train_batch(data(0, 4))
-    return started is None, str(first.value), str(second.value)
+    return guard.heartbeat is None, str(first.value), str(second.value)
 
 
 def test_a_single_rank() -> None:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from dynpipe_ds import FatalError, RankLostError
 from dynpipe_ds.ranks import explaining_lost_ranks, fatal, heartbeat
-from dynpipe_ds.ranks.fatal import naming_lost_ranks, no_way_back
-from dynpipe_ds.ranks.heartbeat import Heartbeat, start_heartbeat
+from dynpipe_ds.ranks.guard import Guard
 from tests.distributed.models import Run, data, make_engine
 from tests.distributed.ranks import RankFailure, run_ranks
 from tests.faults.points import Point, kill
@@ -156,19 +155,25 @@ def newest() -> str:
     return "folder/global_step4"
 
 
-def fail(_started: Heartbeat | None) -> None:
-    with no_way_back(_started, "layers were moved", newest):
+def started() -> Guard:
+    guard = Guard(newest)
+    guard.start()
+    return guard
+
+
+def fail(guard: Guard) -> None:
+    with guard.no_way_back("layers were moved"):
         raise torch.OutOfMemoryError("no room on this device")
 
 
-def wait_for(rank: int, started: Heartbeat | None) -> None:
-    with naming_lost_ranks(started, "batch 3 was trained", newest):
+def wait_for(rank: int, guard: Guard) -> None:
+    with guard.naming_lost_ranks("batch 3 was trained"):
         dist.recv(torch.zeros(4), src=rank)
 
 
-def compute(seconds: float, started: Heartbeat | None) -> None:
+def compute(seconds: float, guard: Guard) -> None:
     """Communicate when it is too late, in code of a user's own."""
-    assert start_heartbeat() is started
+    assert heartbeat.start_heartbeat() is guard.heartbeat
     with explaining_lost_ranks("batch 3 was trained", newest):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -176,25 +181,25 @@ def compute(seconds: float, started: Heartbeat | None) -> None:
         dist.all_reduce(torch.zeros(4))
 
 
-def compute_and_fail(started: Heartbeat | None) -> None:
-    with no_way_back(started, "layers were moved", newest):
-        compute(0.5, started)
+def compute_and_fail(guard: Guard) -> None:
+    with guard.no_way_back("layers were moved"):
+        compute(0.5, guard)
 
 
-def act(rank: int, actions: list[Callable[[Heartbeat | None], Any]], grace_s: float, patient: bool) -> Any:
+def act(rank: int, actions: list[Callable[[Guard], Any]], grace_s: float, patient: bool) -> Any:
     """Do this rank's part, and look at the error; twice, since it must not be forgotten."""
-    started = start_heartbeat()
+    guard = started()
     outcome = Outcome()
     with patience(grace_s):
         dist.barrier()
         began = time.time()
         try:
-            actions[rank](started)
+            actions[rank](guard)
         except FatalError as error:
             outcome.note(error)
             outcome.at -= began
         with pytest.raises(FatalError, match="every rank stops") as again:
-            wait_for((rank + 1) % 3, started)
+            wait_for((rank + 1) % 3, guard)
         assert str(again.value) == outcome.error
         if patient:
             time.sleep(600)
@@ -234,12 +239,12 @@ def test_who_catches_the_error_and_waits_is_ended() -> None:
 def use_the_store_of_a_stopped_rank(rank: int) -> None:
     """The call does not return, whatever its timeout."""
     with patience(grace_s=0.5):
-        started = start_heartbeat()
+        guard = started()
         dist.barrier()
         if rank == 0:
             stop()
         time.sleep(0.5)
-        with naming_lost_ranks(started, "something was asked of the store", lambda: None):
+        with guard.naming_lost_ranks("something was asked of the store"):
             dist.distributed_c10d._get_default_store().get("nobody sets this")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynpipe_ds.config import SECTION, parse_config
-from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend, slurm
+from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, base, make_backend, slurm
 from dynpipe_ds.release.callback import CallbackBackend
 from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.release.slurm import SlurmBackend
@@ -206,7 +206,7 @@ JobId=7 JobName=x NodeList=n9
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Answers as ``scontrol`` does, to show what can't be provoked on a real one at will."""
     monkeypatch.setattr(slurm, "_ENDING_S", 0.0)
-    monkeypatch.setattr(slurm, "_RETRY_S", 0.01)
+    monkeypatch.setattr(base, "_RETRY_S", 0.01)
     path = tmp_path / "scontrol"
     path.write_text(SCONTROL)
     path.chmod(0o755)

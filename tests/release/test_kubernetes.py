@@ -21,7 +21,7 @@ pytest.importorskip("kubernetes", reason="pip install dynpipe_ds[kubernetes]")
 pytest.importorskip("kubernetes_validate", reason="pip install dynpipe_ds[dev]")
 
 from dynpipe_ds.config import SECTION, parse_config
-from dynpipe_ds.release import Constraints, ReleaseError, make_backend
+from dynpipe_ds.release import Constraints, ReleaseError, base, make_backend
 from dynpipe_ds.release import kubernetes as module
 from dynpipe_ds.release.kubernetes import KubernetesBackend
 from tests.release.api_server import TOKEN, ApiServer, each_right, kubeconfig, load_manifest, without
@@ -36,7 +36,7 @@ def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     from kubernetes.config import kube_config
 
     monkeypatch.setattr(module, "SERVICE_ACCOUNT", tmp_path / "none")
-    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(base, "_RETRY_S", 0.01)
 
     def become(server: ApiServer | None, name: str = "train-0", token: str = TOKEN) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda: name)

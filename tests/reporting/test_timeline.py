@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dynpipe_ds.reporting import around_move, chrome_trace, save_chrome_trace, save_gantt
-from dynpipe_ds.reporting.timeline import COLOURS
+from dynpipe_ds.reporting.timeline import LOOKS
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
 
@@ -31,7 +31,7 @@ def test_a_picture_has_units_a_legend_and_numbers(tmp_path: Path) -> None:
     for text in ("time (ms)", "stage", "replay", "forward", "backward", "transfer", "optimizer step", "idle"):
         assert text in found
     assert {"0", "1", "2", "3"} <= set(found), "micro-batches and stages"
-    assert all(COLOURS[kind].lower() in path.read_text() for kind in ("forward", "backward", "send", "wait"))
+    assert all(LOOKS[kind].colour.lower() in path.read_text() for kind in ("forward", "backward", "send", "wait"))
 
 
 def test_timelines_share_one_axis_and_say_how_long_they_are(tmp_path: Path) -> None:
