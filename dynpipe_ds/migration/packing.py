@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
 from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
 from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
-from dynpipe_ds.migration.names import Names, NoNames
+from dynpipe_ds.migration.names import Names, no_names
 from dynpipe_ds.migration.transport import memory_order
 
 _OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
@@ -140,7 +140,15 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
-def _load(data: bytes) -> Any:
+def load(data: bytes) -> Any:
+    """Plain values that were pickled; nothing received is run.
+
+    Args:
+        data: what ``pickle.dumps`` made of them.
+
+    Raises:
+        UnpicklingError: if a class or a function is among them.
+    """
     return _Plain(BytesIO(data)).load()
 
 
@@ -180,7 +188,7 @@ def pack(
     Raises:
         PackingError: if an attribute can't be carried, naming layer, attribute, reason and remedy.
     """
-    names, tensors = names or NoNames(), Tensors()
+    names, tensors = names or no_names(), Tensors()
     own = [t for t in _registered(layer) if id(t) not in names.shared]
     encoder = Encoder(tensors, names, device, own=map(id, own), may_build=has_template)
     try:
@@ -190,7 +198,7 @@ def pack(
         if not is_trial:
             _refuse_without_data(tensors, name)
         num_own = len(tensors.sources)
-        companion = Encoder(tensors, NoNames(), own=map(id, tensors.sources)).encode(extra)
+        companion = Encoder(tensors, no_names(), own=map(id, tensors.sources)).encode(extra)
     except (CantCarryError, RecursionError) as error:
         raise PackingError(f"{name} can't be carried to another process: {error}; {_REMEDY}") from error
     values = []
@@ -201,7 +209,7 @@ def pack(
     plain = ((num_own, specs), (body, marks, values, bool(encoder.built), bool(encoder.built_hooks)), companion)
     dense = [] if is_trial else [_dense(source) for source in tensors.sources]
     lost = tuple(f"{name}: {text}" for text in encoder.lost)
-    skeleton = join([pickle.dumps(part) for part in plain])
+    skeleton = pickle.dumps([pickle.dumps(part) for part in plain])  # each is read when it is needed
     return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder)
 
 
@@ -242,29 +250,6 @@ def _refuse_without_data(tensors: Tensors, name: str) -> None:
             )
 
 
-def join(parts: Sequence[bytes]) -> bytes:
-    """Several byte strings as one.
-
-    Args:
-        parts: what :func:`cut` gives back.
-    """
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def cut(data: bytes) -> list[bytes]:
-    """The byte strings that :func:`join` put together.
-
-    Args:
-        data: what it made of them.
-    """
-    parts, position = [], 0
-    while position < len(data):
-        size = int.from_bytes(data[position : position + 8], "little")
-        parts.append(data[position + 8 : position + 8 + size])
-        position += 8 + size
-    return parts
-
-
 def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
     """Allocate the tensors that a package's skeleton refers to.
 
@@ -272,7 +257,7 @@ def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
         skeleton: ``Package.skeleton`` of the sender.
         device: device of the receiving stage.
     """
-    num_own, specs = _load(cut(skeleton)[0])
+    num_own, specs = load(load(skeleton)[0])
     tensors = [TensorSpec(*spec).empty(device) for spec in specs]
     return LayerTensors(tensors[:num_own], tensors[num_own:])
 
@@ -294,8 +279,8 @@ def unpack(
     Raises:
         DecodingError: if something that the layer refers to is not here, or is something else here.
     """
-    body, marks, values, must_build, may_build = _load(cut(skeleton)[1])
-    names = names or NoNames()
+    body, marks, values, must_build, may_build = load(load(skeleton)[1])
+    names = names or no_names()
     problems: list[str] = []
     template = _template(build, must_build, problems) if must_build or may_build else _NOTHING
     decoder = Decoder([*tensors.own, *tensors.extra], names, device, journal)
@@ -349,7 +334,7 @@ def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
         skeleton: ``Package.skeleton`` of the sender.
         tensors: those of :func:`empty_tensors`; they need not be filled yet.
     """
-    return Decoder([*tensors.own, *tensors.extra], NoNames()).decode(_load(cut(skeleton)[2]))
+    return Decoder([*tensors.own, *tensors.extra], no_names()).decode(load(load(skeleton)[2]))
 
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:

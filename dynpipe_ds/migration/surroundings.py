@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from dynpipe_ds.host.specs import arguments, is_buildable, tied_key
 from dynpipe_ds.migration.bound import values_of
-from dynpipe_ds.migration.encoding import named
+from dynpipe_ds.migration.callables import named
 from dynpipe_ds.migration.hooks import DepartedHooks
-from dynpipe_ds.migration.names import Names, Path, Values, shared_by, spell
+from dynpipe_ds.migration.names import Names, Values
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
+from dynpipe_ds.migration.references import Path, shared_by, spell
 from dynpipe_ds.migration.transport import flat_view
 from dynpipe_ds.telling import warn
 
