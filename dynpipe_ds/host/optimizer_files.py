@@ -16,8 +16,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, Slot
+from dynpipe_ds.host.optimizers.flat import Pieces
 from dynpipe_ds.host.optimizers.groups import State
-from dynpipe_ds.host.optimizers.restore import Pieces
 
 
 def _zero_stage(owner: Any, name: str) -> ZeroStageEnum:
@@ -132,10 +132,7 @@ def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
     num_groups = len(basic["param_groups"]) if isinstance(basic, dict) else len(basic)
     found = (_group_state(basic, group) for group in range(num_groups))
     state = next((state for state in found if state), {})
-    return {
-        key: Pieces((value.view(-1),)) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in state.items()
-    }
+    return {key: Pieces((value.view(-1),)) if _is_flat(value) else value for key, value in state.items()}
 
 
 def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[str, State]:
@@ -213,12 +210,8 @@ def _fragment(shard: Any, slot: Slot) -> State:
     flat_state = _group_state(shard["base_optimizer_state"], slot.group)
     state: State = {"master": shard["single_partition_of_fp32_groups"][slot.group]}
     state.update(flat_state)
-    return {
-        key: value.view(-1)[address.start : address.start + address.numel]
-        if isinstance(value, Tensor) and value.dim() > 0
-        else value
-        for key, value in state.items()
-    }
+    share = slice(address.start, address.start + address.numel)
+    return {key: value.view(-1)[share] if _is_flat(value) else value for key, value in state.items()}
 
 
 def _group_state(basic: Any, group: int) -> State:
@@ -234,8 +227,11 @@ def _joined(fragments: list[State]) -> State:
     if not found:
         return {"master": Pieces(())}
     return {
-        key: Pieces(tuple(fragment[key] for fragment in found))
-        if isinstance(value, Tensor) and value.dim() > 0
-        else value
+        key: Pieces(tuple(fragment[key] for fragment in found)) if _is_flat(value) else value
         for key, value in found[0].items()
     }
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it has a value an element, not a count of steps or the like."""
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 State = dict[str, Any]
+Snapshot = tuple[dict[nn.Parameter, int], list[list[nn.Parameter]]]
 
 
 class Entry(NamedTuple):
@@ -73,15 +74,20 @@ class ParameterGroups:
             group["params"] = parameters or [placeholder]
 
     def replace(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
-        """Take note of a migration.
-
-        Args:
-            departed: parameters that left this stage.
-            arrived: group index of each parameter that came.
-        """
+        """Take note of parameters that left this stage, and of the groups of those that came."""
         for parameter in departed:
             self.index.pop(parameter, None)
         self.index.update(arrived)
+
+    def snapshot(self) -> Snapshot:
+        """Which parameter is where, for :meth:`put_back`."""
+        return dict(self.index), [group["params"] for group in self.optimizer.param_groups]
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Undo what followed a :meth:`snapshot`."""
+        self.index, members = snapshot
+        for group, parameters in zip(self.optimizer.param_groups, members, strict=True):
+            group["params"] = parameters
 
     def sort(self, order: Iterable[nn.Parameter]) -> None:
         """Bring the parameters into the order in which a fresh DeepSpeed optimizer would hold them.

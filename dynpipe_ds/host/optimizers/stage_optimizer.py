@@ -1,7 +1,7 @@
 """Optimizer state that leaves and enters with its parameters.
 
 Two kinds of optimizer exist. A *plain* one (torch, fused or CPU Adam) keeps one state entry a parameter: the
-entry moves. A *flat* one (ZeRO-1, bf16; ``flat_optimizer.py``) keeps each parameter group as one flat buffer. The
+entry moves. A *flat* one (ZeRO-1, bf16; ``flat.py``) keeps each parameter group as one flat buffer. The
 optimizer objects keep their identity, so that LR schedulers and users go on holding the right ones.
 """
 
@@ -132,11 +132,7 @@ class PlainOptimizer(StageOptimizer):
         self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         optimizer, departed = self.groups.optimizer, list(departed)
-        self._before = (
-            dict(self.groups.index),
-            [group["params"] for group in optimizer.param_groups],
-            dict(optimizer.state),
-        )
+        self._before = self.groups.snapshot(), dict(optimizer.state)
         self.groups.replace(departed, arrived)
         self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=False)
@@ -156,9 +152,8 @@ class PlainOptimizer(StageOptimizer):
         if self._before is None:
             return
         optimizer = self.groups.optimizer
-        self.groups.index, members, state = self._before
-        for group, parameters in zip(optimizer.param_groups, members, strict=True):
-            group["params"] = parameters
+        snapshot, state = self._before
+        self.groups.put_back(snapshot)
         optimizer.state.clear()
         optimizer.state.update(state)
         self._before = None
