@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
-from dynpipe_ds.decide.balancer import Balancer, Decision
+from dynpipe_ds.decide import Balancer, Decision
 from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.passing import BatchRefused
