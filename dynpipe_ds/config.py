@@ -178,9 +178,6 @@ class DynamicPipelineConfig(Section):
 def parse_config(ds_config: Mapping[str, Any]) -> DynamicPipelineConfig:
     """Read the section out of a DeepSpeed configuration.
 
-    Args:
-        ds_config: the whole DeepSpeed configuration, as read from its JSON.
-
     Returns:
         The typed section; the defaults (disabled) when the section is missing.
 
@@ -251,12 +248,6 @@ def check_against_model(
 
 def checked_hold(hold: Any) -> Hold:
     """Check for how long a call says that its partition holds.
-
-    Args:
-        hold: what the user gave.
-
-    Returns:
-        The same.
 
     Raises:
         ValueError: if it is neither a number of batches nor ``"forever"``.

@@ -186,10 +186,6 @@ def _name(function: Any) -> str:
 def coupled_cuts(couplings: Iterable[Coupling], boundaries: Sequence[int]) -> set[int]:
     """Cuts that would keep a value from reaching its reader.
 
-    Args:
-        couplings: of the model.
-        boundaries: the first partition.
-
     Raises:
         ValueError: if the first partition has one of these cuts.
     """

@@ -62,10 +62,6 @@ class DynamicPipelineModule(MovableModule):
     def _first_partition(self, method: Any, deepspeeds: Callable[[], list[int]]) -> Sequence[int]:
         """Boundaries to begin with, the same on every rank.
 
-        Args:
-            method: the argument ``partition_method``.
-            deepspeeds: what DeepSpeed's own method gives.
-
         Raises:
             ValueError: if the method is unknown or gives bad boundaries.
         """

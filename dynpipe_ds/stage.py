@@ -98,11 +98,7 @@ class Stage:
         return self.module.local_layers()
 
     def state_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
-
-        Args:
-            parameter: of this stage.
-        """
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter."""
         return 0 if self.optimizer is None else self.optimizer.state_bytes(parameter)
 
     @property
@@ -134,9 +130,6 @@ class Stage:
 
     def replace(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give layers parameters of another shape, with their optimizer state; collective over all ranks.
-
-        Args:
-            replacements: those of this rank's layers.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank failed; nothing has changed then.

@@ -12,11 +12,7 @@ from dynpipe_ds.telling import warn
 
 
 def warn_of_differences(engine: Any) -> None:
-    """Say, once and on the first rank, which losses can't be compared; collective over all ranks.
-
-    Args:
-        engine: the dynamic pipeline engine, built.
-    """
+    """Say, once and on the first rank, which losses can't be compared; collective over all ranks."""
     seeded = bool(engine.module.seed_layers)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if seeded else _dropout(engine))
@@ -37,11 +33,7 @@ def _dropout(engine: Any) -> str | None:
 
 
 def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
-    """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none.
-
-    Args:
-        layers: by global index.
-    """
+    """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none."""
     for index, layer in layers.items():
         for path, module in layer.named_modules():
             if dropout_rates(module):
@@ -51,14 +43,7 @@ def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
-    """Rates > 0 that a module says it drops by: ``p`` of a ``...Dropout``, attributes ``...dropout...`` of others.
-
-    Args:
-        module: looked at without its children.
-
-    Returns:
-        Rates by attribute.
-    """
+    """Rates > 0 that a module, not its children, drops by: ``p`` of a ``...Dropout``, ``...dropout...`` of others."""
     rates = {k: v for k, v in vars(module).items() if "dropout" in k.lower()}
     if "Dropout" in type(module).__name__:
         rates["p"] = getattr(module, "p", 0.0)

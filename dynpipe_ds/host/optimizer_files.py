@@ -52,9 +52,6 @@ class Reader:
     def read(self, path: str) -> Any:
         """Content of a file, its tensors on the host, where possible mapped instead of read.
 
-        Args:
-            path: relative to the checkpoint.
-
         Raises:
             CheckpointError: if it is missing, damaged or holds other objects.
         """
@@ -78,37 +75,21 @@ class Reader:
 
 
 def first_line(error: BaseException) -> str:
-    """The line of a reading error that names the class, or else the first one.
-
-    Args:
-        error: what ``torch.load`` raised.
-    """
+    """The line of a reading error that names the class, or else the first one."""
     text = str(error).strip()
     found = [line.strip() for line in text.splitlines() if re.search("global|Unsupported", line, re.I)]
     return (found or text.splitlines() or [type(error).__name__])[0]
 
 
 def stage_state_dict(manifest: Manifest, reader: Reader, stage: int) -> Any:
-    """The whole ``state_dict`` of one stage's optimizer, of its first replica.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
-    """
+    """The whole ``state_dict`` of one stage's optimizer, of its first replica."""
     if manifest.optimizer.kind == "flat":
         return reader.read(manifest.optimizer_files[stage][0])["optimizer_state_dict"]
     return reader.read(manifest.model_files[stage])["optimizer"]
 
 
 def group_settings(manifest: Manifest, reader: Reader, stage: int) -> list[dict[str, Any]]:
-    """Learning rate and the like of every parameter group, as one stage left them.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
-    """
+    """Learning rate and the like of every parameter group, as one stage left them."""
     state = stage_state_dict(manifest, reader, stage)
     basic = state["base_optimizer_state"] if manifest.optimizer.kind == "flat" else state
     groups = basic["param_groups"] if isinstance(basic, dict) else [{} for _ in basic]
@@ -119,11 +100,6 @@ def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
     """What a group of a flat optimizer knows besides its parameters' moments, above all its count of steps.
 
     A stage whose layers are all frozen counts steps, too; later ones go on from there.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
 
     Returns:
         State of one of its groups, moments as :class:`Pieces`; empty before the first step.
@@ -137,11 +113,6 @@ def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
 
 def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[str, State]:
     """Complete state of the parameters of some layers, put together from the files of all replicas.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        layers: indices of the layers.
 
     Returns:
         Named tensors (plain) or :class:`Pieces` (flat) and scalars, by key; of a flat optimizer with the fp32

@@ -17,13 +17,7 @@ from dynpipe_ds.host.world import Groups, World, holders_of_groups
 
 
 def renumber(pipeline: Pipeline, world: World, boundaries: Sequence[int]) -> None:
-    """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors.
-
-    Args:
-        pipeline: the engine.
-        world: of which some ranks have left.
-        boundaries: of the shorter pipeline, whose stages keep their order.
-    """
+    """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors."""
     module = pipeline.engine.module
     old = Groups(module)
     world.regroup()

@@ -103,14 +103,7 @@ class Encoder:
         self.lost: list[str] = []
 
     def encode(self, obj: Any, path: str = "") -> Any:
-        """Encode a value.
-
-        Args:
-            obj: the value.
-            path: where it is, for messages.
-
-        Returns:
-            Plain values.
+        """Encode a value; messages say where it is.
 
         Raises:
             CantCarryError: naming what can't travel, and where.
@@ -127,29 +120,31 @@ class Encoder:
             return self._bound(found, obj)
         return self._by_kind(obj, path)
 
-    def trial(self, obj: Any, path: str, *, may_build: bool) -> Any:
+    def trial(self, obj: Any, path: str, what: str, *, may_build: bool) -> list[Any]:
         """Encode a value without which its layer can move.
 
         Args:
             obj: the value.
             path: where it is.
+            what: it is, for the sentence in ``lost``.
             may_build: whether the template may have it.
 
         Returns:
-            Plain values, or the error that says why not; nothing is left of the attempt then.
+            Plain values, as the only item; nothing if it can't be carried, and then nothing is left of the attempt.
         """
         marks = len(self._memo), len(self._tensors.sources), len(self.bound), len(self.built)
         before, self._may_build = self._may_build, self._may_build and may_build
         try:
             node = self.encode(obj, path)
             self.built_hooks += self.built[marks[3]:]
-            return node
+            return [node]
         except CantCarryError as error:
             self._tensors.forget(marks[1])
             for table, mark in ((self._memo, marks[0]), (self.bound, marks[2])):
                 while len(table) > mark:
                     table.popitem()
-            return error
+            self.lost.append(f"{what} can't be carried and stays behind ({error})")
+            return []
         finally:
             del self.built[marks[3]:]
             self._may_build = before
@@ -345,13 +340,10 @@ class Encoder:
     def _hooks(self, table: OrderedDict[int, Any], name: str, path: str) -> Any:
         """Hooks one by one: one that can't travel stays behind and is named."""
         number, found = self._remember(table, path), []
+        where = f" of {path}" if path else ""
         for key, hook in table.items():
-            node = self.trial(hook, f"the hook {hook!r}", may_build=True)
-            if isinstance(node, CantCarryError):
-                self.lost.append(f"{name[1:-1]} {hook!r}{f' of {path}' if path else ''} can't be carried and stays "
-                                 f"behind ({node})")
-            else:
-                found.append((key, node))
+            nodes = self.trial(hook, f"the hook {hook!r}", f"{name[1:-1]} {hook!r}{where}", may_build=True)
+            found += [(key, node) for node in nodes]
         return ("hooks", number, found)
 
 

@@ -64,11 +64,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, source: Tensor) -> TensorSpec:
-        """The kind of a tensor.
-
-        Args:
-            source: the tensor.
-        """
+        """The kind of a tensor."""
         data = _bare(source)
         return cls(
             tuple(data.shape), _dense_stride(data), str(data.dtype).removeprefix("torch."), data.device.type == "cpu",
@@ -77,11 +73,7 @@ class TensorSpec(NamedTuple):
         )
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate a tensor of this kind.
-
-        Args:
-            device: the receiving stage's device, used unless the tensor lives in host memory.
-        """
+        """Allocate a tensor of this kind, on the receiving stage's device unless it lives in host memory."""
         where = torch.device("cpu") if self.on_host else device
         num_elements = math.prod(self.shape) + self.line_offset
         memory = torch.empty(num_elements, dtype=getattr(torch, self.dtype), device=where)
@@ -142,9 +134,6 @@ class _Plain(pickle.Unpickler):
 
 def load(data: bytes) -> Any:
     """Plain values that were pickled; nothing received is run.
-
-    Args:
-        data: what ``pickle.dumps`` made of them.
 
     Raises:
         UnpicklingError: if a class or a function is among them.
@@ -219,25 +208,20 @@ def _registered(layer: nn.Module | None) -> Iterable[Tensor]:
 
 def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], list[Any]]:
     """What users put on a tensor: attributes, and hooks with their numbers."""
-    attributes, hooks = [], []
+    attributes: list[Any] = []
+    hooks: list[Any] = []
     for key, value in vars(source).items():
         if key in PARAMETER_MARKS or key == _OWN_MARK:
             continue
-        node = encoder.trial(value, f"{where}.{key}", may_build=False)
-        if isinstance(node, CantCarryError):
-            encoder.lost.append(f"attribute {key!r} of {where} can't be carried and stays behind ({node})")
-        else:
-            attributes.append((key, node))
+        nodes = encoder.trial(value, f"{where}.{key}", f"attribute {key!r} of {where}", may_build=False)
+        attributes += [(key, node) for node in nodes]
     # Those of an activation that a layer keeps (an auxiliary loss) belong to the graph that made it.
     for table in TENSOR_HOOKS if source.is_leaf else ():
         for number, hook in (getattr(source, table, None) or {}).items():
             if is_optimizers(hook):
                 continue
-            node = encoder.trial(hook, f"the hook {hook!r}", may_build=True)
-            if isinstance(node, CantCarryError):
-                encoder.lost.append(f"tensor hook {hook!r} of {where} can't be carried and stays behind ({node})")
-            else:
-                hooks.append((table, number, node))
+            nodes = encoder.trial(hook, f"the hook {hook!r}", f"tensor hook {hook!r} of {where}", may_build=True)
+            hooks += [(table, number, node) for node in nodes]
     return attributes, hooks
 
 
@@ -251,12 +235,7 @@ def _refuse_without_data(tensors: Tensors, name: str) -> None:
 
 
 def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
-    """Allocate the tensors that a package's skeleton refers to.
-
-    Args:
-        skeleton: ``Package.skeleton`` of the sender.
-        device: device of the receiving stage.
-    """
+    """Allocate the tensors that a package's skeleton refers to."""
     num_own, specs = load(load(skeleton)[0])
     tensors = [TensorSpec(*spec).empty(device) for spec in specs]
     return LayerTensors(tensors[:num_own], tensors[num_own:])
@@ -328,12 +307,7 @@ def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[A
 
 
 def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
-    """What travelled with a layer.
-
-    Args:
-        skeleton: ``Package.skeleton`` of the sender.
-        tensors: those of :func:`empty_tensors`; they need not be filled yet.
-    """
+    """What travelled with a layer; its tensors need not be filled yet."""
     return Decoder([*tensors.own, *tensors.extra], no_names()).decode(load(load(skeleton)[2]))
 
 

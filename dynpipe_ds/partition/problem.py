@@ -118,15 +118,7 @@ class Problem:
         return cuts
 
     def plan(self, cuts: Sequence[int], rounds: int = 0) -> Plan:
-        """Turn a partition of the groups into a plan for the layers.
-
-        Args:
-            cuts: ``S + 1`` group indices.
-            rounds: What to report as :attr:`Plan.rounds`.
-
-        Returns:
-            The plan, with plain ints.
-        """
+        """Turn a partition of the groups into a plan for the layers."""
         boundaries = tuple(self.starts[cut] for cut in cuts)
         bottleneck = math.ldexp(max(self.stage_loads(cuts)), -self.scale_bits)
         return Plan(
@@ -152,10 +144,6 @@ class Problem:
 
     def require_fit(self, cuts: Sequence[int], name: str) -> None:
         """Refuse a partition of the groups that exceeds a cap.
-
-        Args:
-            cuts: ``S + 1`` group indices.
-            name: The partitioner, for the message.
 
         Raises:
             InfeasiblePartitionError: A stage needs more than its cap.

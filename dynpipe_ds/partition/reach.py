@@ -51,14 +51,7 @@ class ReachSearch:
         self._over_cap = _groups_over_cap(problem)
 
     def __call__(self, limit: float) -> Reach:
-        """Find what can be reached.
-
-        Args:
-            limit: Largest stage time: integer cost divided by speed.
-
-        Returns:
-            The reachable cuts.
-        """
+        """Find what can be reached within a limit on the stage times, integer cost divided by speed."""
         problem = self._problem
         thresholds = problem.thresholds(limit)
         shift = 0 if problem.allow_empty else 1

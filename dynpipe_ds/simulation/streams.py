@@ -24,15 +24,6 @@ def run_order(
 ) -> Simulation:
     """Run every stage's instructions with the dependencies of its messages.
 
-    Args:
-        workload: the seconds of everything.
-        order: what every stage runs.
-        sends: when a send is over.
-        timeline: whether to keep all intervals.
-
-    Returns:
-        What it took.
-
     Raises:
         ValueError: when the order is of another size, or its stages don't fit together: one waits for ever, or gets
             another micro-batch than it expects.

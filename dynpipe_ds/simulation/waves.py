@@ -96,16 +96,7 @@ def makespans(
 
 
 def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "rendezvous") -> Simulation:
-    """Simulate a batch wave by wave.
-
-    Args:
-        workload: the seconds of everything.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
-        sends: when a send is over.
-
-    Returns:
-        What it took, without a timeline.
-    """
+    """Simulate a batch wave by wave."""
     num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
     run = _AccountedRun(
         workload.forward_s, workload.backward_s, workload.activation_link_s, workload.gradient_link_s,
@@ -133,11 +124,6 @@ def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sen
 
 def waves_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> Iterator[Wave]:
     """The waves of a schedule, in an order that keeps all dependencies.
-
-    Args:
-        schedule: ``"1f1b"`` or ``"gpipe"``.
-        num_micro_batches: M.
-        num_stages: S.
 
     Raises:
         ValueError: for another schedule.

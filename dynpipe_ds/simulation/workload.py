@@ -140,11 +140,6 @@ def stage_seconds(
 ) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of a micro-batch on every stage of a partition.
 
-    Args:
-        profile: seconds of every layer.
-        placement: a partition.
-        speeds: S relative speeds to divide by, when layer times are at unit speed.
-
     Returns:
         S forward and S backward seconds, each sum rounded once.
 
@@ -162,11 +157,7 @@ def stage_seconds(
 
 
 def frozen_boundaries(backward_s: Sequence[float]) -> int:
-    """Number of boundaries that no gradient crosses: all before them have no backward.
-
-    Args:
-        backward_s: backward seconds of every stage.
-    """
+    """Number of boundaries that no gradient crosses: all before them have no backward."""
     working = [stage for stage, seconds in enumerate(backward_s) if seconds > 0]
     # All zero is a profile without backward times rather than a model without anything to train.
     return working[0] if working else 0

@@ -370,10 +370,6 @@ def write_state(parameter: nn.Parameter, state: State) -> None:
 def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:
     """Pick the kind of :class:`StageOptimizer` for the optimizer that DeepSpeed built; collective over all ranks.
 
-    Args:
-        engine: the engine; its ``optimizer`` decides.
-        groups: the agreed parameter groups.
-
     Raises:
         ValueError: if the optimizer is of a kind whose state can't be moved, with the remedy.
     """

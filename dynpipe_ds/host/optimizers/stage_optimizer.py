@@ -43,9 +43,6 @@ class StageOptimizer(ABC):
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
 
-        Args:
-            parameters: of this stage, the same on all replicas.
-
         Returns:
             Named tensors with as many elements as the parameter, and scalars; empty where there is none.
         """
@@ -97,19 +94,11 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient that the next step will use, before it is reduced over replicas.
-
-        Args:
-            parameter: a parameter of this stage.
-        """
+        """The gradient that the next step will use, before it is reduced over replicas."""
 
     @abstractmethod
     def state_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
-
-        Args:
-            parameter: a parameter of this stage.
-        """
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter."""
 
     def before_step(self) -> None:
         """Get ready for an optimizer step, which follows at once."""

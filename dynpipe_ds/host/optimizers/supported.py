@@ -17,10 +17,6 @@ _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "MuonWithAuxAdam", "FusedLamb", 
 def check_flat(engine: Any, groups: ParameterGroups) -> None:
     """Refuse what a flat optimizer (ZeRO-1, bf16) would compute otherwise at another cut; collective over all ranks.
 
-    Args:
-        engine: the engine, with its optimizer built.
-        groups: the agreed parameter groups.
-
     Raises:
         ValueError: on every rank, with the remedy, if any rank found something.
     """
