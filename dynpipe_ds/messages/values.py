@@ -34,15 +34,17 @@ _DTYPES = frozenset(
     if hasattr(torch, name)
 )  # fmt: skip
 
-# Kinds of plain values by type: a name, what they are as text, and back. As text a NaN equals itself, and 0.0 is not -0.0.
+# Kinds of plain values by type: a name, what one is as text, and back. As text a NaN equals itself; 0.0 is not -0.0.
 _PLAIN: dict[type, tuple[str, Callable[[Any], tuple[str, ...]], Callable[..., Any]]] = {
     bool: ("bool", lambda value: ("1",) if value else (), lambda *text: bool(text)),
     int: ("int", lambda value: (hex(value),), lambda text: int(text, 16)),
     float: ("float", lambda value: (value.hex(),), float.fromhex),
-    complex: ("complex", lambda value: (value.real.hex(), value.imag.hex()), lambda *parts: complex(*map(float.fromhex, parts))),
+    complex: (
+        "complex", lambda value: (value.real.hex(), value.imag.hex()), lambda *parts: complex(*map(float.fromhex, parts))
+    ),
     str: ("str", lambda value: (value,), str),
     torch.dtype: ("dtype", lambda value: (dtype_name(value),), lambda name: dtype_of(name)),
-    torch.Size: ("Size", lambda value: tuple(map(hex, value)), lambda *sizes: torch.Size(int(size, 16) for size in sizes)),
+    torch.Size: ("Size", lambda value: tuple(map(hex, value)), lambda *sizes: torch.Size(int(s, 16) for s in sizes)),
 }
 _FROM_TEXT = {name: from_text for name, _, from_text in _PLAIN.values()}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "list": list}
