@@ -125,7 +125,7 @@ class DynamicPipelineModule(MovableModule):
         device = accelerator.device()
         self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
         self.surroundings.agree_on_shared(held, self.layer_names())
-        self.install(self.boundaries, layers)
+        self.install(self.placement, layers)
         return copies
 
     def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:

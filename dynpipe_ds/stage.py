@@ -16,6 +16,7 @@ from dynpipe_ds.migration.packing import PackingError
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks.agreement import anywhere, same_everywhere, together
 from dynpipe_ds.ranks.guard import Guard
 
@@ -108,24 +109,24 @@ class Stage:
 
     # -- how it changes -----------------------------------------------------------------------
 
-    def move(self, boundaries: Sequence[int]) -> None:
+    def move(self, placement: Placement) -> None:
         """Let layers and their optimizer state move; collective over all ranks.
 
         What was frozen must have been noticed.
 
         Args:
-            boundaries: ``S + 1`` checked ints, the same on every rank.
+            placement: checked, the same on every rank.
 
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        if self.optimizer is None and tuple(boundaries) != self.partition:
+        if self.optimizer is None and placement != self.module.placement:
             raise MigrationError(
                 "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
                 "engine._configure_optimizer"
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
-            Migration(self, boundaries, buffer_bytes=self._buffer_bytes).run()
+            Migration(self, placement, buffer_bytes=self._buffer_bytes).run()
             self.settle()
 
     def replace(self, replacements: Sequence[ParameterReplacement]) -> None:

@@ -24,7 +24,7 @@ from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
-from dynpipe_ds.partition import Plan, check_boundaries
+from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
@@ -214,7 +214,7 @@ class Training:
         before, started = self.stage.partition, time.perf_counter()
         if plan.boundaries == before:
             return None
-        self.move_layers(plan.boundaries)
+        self.move_layers(plan.placement)
         event = RebalanceEvent(
             batch=self.num_batches, before=before, after=self.stage.partition, predicted_gain=plan.predicted_gain,
             bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=time.perf_counter() - started,
@@ -245,17 +245,17 @@ class Training:
         newest = self.balancer.newest
         return smooth(newest, self.config.smoothing) if newest else None
 
-    def move_layers(self, boundaries: Sequence[int]) -> None:
+    def move_layers(self, placement: Placement) -> None:
         """Let layers move, without asking whether that pays.
 
         Args:
-            boundaries: ``S + 1`` checked ints.
+            placement: checked.
 
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self.notice_frozen_layers()
-        self.stage.move(boundaries)
+        self.stage.move(placement)
         self.profiler.sizes_changed()
 
     def notice_frozen_layers(self) -> None:

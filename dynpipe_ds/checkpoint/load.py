@@ -31,7 +31,7 @@ from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
-from dynpipe_ds.placement import check_boundaries
+from dynpipe_ds.placement import Placement, check_boundaries
 from dynpipe_ds.ranks.agreement import first_error
 from dynpipe_ds.telling import log
 
@@ -86,7 +86,7 @@ class Loading:
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
         try:
-            self._run.move_layers(partition)
+            self._run.move_layers(Placement.from_boundaries(partition))
         except MigrationError as error:
             raise CheckpointError(f"loading {self._root} failed, nothing was changed: {error}") from error
         self._take_in()

@@ -98,13 +98,13 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         """Layer index of every parameter on this stage."""
         return {p: layer for layer, module in self._layers.items() for p in module.parameters()}
 
-    def install(self, placement: Placement | Sequence[int], layers: Layers) -> None:
+    def install(self, placement: Placement, layers: Layers) -> None:
         """Make this stage consist of the given layers.
 
         Raises:
             ValueError: if a stage would hold several ranges of layers.
         """
-        old, boundaries = self._layers, Placement.of(placement).boundaries
+        old, boundaries = self._layers, placement.boundaries
         for layer in self.local_indices():
             self._modules.pop(str(layer), None)
         self.tied_modules.clear()

@@ -9,7 +9,7 @@ rank can go back. What fails while data travels can't be voted on, since others 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,14 +55,14 @@ class Migration:
 
     Args:
         stage: what is here of the model.
-        target: the wanted placement, or its ``S + 1`` boundaries; the same on every rank.
+        target: the wanted placement, the same on every rank.
         buffer_bytes: largest transfer buffer for one partner.
 
     Raises:
         ValueError: if the target is of another number of layers, or no partition.
     """
 
-    def __init__(self, stage: Subject, target: Placement | Sequence[int], *, buffer_bytes: int) -> None:
+    def __init__(self, stage: Subject, target: Placement, *, buffer_bytes: int) -> None:
         assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
         self._stage = stage
         self._module = stage.module
