@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from dynpipe_ds.host.names import nested_codes
 from dynpipe_ds.host.specs import forward_function, is_buildable
 
 _CONTAINERS = (dict, list, set, deque)
@@ -104,7 +105,7 @@ def _access(function: Any) -> _Access:
     access = _Access()
     for part, bound in _parts(function):
         known = _variables(part, bound)
-        for code in _codes(part.__code__):
+        for code in nested_codes(part.__code__):
             steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
             _read_code(steps, known, code is part.__code__, access)
     return access
@@ -162,13 +163,6 @@ def _parts(function: Any, bound: tuple[Any, ...] = ()) -> Iterator[tuple[types.F
         run = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
         if isinstance(run, types.FunctionType):
             yield run, (function, *bound)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -355,14 +355,15 @@ class Balancer:
                 after a failure and a hold are left out otherwise, while layer times serve any number.
         """
         self._history.load_state_dict(state, same_stages=same_stages)
-        self._costs_s = deque(state["costs_s"] if same_stages else [], maxlen=REMEMBERED_COSTS)
         self._decided_batch = state["decided_batch"]
-        self._num_failures = state.get("num_failures", 0) if same_stages else 0
-        self._paused_until = state.get("paused_until", 0) if same_stages else 0
-        self._held_until = state.get("held_until", 0.0) if same_stages else 0.0
+        kept = state if same_stages else {}
+        self._costs_s = deque(kept.get("costs_s", []), maxlen=REMEMBERED_COSTS)
+        self._num_failures = kept.get("num_failures", 0)
+        self._paused_until = kept.get("paused_until", 0)
+        self._held_until = kept.get("held_until", 0.0)
         self._sampling.restart()
-        if same_stages and "sampling" in state:
-            self._sampling.load_state_dict(state["sampling"])
+        if "sampling" in kept:
+            self._sampling.load_state_dict(kept["sampling"])
 
     def serve(self, config: DynamicPipelineConfig) -> None:
         """Go on with another number of stages.

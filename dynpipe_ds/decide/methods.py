@@ -171,9 +171,7 @@ def method_at_run_time(config: DynamicPipelineConfig, chosen: PartitionMethod | 
     from_section = PartitionMethod.parse(f"{config.partitioner or 'optimal'}:{config.cost or 'time'}")
     if chosen is None or chosen.is_start_only:
         return from_section
-    section_says = config.partitioner is not None or config.cost is not None
-    agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
-    if section_says and not agrees:
+    if config.partitioner not in (None, chosen.partitioner) or config.cost not in (None, chosen.cost):
         raise ValueError(
             f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for "
             f"{from_section}; remove one of the two"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -34,12 +34,15 @@ def _dropout(engine: Any) -> str | None:
 
 def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
     """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none."""
+    return next((where for where, module in modules_of(layers) if dropout_rates(module)), None)
+
+
+def modules_of(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules in layers, each with what messages call it, such as ``layer 3.drop (Dropout)``."""
     for index, layer in layers.items():
         for path, module in layer.named_modules():
-            if dropout_rates(module):
-                where = ".".join(part for part in (f"layer {index}", path) if part)
-                return f"{where} ({type(module).__name__})"
-    return None
+            where = ".".join(part for part in (f"layer {index}", path) if part)
+            yield f"{where} ({type(module).__name__})", module
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
@@ -51,15 +54,12 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 
 def _clipping(engine: Any) -> str:
-    bound = engine.gradient_clipping()
     if engine.optimizer is engine.basic_optimizer:
-        return (
-            f"gradients are clipped at {bound} by the norm of all stages, where DeepSpeed's own pipeline counts the "
-            'first stage only; to compare with DeepSpeed set "gradient_clipping": 0, or compare with a run of this '
-            'library that never moves ("rebalance_every": "never")'
-        )
+        norm, compared = "the norm of all stages, where DeepSpeed's own pipeline counts the first stage only", "compare"
+    else:
+        norm = "a norm that is the same for every cut, where DeepSpeed's own is rounded otherwise"
+        compared = "compare bits"
     return (
-        f"gradients are clipped at {bound} by a norm that is the same for every cut, where DeepSpeed's own is rounded "
-        'otherwise; to compare bits with DeepSpeed set "gradient_clipping": 0, or compare with a run of this library '
-        'that never moves ("rebalance_every": "never")'
+        f"gradients are clipped at {engine.gradient_clipping()} by {norm}; to {compared} with DeepSpeed set "
+        '"gradient_clipping": 0, or compare with a run of this library that never moves ("rebalance_every": "never")'
     )

@@ -283,7 +283,7 @@ def _module_of(value: Any) -> str:
 
 def _codes(value: Any) -> Iterator[CodeType]:
     """The code of all functions of a value, and of those inside them."""
-    return (code for function in _all_of(value) for code in _nested(function.__code__))
+    return (code for function in _all_of(value) for code in nested_codes(function.__code__))
 
 
 def _all_of(value: Any) -> Iterator[FunctionType]:
@@ -311,11 +311,12 @@ def _is_function(cell: CellType) -> bool:
         return False
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested_codes(constant)
 
 
 def _assigned(code: CodeType) -> Iterator[str]:
