@@ -47,27 +47,8 @@ class CantCarryError(TypeError):
         super().__init__(f"{path or 'it'} holds {what}")
 
 
-class Tensors:
-    """The tensors that were taken out of what is encoded, each once."""
-
-    def __init__(self) -> None:
-        self.sources: list[Tensor] = []
-        self.where: list[str] = []
-        self._index: dict[int, int] = {}
-
-    def number(self, tensor: Tensor, path: str) -> int:
-        """The number of a tensor that was found somewhere."""
-        number = self._index.setdefault(id(tensor), len(self.sources))
-        if number == len(self.sources):
-            self.sources.append(tensor)  # keeps the id alive
-            self.where.append(path)
-        return number
-
-    def forget(self, count: int) -> None:
-        """Drop those that came after the first ``count``."""
-        for source in self.sources[count:]:
-            del self._index[id(source)]
-        del self.sources[count:], self.where[count:]
+Taken = dict[int, tuple[int, Any, str]]
+"""Objects that were found, each once, by ``id``: its number, itself (which keeps the id), and where it was."""
 
 
 class Encoder:
@@ -88,14 +69,14 @@ class Encoder:
     """
 
     def __init__(
-        self, tensors: Tensors, names: Names, device: torch.device | None = None, own: Iterable[int] = (), *,
+        self, tensors: Taken, names: Names, device: torch.device | None = None, own: Iterable[int] = (), *,
         may_build: bool = False,
     ) -> None:
         self._tensors = tensors
         self._names = names
         self._device = device
         self._own = frozenset(own)
-        self._memo: dict[int, tuple[int, Any, str]] = {}  # the object keeps its id alive
+        self._memo: Taken = {}
         self.bound: dict[Path, Any] = {}
         self._may_build = may_build
         self.built: list[str] = []
@@ -132,21 +113,22 @@ class Encoder:
         Returns:
             Plain values, as the only item; nothing if it can't be carried, and then nothing is left of the attempt.
         """
-        marks = len(self._memo), len(self._tensors.sources), len(self.bound), len(self.built)
+        tables: list[dict[Any, Any]] = [self._memo, self._tensors, self.bound]
+        marks = [len(table) for table in tables]
+        num_built = len(self.built)
         before, self._may_build = self._may_build, self._may_build and may_build
         try:
             node = self.encode(obj, path)
-            self.built_hooks += self.built[marks[3]:]
+            self.built_hooks += self.built[num_built:]
             return [node]
         except CantCarryError as error:
-            self._tensors.forget(marks[1])
-            for table, mark in ((self._memo, marks[0]), (self.bound, marks[2])):
+            for table, mark in zip(tables, marks, strict=True):
                 while len(table) > mark:
                     table.popitem()
             self.lost.append(f"{what} can't be carried and stays behind ({error})")
             return []
         finally:
-            del self.built[marks[3]:]
+            del self.built[num_built:]
             self._may_build = before
 
     def _build(self, path: str, what: str) -> None:
@@ -158,14 +140,12 @@ class Encoder:
     def unnamed(self) -> list[tuple[Any, str]]:
         """What went by value and can change, and where it was."""
         values = [(obj, path) for _, obj, path in self._memo.values() if _can_change(obj)]
-        return [*values, *zip(self._tensors.sources, self._tensors.where, strict=True)]
+        return [*values, *((tensor, path) for _, tensor, path in self._tensors.values())]
 
     # -- kinds --------------------------------------------------------------------------------
 
     def _remember(self, obj: Any, path: str) -> int:
-        number = len(self._memo)
-        self._memo[id(obj)] = (number, obj, path)
-        return number
+        return _number(self._memo, obj, path)
 
     def _bound(self, found: Path, obj: Any) -> Any:
         self.bound.setdefault(found, obj)
@@ -178,7 +158,7 @@ class Encoder:
                 return self._bound(found, tensor)
         if type(tensor) not in (Tensor, nn.Parameter):
             raise CantCarryError(f"a tensor of class {full_name(type(tensor))}, which is more than its numbers", path)
-        return ("tensor", self._tensors.number(tensor, path))
+        return ("tensor", _number(self._tensors, tensor, path))
 
     def _by_kind(self, obj: Any, path: str) -> Any:
         cls = type(obj)
@@ -201,7 +181,7 @@ class Encoder:
         if is_a(obj, enum.Enum):
             return ("method", self._class(cls, path), obj.name)
         if cls is torch.Generator:
-            state = (obj.device.type, self._tensors.number(obj.get_state(), path))
+            state = (obj.device.type, _number(self._tensors, obj.get_state(), path))
             return ("generator", self._remember(obj, path), *state)
         if cls is torch.device and obj == self._device:
             return ("own_device",)
@@ -345,6 +325,10 @@ class Encoder:
             nodes = self.trial(hook, f"the hook {hook!r}", f"{name[1:-1]} {hook!r}{where}", may_build=True)
             found += [(key, node) for node in nodes]
         return ("hooks", number, found)
+
+
+def _number(taken: Taken, obj: Any, path: str) -> int:
+    return taken.setdefault(id(obj), (len(taken), obj, path))[0]
 
 
 def _can_change(obj: Any) -> bool:

@@ -9,7 +9,6 @@ has come.
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dynpipe_ds.host.names import PARAMETER_MARKS
-from dynpipe_ds.messages.layouts import LINE_BYTES
+from dynpipe_ds.messages.layouts import LINE_BYTES, Layout
+from dynpipe_ds.messages.values import dtype_name, dtype_of
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
-from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
-from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
+from dynpipe_ds.migration.encoding import CantCarryError, Encoder, Taken
+from dynpipe_ds.migration.hooks import TENSOR_HOOKS, hook_tables, is_optimizers
 from dynpipe_ds.migration.names import Names, no_names
 from dynpipe_ds.migration.transport import memory_order
 
@@ -67,17 +67,15 @@ class TensorSpec(NamedTuple):
         """The kind of a tensor."""
         data = _bare(source)
         return cls(
-            tuple(data.shape), _dense_stride(data), str(data.dtype).removeprefix("torch."), data.device.type == "cpu",
+            tuple(data.shape), _dense_stride(data), dtype_name(data.dtype), data.device.type == "cpu",
             isinstance(source, nn.Parameter), source.requires_grad and source.is_leaf,
             0 if data.is_meta or not data.numel() else data.data_ptr() % LINE_BYTES // data.element_size(),
         )
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a tensor of this kind, on the receiving stage's device unless it lives in host memory."""
-        where = torch.device("cpu") if self.on_host else device
-        num_elements = math.prod(self.shape) + self.line_offset
-        memory = torch.empty(num_elements, dtype=getattr(torch, self.dtype), device=where)
-        data = memory.as_strided(self.shape, self.stride, self.line_offset)
+        layout = Layout(self.shape, self.stride, self.line_offset, dtype_of(self.dtype))
+        data = layout.empty(torch.device("cpu") if self.on_host else device)
         if self.is_parameter:
             return nn.Parameter(data, requires_grad=self.requires_grad)
         return data.requires_grad_(self.requires_grad)
@@ -177,26 +175,26 @@ def pack(
     Raises:
         PackingError: if an attribute can't be carried, naming layer, attribute, reason and remedy.
     """
-    names, tensors = names or no_names(), Tensors()
+    names, tensors = names or no_names(), Taken()
     own = [t for t in _registered(layer) if id(t) not in names.shared]
     encoder = Encoder(tensors, names, device, own=map(id, own), may_build=has_template)
     try:
         body = encoder.encode(layer)
-        found = list(zip(tensors.sources, tensors.where, strict=True))
-        marks = [_marks(source, where, encoder) for source, where in found]
+        marks = [_marks(source, where, encoder) for _, source, where in list(tensors.values())]
         if not is_trial:
             _refuse_without_data(tensors, name)
-        num_own = len(tensors.sources)
-        companion = Encoder(tensors, no_names(), own=map(id, tensors.sources)).encode(extra)
+        num_own = len(tensors)
+        companion = Encoder(tensors, no_names(), own=tensors.keys()).encode(extra)
     except (CantCarryError, RecursionError) as error:
         raise PackingError(f"{name} can't be carried to another process: {error}; {_REMEDY}") from error
     values = []
     for path, obj in encoder.bound.items():
         its = values_of(obj, path in names.shared.values())
         values.append((path, (its, names.changed(path, its))))
-    specs = [tuple(TensorSpec.of(source)) for source in tensors.sources]
+    sources = [source for _, source, _ in tensors.values()]
+    specs = [tuple(TensorSpec.of(source)) for source in sources]
     plain = ((num_own, specs), (body, marks, values, bool(encoder.built), bool(encoder.built_hooks)), companion)
-    dense = [] if is_trial else [_dense(source) for source in tensors.sources]
+    dense = [] if is_trial else [_dense(source) for source in sources]
     lost = tuple(f"{name}: {text}" for text in encoder.lost)
     skeleton = pickle.dumps([pickle.dumps(part) for part in plain])  # each is read when it is needed
     return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder)
@@ -225,8 +223,8 @@ def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], lis
     return attributes, hooks
 
 
-def _refuse_without_data(tensors: Tensors, name: str) -> None:
-    for source, where in zip(tensors.sources, tensors.where, strict=True):
+def _refuse_without_data(tensors: Taken, name: str) -> None:
+    for _, source, where in tensors.values():
         if source.is_meta:
             raise PackingError(
                 f"{name} holds a tensor of shape {tuple(source.shape)} on the meta device at {where}, which has no "
@@ -313,8 +311,5 @@ def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:
     """Hooks are numbered by process: a new one must not get the number of one that was carried."""
-    names = (*HOOK_TABLES, *HOOK_FLAGS)
-    tables = [getattr(module, name, None) or () for module in layer.modules() for name in names]
-    tables += [getattr(t, name, None) or () for t in _registered(layer) for name in TENSOR_HOOKS]
-    taken = max((number for table in tables for number in table), default=-1)
+    taken = max((number for _, _, table in hook_tables(layer) for number in table), default=-1)
     RemovableHandle.next_id = max(RemovableHandle.next_id, taken + 1)
