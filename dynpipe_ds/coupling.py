@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from dynpipe_ds.host.names import nested_codes
+from dynpipe_ds.functions import contents_of, nested_codes
 from dynpipe_ds.host.specs import forward_function, is_buildable
 
 _CONTAINERS = (dict, list, set, deque)
@@ -147,7 +147,8 @@ def _is_target(steps: list[dis.Instruction], k: int) -> bool:
 def _variables(function: types.FunctionType, bound: Sequence[Any]) -> _Variables:
     code, cells = function.__code__, function.__closure__ or ()
     arguments = dict(zip(code.co_varnames, bound, strict=False))
-    closed = {name: c.cell_contents for name, c in zip(code.co_freevars, cells, strict=True) if _is_filled(c)}
+    named = zip(code.co_freevars, cells, strict=True)
+    closed = {name: value for name, cell in named for value in contents_of(cell)}
     return _Variables(function.__globals__, arguments, {**arguments, **closed})
 
 
@@ -163,14 +164,6 @@ def _parts(function: Any, bound: tuple[Any, ...] = ()) -> Iterator[tuple[types.F
         run = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
         if isinstance(run, types.FunctionType):
             yield run, (function, *bound)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if a variable has no value yet
-    except ValueError:
-        return False
-    return True
 
 
 def _name(function: Any) -> str:

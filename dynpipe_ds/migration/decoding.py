@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynpipe_ds.functions import contents_of
 from dynpipe_ds.migration.callables import MAKERS, digest_of, full_name, named
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import Path, is_a, spell
@@ -204,9 +205,9 @@ class Decoder:
         if not (is_a(twin, types.FunctionType) and twin.__qualname__ == name and digest_of(twin.__code__) == digest):
             raise self._missing(twin, f"the function {name}")
         self._objects[number] = twin
-        for cell, value in zip(twin.__closure__ or (), cells, strict=True):
-            if value is not None:
-                cell.cell_contents = self.decode(value[0], _cell(cell))
+        for cell, nodes in zip(twin.__closure__ or (), cells, strict=True):
+            for node in nodes:
+                cell.cell_contents = self.decode(node, *contents_of(cell))
         twin.__defaults__ = self.decode(defaults, twin.__defaults__)
         twin.__kwdefaults__ = self.decode(keywords, twin.__kwdefaults__)
         return twin
@@ -291,11 +292,4 @@ def _item(twin: Any, key: Any) -> Any:
     try:
         return twin[key] if isinstance(twin, list | tuple | dict) else _ABSENT
     except (LookupError, TypeError):
-        return _ABSENT
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
         return _ABSENT

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynpipe_ds.functions import contents_of
 from dynpipe_ds.migration.callables import LOCKS, MAKERS, digest_of, elsewhere, full_name, how_made, named
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import ATOMS, Path, is_a
@@ -222,18 +223,12 @@ class Encoder:
         self._build(path, f"the {'function' if callable(obj) and not isinstance(obj, type) else 'class'} {name}")
         if isinstance(obj, types.FunctionType):
             number = self._remember(obj, path)
-            cells = [self._cell(cell, f"{path} (variable {variable})")
-                     for cell, variable in zip(obj.__closure__ or (), obj.__code__.co_freevars, strict=True)]
+            variables = zip(obj.__closure__ or (), obj.__code__.co_freevars, strict=True)
+            cells = [[self.encode(value, f"{path} (variable {variable})") for value in contents_of(cell)]
+                     for cell, variable in variables]
             return ("function", number, name, digest_of(obj.__code__), cells,
                     self.encode(obj.__defaults__, path), self.encode(obj.__kwdefaults__, path))
         return ("built", self._remember(obj, path), name)
-
-    def _cell(self, cell: types.CellType, path: str) -> Any:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a variable without a value
-            return None
-        return (self.encode(value, path),)
 
     def _object(self, obj: Any, path: str) -> Any:
         found = self._names.part(obj) if isinstance(obj, nn.Module) else None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from dynpipe_ds.functions import contents_of
 from dynpipe_ds.host.specs import LayerSpec
 
 Step = tuple[str, Any]
@@ -94,10 +95,7 @@ def _built_in(container: Any) -> Any:
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[Step, Any]]:
     for i, cell in enumerate(function.__closure__ or ()):
-        try:
-            yield ("cell", i), cell.cell_contents
-        except ValueError:  # a variable without a value
-            continue
+        yield from ((("cell", i), value) for value in contents_of(cell))
     yield from ((("default", i), value) for i, value in enumerate(function.__defaults__ or ()))
 
 

@@ -63,10 +63,9 @@ def _smallest_bottleneck(problem: Problem) -> tuple[float, list[int]]:
 
 
 def _lower_bound(problem: Problem) -> float:
-    load = problem.load
-    largest = max(end - first for first, end in zip(load, load[1:], strict=False))
+    largest = max(problem.group_costs)
     # Just below the even share: its division rounds.
-    share = load[-1] / math.fsum(problem.speeds) * (1 - 1e-12)
+    share = problem.load[-1] / math.fsum(problem.speeds) * (1 - 1e-12)
     return max(share, largest / max(problem.speeds))
 
 
@@ -76,9 +75,8 @@ def _even_shares(problem: Problem) -> list[float]:
     A group above the even share of the rest fills a stage whatever the others do, so it counts
     as that share; else one huge layer would draw all cuts to itself.
     """
-    load = problem.load
-    costs = [end - first for first, end in zip(load, load[1:], strict=False)]
-    rest, stages = load[-1], problem.num_stages
+    costs = problem.group_costs
+    rest, stages = problem.load[-1], problem.num_stages
     for cost in sorted(costs, reverse=True):
         if stages == 1 or cost * stages <= rest:
             break

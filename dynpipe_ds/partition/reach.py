@@ -45,8 +45,7 @@ class ReachSearch:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        load = problem.load
-        self._costs = [end - first for first, end in zip(load, load[1:], strict=False)]
+        self._costs = problem.group_costs
         self._largest = max(self._costs)
         self._over_cap = _groups_over_cap(problem)
 
