@@ -35,22 +35,19 @@ def renumber(pipeline: Pipeline, world: World, placement: Placement) -> None:
     old.hand_over(Groups(module), holders_of_groups(pipeline))
 
 
-def _renumber(module_or_engine: Any, grid: Any) -> None:
-    module_or_engine.global_rank, module_or_engine.world_size = grid.global_rank, grid.world_size
-    module_or_engine.num_stages, module_or_engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
-
-
 def _renumber_module(module: Any, topology: ProcessTopology, placement: Placement) -> None:
-    layers = module.local_layers()
+    layers, grid = module.local_layers(), module._grid
     module._topo = topology
-    _renumber(module, module._grid)
+    module.global_rank, module.world_size = grid.global_rank, grid.world_size
+    module.num_stages, module.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     module.tied_comms = {}  # DeepSpeed's own, with old groups; ours go by stage
     module.install(placement, layers)
 
 
 def _renumber_engine(engine: Any) -> None:
     grid = engine.module._grid
-    _renumber(engine, grid)
+    engine.global_rank, engine.world_size = grid.global_rank, grid.world_size
+    engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
     engine.mp_world_size = grid.get_model_parallel_world_size()
