@@ -34,14 +34,17 @@ _DTYPES = frozenset(
     if hasattr(torch, name)
 )  # fmt: skip
 
-_float = float.fromhex
+
+def _complex(real: str, imaginary: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
 
 # Kinds of plain values by type: a name, what one is as text, and back. As text a NaN equals itself; 0.0 is not -0.0.
 _PLAIN: dict[type, tuple[str, Callable[[Any], tuple[str, ...]], Callable[..., Any]]] = {
     bool: ("bool", lambda value: ("1",) if value else (), lambda *text: bool(text)),
     int: ("int", lambda value: (hex(value),), lambda text: int(text, 16)),
-    float: ("float", lambda value: (value.hex(),), _float),
-    complex: ("complex", lambda value: (value.real.hex(), value.imag.hex()), lambda *text: complex(*map(_float, text))),
+    float: ("float", lambda value: (value.hex(),), float.fromhex),
+    complex: ("complex", lambda value: (value.real.hex(), value.imag.hex()), _complex),
     str: ("str", lambda value: (value,), str),
     torch.dtype: ("dtype", lambda value: (dtype_name(value),), lambda name: dtype_of(name)),
     torch.Size: ("Size", lambda value: tuple(map(hex, value)), lambda *sizes: torch.Size(int(s, 16) for s in sizes)),
