@@ -27,8 +27,8 @@ def optimal(problem: Problem) -> list[int]:
     limit that could succeed, and a successful one moves the upper end to the bottleneck that it
     found (exact bisection: Pinar & Aykanat 2004, "Fast optimal load balancing algorithms for 1D
     partitioning"). The extension to caps and speeds that differ by stage, and the search for the
-    nearest partition, are ours. ``O(S log L)`` a probe, about 20 probes, and ``O(S L log L)``
-    for the nearest partition.
+    nearest partition, are ours. ``O(S log L)`` a probe, about 20 probes, and ``O(S L W)``
+    for the nearest partition, where ``W`` layers fit into one stage within the bottleneck.
 
     Costs are summed exactly, in a fixed point of 52 bits.
     """
