@@ -34,15 +34,15 @@ def _dropout(engine: Any) -> str | None:
 
 def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
     """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none."""
-    return next((where for where, module in modules_of(layers) if dropout_rates(module)), None)
+    found = (f"{where} ({type(module).__name__})" for where, module in modules_of(layers) if dropout_rates(module))
+    return next(found, None)
 
 
 def modules_of(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in layers, each with what messages call it, such as ``layer 3.drop (Dropout)``."""
+    """All modules in layers, each with its place, such as ``layer 3.drop``."""
     for index, layer in layers.items():
         for path, module in layer.named_modules():
-            where = ".".join(part for part in (f"layer {index}", path) if part)
-            yield f"{where} ({type(module).__name__})", module
+            yield ".".join(part for part in (f"layer {index}", path) if part), module
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:

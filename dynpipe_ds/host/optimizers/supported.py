@@ -47,7 +47,7 @@ def _refused_layers(engine: Any) -> str | None:
     for where, module in modules_of(engine.local_layers()):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             return (
-                f"{where} makes sparse gradients, which don't lie in them; build it with sparse=False, or leave ZeRO-1 "
-                "and bf16 out"
+                f"{where} ({type(module).__name__}) makes sparse gradients, which don't lie in them; build it with "
+                "sparse=False, or leave ZeRO-1 and bf16 out"
             )
     return None
