@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from dynpipe_ds.partition.registry import known_capabilities
 from dynpipe_ds.repacking.config import RepackConfig
@@ -170,16 +171,49 @@ class DynamicPipelineConfig(Section):
         """``repack`` is a section of its own."""
         return {"repack": lambda _: RepackConfig}
 
+    @override
     def contradictions(self) -> Iterable[str]:
-        """Yield what can't both be meant, one line each with values, rule and remedy."""
-        return _contradictions(self)
+        first, last = self.first_batch, self.last_batch
+        if last is not None and last < first:
+            yield (
+                f"first_batch = {first}, last_batch = {last}: the last batch can't come before the "
+                f"first; raise last_batch or lower first_batch"
+            )
+        when = self.rebalance_every
+        if when != "auto" and self.is_given("horizon_batches"):
+            yield (
+                f"horizon_batches = {self.horizon_batches}, rebalance_every = {when!r}: the horizon "
+                f"is used by 'auto' only; set rebalance_every to 'auto' or remove horizon_batches"
+            )
+        for name in ("first_batch", "last_batch"):
+            if when == "never" and self.is_given(name):
+                yield (
+                    f"{name} = {getattr(self, name)}, rebalance_every = 'never': there is no dynamic "
+                    f"phase to bound; set rebalance_every or remove {name}"
+                )
+        if when != "never" and last is not None and last + 1 < self.profile_batches:
+            yield (
+                f"last_batch = {last}, profile_batches = {self.profile_batches}: no decision could "
+                f"ever be made, the dynamic phase ends before enough batches are profiled; raise "
+                f"last_batch to {self.profile_batches - 1} or more, or lower profile_batches"
+            )
+        if self.partitioner is not None:
+            yield from _cap_blindness(self, self.partitioner, f"partitioner = {self.partitioner!r}")
+        if self.repack.enabled and self.repack.method == "first_fit" and self.memory_cap_bytes is None:
+            yield (
+                "repack.method = 'first_fit', memory_cap_bytes = None: first fit packs by memory alone; set "
+                "memory_cap_bytes, or use the method 'fewest_stages'"
+            )
+        speeds, caps = self.stage_speeds, self.memory_cap_bytes
+        if speeds is not None and isinstance(caps, list) and len(speeds) != len(caps):
+            yield (
+                f"stage_speeds = {speeds}, memory_cap_bytes = {caps}: {len(speeds)} and {len(caps)} "
+                f"stages; both lists need one entry for each stage"
+            )
 
 
 def parse_config(ds_config: Mapping[str, Any]) -> DynamicPipelineConfig:
     """Read the section out of a DeepSpeed configuration.
-
-    Args:
-        ds_config: the whole DeepSpeed configuration, as read from its JSON.
 
     Returns:
         The typed section; the defaults (disabled) when the section is missing.
@@ -229,7 +263,7 @@ def check_against_model(
     if outside:
         problems.append(
             f"pinned_cuts = {config.pinned_cuts}: with {num_layers} layers a cut lies between 1 "
-            f"and {num_layers - 1}; remove {_join(outside)}"
+            f"and {num_layers - 1}; remove {', '.join(map(str, outside))}"
         )
     num_cuts = num_layers - 1 - len(set(config.pinned_cuts) - set(outside))
     if not config.allow_empty_stages and num_cuts < num_stages - 1:
@@ -252,12 +286,6 @@ def check_against_model(
 def checked_hold(hold: Any) -> Hold:
     """Check for how long a call says that its partition holds.
 
-    Args:
-        hold: what the user gave.
-
-    Returns:
-        The same.
-
     Raises:
         ValueError: if it is neither a number of batches nor ``"forever"``.
     """
@@ -265,48 +293,6 @@ def checked_hold(hold: Any) -> Hold:
         found: Hold = hold
         return found
     raise ValueError(f'hold = {hold!r}: must be a whole number of batches >= 1 or "forever"; for example 20')
-
-
-def _contradictions(config: DynamicPipelineConfig) -> Iterable[str]:
-    first, last = config.first_batch, config.last_batch
-    if last is not None and last < first:
-        yield (
-            f"first_batch = {first}, last_batch = {last}: the last batch can't come before the "
-            f"first; raise last_batch or lower first_batch"
-        )
-    when = config.rebalance_every
-    if when != "auto" and config.is_given("horizon_batches"):
-        yield (
-            f"horizon_batches = {config.horizon_batches}, rebalance_every = {when!r}: the horizon "
-            f"is used by 'auto' only; set rebalance_every to 'auto' or remove horizon_batches"
-        )
-    for name in ("first_batch", "last_batch"):
-        if when == "never" and config.is_given(name):
-            yield (
-                f"{name} = {getattr(config, name)}, rebalance_every = 'never': there is no dynamic "
-                f"phase to bound; set rebalance_every or remove {name}"
-            )
-    if when != "never" and last is not None and last + 1 < config.profile_batches:
-        yield (
-            f"last_batch = {last}, profile_batches = {config.profile_batches}: no decision could "
-            f"ever be made, the dynamic phase ends before enough batches are profiled; raise "
-            f"last_batch to {config.profile_batches - 1} or more, or lower profile_batches"
-        )
-    if config.partitioner is not None:
-        yield from _cap_blindness(
-            config, config.partitioner, f"partitioner = {config.partitioner!r}"
-        )
-    if config.repack.enabled and config.repack.method == "first_fit" and config.memory_cap_bytes is None:
-        yield (
-            "repack.method = 'first_fit', memory_cap_bytes = None: first fit packs by memory alone; set "
-            "memory_cap_bytes, or use the method 'fewest_stages'"
-        )
-    speeds, caps = config.stage_speeds, config.memory_cap_bytes
-    if speeds is not None and isinstance(caps, list) and len(speeds) != len(caps):
-        yield (
-            f"stage_speeds = {speeds}, memory_cap_bytes = {caps}: {len(speeds)} and {len(caps)} "
-            f"stages; both lists need one entry for each stage"
-        )
 
 
 def _cap_blindness(config: DynamicPipelineConfig, partitioner: str, shown: str) -> Iterable[str]:
@@ -345,7 +331,3 @@ def _raise_all(problems: Sequence[str]) -> None:
         title = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ValueError(f'{title} in section "{SECTION}":{lines}')
-
-
-def _join(values: Iterable[object]) -> str:
-    return ", ".join(str(value) for value in values)

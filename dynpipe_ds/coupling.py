@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from dynpipe_ds.functions import contents_of, nested_codes
 from dynpipe_ds.host.specs import forward_function, is_buildable
 
 _CONTAINERS = (dict, list, set, deque)
@@ -104,7 +105,7 @@ def _access(function: Any) -> _Access:
     access = _Access()
     for part, bound in _parts(function):
         known = _variables(part, bound)
-        for code in _codes(part.__code__):
+        for code in nested_codes(part.__code__):
             steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
             _read_code(steps, known, code is part.__code__, access)
     return access
@@ -146,7 +147,8 @@ def _is_target(steps: list[dis.Instruction], k: int) -> bool:
 def _variables(function: types.FunctionType, bound: Sequence[Any]) -> _Variables:
     code, cells = function.__code__, function.__closure__ or ()
     arguments = dict(zip(code.co_varnames, bound, strict=False))
-    closed = {name: c.cell_contents for name, c in zip(code.co_freevars, cells, strict=True) if _is_filled(c)}
+    named = zip(code.co_freevars, cells, strict=True)
+    closed = {name: value for name, cell in named for value in contents_of(cell)}
     return _Variables(function.__globals__, arguments, {**arguments, **closed})
 
 
@@ -164,31 +166,12 @@ def _parts(function: Any, bound: tuple[Any, ...] = ()) -> Iterator[tuple[types.F
             yield run, (function, *bound)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if a variable has no value yet
-    except ValueError:
-        return False
-    return True
-
-
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def coupled_cuts(couplings: Iterable[Coupling], boundaries: Sequence[int]) -> set[int]:
     """Cuts that would keep a value from reaching its reader.
-
-    Args:
-        couplings: of the model.
-        boundaries: the first partition.
 
     Raises:
         ValueError: if the first partition has one of these cuts.

@@ -62,10 +62,6 @@ class DynamicPipelineModule(MovableModule):
     def _first_partition(self, method: Any, deepspeeds: Callable[[], list[int]]) -> Sequence[int]:
         """Boundaries to begin with, the same on every rank.
 
-        Args:
-            method: the argument ``partition_method``.
-            deepspeeds: what DeepSpeed's own method gives.
-
         Raises:
             ValueError: if the method is unknown or gives bad boundaries.
         """
@@ -129,7 +125,7 @@ class DynamicPipelineModule(MovableModule):
         device = accelerator.device()
         self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
         self.surroundings.agree_on_shared(held, self.layer_names())
-        self.install(self.boundaries, layers)
+        self.install(self.placement, layers)
         return copies
 
     def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:

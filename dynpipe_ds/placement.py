@@ -6,7 +6,7 @@ Pure: nothing here knows of ranks, devices or DeepSpeed.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import index
@@ -145,8 +145,11 @@ class Placement:
     @property
     def layer_stages(self) -> tuple[int, ...]:
         """Stage of every layer, L numbers."""
-        chunks = zip(pairwise(self.cuts), self.holders, strict=True)
-        return tuple(stage for (first, end), stage in chunks for _ in range(first, end))
+        return tuple(stage for (first, end), stage in self._chunks() for _ in range(first, end))
+
+    def _chunks(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """First layer, end and stage of each chunk."""
+        return zip(pairwise(self.cuts), self.holders, strict=True)
 
     def stage_of(self, layer: int) -> int:
         """Stage that holds a layer.
@@ -173,8 +176,7 @@ class Placement:
         Returns:
             The ranges.
         """
-        chunks = zip(pairwise(self.cuts), self.holders, strict=True)
-        return tuple(range(first, end) for (first, end), holder in chunks if holder == stage and first < end)
+        return tuple(range(first, end) for (first, end), holder in self._chunks() if holder == stage and first < end)
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Layers that a stage holds, in layer order.
@@ -197,7 +199,7 @@ class Placement:
             S lists, each in layer order.
         """
         sorted_out: list[list[T]] = [[] for _ in range(self.num_stages)]
-        for (first, end), stage in zip(pairwise(self.cuts), self.holders, strict=True):
+        for (first, end), stage in self._chunks():
             sorted_out[stage] += values[first:end]
         return sorted_out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -10,6 +9,7 @@ from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.stage import Stage
 
 
@@ -48,7 +48,7 @@ class Run(Protocol):
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
 
-    def move_layers(self, boundaries: Sequence[int]) -> int:
+    def move_layers(self, placement: Placement) -> int:
         """Let layers move; collective over all ranks, which all do or none."""
 
     def notice_frozen_layers(self) -> None:

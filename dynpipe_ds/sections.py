@@ -85,9 +85,6 @@ class Section(BaseModel):
         """Whether a key differs from its default.
 
         So a section with every default written out stays valid whatever single key is changed.
-
-        Args:
-            name: the key.
         """
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
@@ -160,10 +157,6 @@ def _describe(model: type[Section], name: object, section: Mapping[Any, Any], pr
 
 
 def show(value: object) -> str:
-    """A value for a message, cut where it is long.
-
-    Args:
-        value: anything.
-    """
+    """A value for a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

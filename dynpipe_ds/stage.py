@@ -16,6 +16,7 @@ from dynpipe_ds.migration.packing import PackingError
 from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameters
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.module import DynamicPipelineModule
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks.agreement import anywhere, same_everywhere, together
 from dynpipe_ds.ranks.guard import Guard
 
@@ -98,11 +99,7 @@ class Stage:
         return self.module.local_layers()
 
     def state_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
-
-        Args:
-            parameter: of this stage.
-        """
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter."""
         return 0 if self.optimizer is None else self.optimizer.state_bytes(parameter)
 
     @property
@@ -112,13 +109,13 @@ class Stage:
 
     # -- how it changes -----------------------------------------------------------------------
 
-    def move(self, boundaries: Sequence[int]) -> int:
+    def move(self, placement: Placement) -> int:
         """Let layers and their optimizer state move; collective over all ranks.
 
         What was frozen must have been noticed.
 
         Args:
-            boundaries: ``S + 1`` checked ints, the same on every rank.
+            placement: checked, the same on every rank.
 
         Returns:
             Bytes that this rank sent or received, whichever is more.
@@ -126,21 +123,18 @@ class Stage:
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        if self.optimizer is None and tuple(boundaries) != self.partition:
+        if self.optimizer is None and placement != self.module.placement:
             raise MigrationError(
                 "layers can't move without an optimizer to tell: make it first, in deepspeed.initialize or by "
                 "engine._configure_optimizer"
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
-            num_bytes = Migration(self, boundaries, buffer_bytes=self._buffer_bytes).run()
+            num_bytes = Migration(self, placement, buffer_bytes=self._buffer_bytes).run()
             self.settle()
         return num_bytes
 
     def replace(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give layers parameters of another shape, with their optimizer state; collective over all ranks.
-
-        Args:
-            replacements: those of this rank's layers.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank failed; nothing has changed then.

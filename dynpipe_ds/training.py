@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
-from dynpipe_ds.decide.balancer import Balancer, Decision
+from dynpipe_ds.decide import Balancer, Decision
 from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.passing import BatchRefused
@@ -24,7 +24,7 @@ from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
-from dynpipe_ds.partition import Plan, check_boundaries
+from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
@@ -219,7 +219,7 @@ class Training:
         if plan.boundaries == before:
             return None
         with self.clock.work("move") as moving:
-            moving.num_bytes = self.move_layers(plan.boundaries)
+            moving.num_bytes = self.move_layers(plan.placement)
         event = RebalanceEvent(
             batch=self.num_batches, before=before, after=self.stage.partition, predicted_gain=plan.predicted_gain,
             bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=moving.seconds,
@@ -250,11 +250,11 @@ class Training:
         newest = self.balancer.newest
         return smooth(newest, self.config.smoothing) if newest else None
 
-    def move_layers(self, boundaries: Sequence[int]) -> int:
+    def move_layers(self, placement: Placement) -> int:
         """Let layers move, without asking whether that pays.
 
         Args:
-            boundaries: ``S + 1`` checked ints.
+            placement: checked.
 
         Returns:
             Bytes that this rank sent or received, whichever is more.
@@ -263,7 +263,7 @@ class Training:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
         self.notice_frozen_layers()
-        num_bytes = self.stage.move(boundaries)
+        num_bytes = self.stage.move(placement)
         self.profiler.sizes_changed()
         return num_bytes
 

@@ -31,8 +31,13 @@ from dynpipe_ds.host.optimizer_files import (
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
+<<<<<<< HEAD
 from dynpipe_ds.placement import check_boundaries
 from dynpipe_ds.ranks.agreement import from_first, together
+=======
+from dynpipe_ds.placement import Placement, check_boundaries
+from dynpipe_ds.ranks.agreement import first_error
+>>>>>>> core
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
@@ -84,7 +89,7 @@ class Loading:
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
         try:
-            self._run.move_layers(partition)
+            self._run.move_layers(Placement.from_boundaries(partition))
         except MigrationError as error:
             raise CheckpointError(f"loading {self._root} failed, nothing was changed: {error}") from error
         self._take_in()

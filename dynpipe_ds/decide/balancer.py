@@ -17,53 +17,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median, median_low
 from typing import Any, Literal
 
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
-from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches
 from dynpipe_ds.decide.history import History
+from dynpipe_ds.decide.judgement import Decision, judge
 from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
 from dynpipe_ds.decide.sampling import SETTLED, Sampling
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan, StageMemory
-from dynpipe_ds.simulation import predicted_batches_s
 
 FIRST_PAUSE = 8
 """Batches without a new attempt after one that failed; doubles with each that follows."""
 
 REMEMBERED_COSTS = 5
 """Newest measured costs of moving that the expected cost is taken from."""
-
-FIRST_COST = 0.1
-"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 289 took 0.25.
-
-Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
-"""
-
-ROUNDING = 1e-9
-"""Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Whether to move, and why; all numbers are zero where the plan is the present partition.
-
-    Args:
-        rebalance: move to the planned partition now.
-        reason: one short sentence for a person.
-        saved_s: predicted seconds saved over the next N batches, or over ``horizon_batches``
-            for 'auto'; negative when the plan is slower.
-        cost_s: expected seconds for moving.
-        noise: standard deviation of one batch's relative gain.
-    """
-
-    rebalance: bool
-    reason: str
-    saved_s: float
-    cost_s: float
-    noise: float
 
 
 class Balancer:
@@ -276,60 +245,10 @@ class Balancer:
         Returns:
             The decision.
         """
-        config, every, profile = self._config, self._config.rebalance_every, profile or self.smoothed()
+        profile = profile or self.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         self._decided_batch = profile.batch
-        if tuple(plan.boundaries) == profile.boundaries:
-            return Decision(False, "the present partition is the best one known", saved_s=0.0, cost_s=0.0, noise=0.0)
-        batch_s, planned_s = predicted_batches_s(
-            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
-        )
-        num_batches = every if isinstance(every, int) else config.horizon_batches
-        saved_s = num_batches * (batch_s - planned_s)
-        if abs(batch_s - planned_s) <= ROUNDING * batch_s:
-            saved_s = 0.0
-        cost_s = self._expected_cost_s(batch_s)
-        # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
-        refines = plan.predicted_gain <= 0 < saved_s
-        gain = 1.0 - planned_s / batch_s if refines else plan.predicted_gain
-        gains_of = self._history.batch_gains if refines else self._history.gains
-        gains = gains_of(profile.boundaries, plan.boundaries)
-        noise = max(noise_of(gains), self._history.stage_noise(profile.boundaries))
-        if every == "never":
-            rebalance, reason = False, "rebalance_every is 'never'"
-        elif every == "auto":
-            rebalance, reason = self._pays(gains, noise, saved_s, cost_s)
-        else:
-            rebalance = gain > 0 and gain >= config.min_gain
-            reason = (
-                f"predicted gain {gain:.1%} "
-                f"{'reaches' if rebalance else 'is less than'} min_gain {config.min_gain:.1%}"
-            )
-        return Decision(rebalance, reason, saved_s, cost_s, noise)
-
-    def _pays(
-        self, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
-    ) -> tuple[bool, str]:
-        """The rule of 'auto': the move pays for itself and the gain is real."""
-        money = (
-            f"{saved_s:.3g} s saved over {self._config.horizon_batches} batches, "
-            f"{cost_s:.3g} s to move"
-        )
-        if saved_s <= cost_s or saved_s <= 0:
-            return False, f"does not pay: {money}"
-        evidence = evidence_for(saved_s / self._config.horizon_batches, cost_s)
-        num_batches = confirming_batches(gains, noise, self._config.min_gain, evidence)
-        if not num_batches:
-            seen = median(gains[-evidence:]) if gains else 0.0
-            return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
-        return True, f"pays: {money}; gain confirmed by {num_batches} batches"
-
-    def _expected_cost_s(self, batch_s: float) -> float:
-        """The usual cost of the newest moves; before the first, :data:`FIRST_COST` of a batch.
-
-        The low median keeps a slow first move (memory pools, connections) from blocking others.
-        """
-        return median_low(self._costs_s) if self._costs_s else FIRST_COST * batch_s
+        return judge(plan, profile, self._history, self._config, self._costs_s)
 
     def _next_end(self, batch: int) -> float:
         """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
@@ -436,14 +355,15 @@ class Balancer:
                 after a failure and a hold are left out otherwise, while layer times serve any number.
         """
         self._history.load_state_dict(state, same_stages=same_stages)
-        self._costs_s = deque(state["costs_s"] if same_stages else [], maxlen=REMEMBERED_COSTS)
         self._decided_batch = state["decided_batch"]
-        self._num_failures = state.get("num_failures", 0) if same_stages else 0
-        self._paused_until = state.get("paused_until", 0) if same_stages else 0
-        self._held_until = state.get("held_until", 0.0) if same_stages else 0.0
+        kept = state if same_stages else {}
+        self._costs_s = deque(kept.get("costs_s", []), maxlen=REMEMBERED_COSTS)
+        self._num_failures = kept.get("num_failures", 0)
+        self._paused_until = kept.get("paused_until", 0)
+        self._held_until = kept.get("held_until", 0.0)
         self._sampling.restart()
-        if same_stages and "sampling" in state:
-            self._sampling.load_state_dict(state["sampling"])
+        if "sampling" in kept:
+            self._sampling.load_state_dict(kept["sampling"])
 
     def serve(self, config: DynamicPipelineConfig) -> None:
         """Go on with another number of stages.

@@ -33,11 +33,7 @@ class History:
         self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
 
     def append(self, profile: PipelineProfile) -> None:
-        """Take in the profile of one batch.
-
-        Args:
-            profile: as measured.
-        """
+        """Take in the profile of one batch."""
         speeds = self._config.stage_speeds
         at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
         self._newest.append(profile)
@@ -63,12 +59,7 @@ class History:
     # -- what would have been -----------------------------------------------------------------
 
     def gains(self, present: Sequence[int], planned: Sequence[int] | None) -> list[float]:
-        """What a partition would have saved of each batch's bottleneck.
-
-        Args:
-            present: boundaries that there are.
-            planned: boundaries that there could be; ``None``: perfect balance.
-        """
+        """What a partition would have saved of each batch's bottleneck; ``None`` stands for perfect balance."""
         before = [max(loads) for loads in self._loads(present)]
         if planned is None:
             total_speed = math.fsum(self._speeds(len(present) - 1))
@@ -78,12 +69,7 @@ class History:
         return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
 
     def batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> list[float]:
-        """What a partition would have saved of each batch's simulated seconds.
-
-        Args:
-            present: boundaries that there are.
-            planned: boundaries that there could be.
-        """
+        """What a partition would have saved of each batch's simulated seconds."""
         seconds = predicted_batches_s(
             [(profile, cut) for cut in (present, planned) for profile in self._profiles],
             speeds=self._config.stage_speeds,
@@ -98,9 +84,6 @@ class History:
         a plan's own gains can look steadier than they are. What slows down all stages alike does
         not matter: each batch counts by its stages' shares. The shares of S independent stages
         vary by sqrt(1 - 1/S) of what the stages do, which is undone here.
-
-        Args:
-            boundaries: of the present partition.
         """
         num_stages = len(boundaries) - 1
         history = [loads for loads in self._loads(boundaries) if any(loads)]

@@ -49,9 +49,6 @@ class PartitionMethod:
     def parse(cls, method: Any) -> PartitionMethod:
         """Understand a ``partition_method`` argument.
 
-        Args:
-            method: a name, a sequence of boundaries, a callable, or a ``PartitionMethod``.
-
         Raises:
             ValueError: if it is none of these, naming the choices.
         """
@@ -104,16 +101,7 @@ class PartitionMethod:
         speeds: Sequence[float] | None = None,
         allow_empty: bool = False,
     ) -> Plan:
-        """Choose boundaries for a profile.
-
-        Args:
-            profile: the layers' costs; without times, parameter counts stand in.
-            num_stages: S.
-            current: present boundaries.
-            pinned: forbidden cut positions.
-            memory: what a stage may hold.
-            speeds: relative speed of each stage.
-            allow_empty: whether a stage may have no layer.
+        """Choose boundaries for a profile; parameter counts stand in for times that it lacks.
 
         Returns:
             The checked plan.
@@ -162,16 +150,7 @@ def _choices() -> str:
 def profile_from_parameters(
     num_parameters: Sequence[int], *, names: Sequence[str], num_stages: int
 ) -> PipelineProfile:
-    """Stand-in profile for construction, where nothing was measured yet.
-
-    Args:
-        num_parameters: trainable parameters of each layer.
-        names: name of each layer.
-        num_stages: S.
-
-    Returns:
-        A profile without times.
-    """
+    """Stand-in profile for construction, where nothing was measured yet."""
     layers = tuple(
         LayerProfile(
             name=name, forward_s=0.0, backward_s=0.0, num_parameters=int(count), parameter_bytes=0,
@@ -186,19 +165,13 @@ def profile_from_parameters(
 def method_at_run_time(config: DynamicPipelineConfig, chosen: PartitionMethod | None) -> PartitionMethod:
     """What to call at run time: the module's choice, or the section's where that only says the start.
 
-    Args:
-        config: the ``"dynamic_pipeline"`` section.
-        chosen: the module's ``partition_method``.
-
     Raises:
         ValueError: if module and section ask for different things.
     """
     from_section = PartitionMethod.parse(f"{config.partitioner or 'optimal'}:{config.cost or 'time'}")
     if chosen is None or chosen.is_start_only:
         return from_section
-    section_says = config.partitioner is not None or config.cost is not None
-    agrees = (config.partitioner in (None, chosen.partitioner)) and (config.cost in (None, chosen.cost))
-    if section_says and not agrees:
+    if config.partitioner not in (None, chosen.partitioner) or config.cost not in (None, chosen.cost):
         raise ValueError(
             f"the module's partition_method is {chosen} but the dynamic_pipeline section asks for "
             f"{from_section}; remove one of the two"

@@ -51,11 +51,7 @@ class Sampling:
         self._costs: deque[float] = deque(maxlen=SETTLED)
 
     def wants(self, batch: int) -> bool:
-        """Tell whether to profile a batch.
-
-        Args:
-            batch: its number.
-        """
+        """Tell whether to profile a batch."""
         return batch >= self._next_batch
 
     def restart(self) -> None:
@@ -110,11 +106,7 @@ class Sampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take in what :meth:`state_dict` gave.
-
-        Args:
-            state: as given.
-        """
+        """Take in what :meth:`state_dict` gave."""
         self._next_batch, self._num_profiles = state["next_batch"], state["num_profiles"]
         self._mean = list(state["mean"])
         self._deviations = deque(state["deviations"], maxlen=DEVIATIONS)

@@ -73,11 +73,7 @@ def random_state() -> Tensor | None:
 
 
 def set_random_state(state: Tensor) -> None:
-    """Put back what :func:`random_state` gave; nothing on a CPU.
-
-    Args:
-        state: as it was given, on this kind of device or another one.
-    """
+    """Put back what :func:`random_state` gave; nothing on a CPU."""
     if kind() != "cpu":
         get_accelerator().set_rng_state(state)
 
@@ -88,9 +84,5 @@ def tracked_states() -> dict[str, Tensor]:
 
 
 def set_tracked_states(states: dict[str, Tensor]) -> None:
-    """Put back what :func:`tracked_states` gave.
-
-    Args:
-        states: by name.
-    """
+    """Put back what :func:`tracked_states` gave."""
     checkpointing.get_cuda_rng_tracker().set_states(states)

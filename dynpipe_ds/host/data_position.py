@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
+
+from dynpipe_ds.host import accelerator
 
 _KEPT = 16
 """So many iterators that take no weak reference (``iter([...])``) are remembered."""
@@ -27,12 +28,7 @@ class DataPosition:
         self._behind: OrderedDict[int, tuple[Any, int]] = OrderedDict()
 
     def fall_behind(self, iterator: Any, num_micro_batches: int) -> None:
-        """Note that other stages took micro-batches.
-
-        Args:
-            iterator: this stage's; ``None`` is nothing.
-            num_micro_batches: how many.
-        """
+        """Note that other stages took micro-batches, and this one none from its iterator; ``None`` is no iterator."""
         if iterator is None:
             return
         key = id(iterator)
@@ -48,9 +44,6 @@ class DataPosition:
 
     def catch_up(self, iterator: Any) -> None:
         """Skip what others took, before this stage reads; leaves torch's random streams as they are.
-
-        Args:
-            iterator: this stage's.
 
         Raises:
             ValueError: if it ends before.
@@ -93,12 +86,10 @@ class LateLoader:
 @contextmanager
 def _same_random_streams() -> Iterator[None]:
     """Loaders draw seeds; what is skipped shall leave no trace."""
-    accelerator = get_accelerator()
-    state = torch.get_rng_state()
-    on_device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
+    state, on_device = torch.get_rng_state(), accelerator.random_state()
     try:
         yield
     finally:
         torch.set_rng_state(state)
         if on_device is not None:
-            accelerator.set_rng_state(on_device)
+            accelerator.set_random_state(on_device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,11 +12,7 @@ from dynpipe_ds.telling import warn
 
 
 def warn_of_differences(engine: Any) -> None:
-    """Say, once and on the first rank, which losses can't be compared; collective over all ranks.
-
-    Args:
-        engine: the dynamic pipeline engine, built.
-    """
+    """Say, once and on the first rank, which losses can't be compared; collective over all ranks."""
     seeded = bool(engine.module.seed_layers)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if seeded else _dropout(engine))
@@ -37,28 +33,20 @@ def _dropout(engine: Any) -> str | None:
 
 
 def find_dropout(layers: Mapping[int, nn.Module]) -> str | None:
-    """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none.
+    """The first module that drops, such as ``layer 3.drop (Dropout)``; ``None`` if there is none."""
+    found = (f"{where} ({type(module).__name__})" for where, module in modules_of(layers) if dropout_rates(module))
+    return next(found, None)
 
-    Args:
-        layers: by global index.
-    """
+
+def modules_of(layers: Mapping[int, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules in layers, each with its place, such as ``layer 3.drop``."""
     for index, layer in layers.items():
         for path, module in layer.named_modules():
-            if dropout_rates(module):
-                where = ".".join(part for part in (f"layer {index}", path) if part)
-                return f"{where} ({type(module).__name__})"
-    return None
+            yield ".".join(part for part in (f"layer {index}", path) if part), module
 
 
 def dropout_rates(module: nn.Module) -> dict[str, float]:
-    """Rates > 0 that a module says it drops by: ``p`` of a ``...Dropout``, attributes ``...dropout...`` of others.
-
-    Args:
-        module: looked at without its children.
-
-    Returns:
-        Rates by attribute.
-    """
+    """Rates > 0 that a module, not its children, drops by: ``p`` of a ``...Dropout``, ``...dropout...`` of others."""
     rates = {k: v for k, v in vars(module).items() if "dropout" in k.lower()}
     if "Dropout" in type(module).__name__:
         rates["p"] = getattr(module, "p", 0.0)
@@ -66,15 +54,12 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 
 def _clipping(engine: Any) -> str:
-    bound = engine.gradient_clipping()
     if engine.optimizer is engine.basic_optimizer:
-        return (
-            f"gradients are clipped at {bound} by the norm of all stages, where DeepSpeed's own pipeline counts the "
-            'first stage only; to compare with DeepSpeed set "gradient_clipping": 0, or compare with a run of this '
-            'library that never moves ("rebalance_every": "never")'
-        )
+        norm, compared = "the norm of all stages, where DeepSpeed's own pipeline counts the first stage only", "compare"
+    else:
+        norm = "a norm that is the same for every cut, where DeepSpeed's own is rounded otherwise"
+        compared = "compare bits"
     return (
-        f"gradients are clipped at {bound} by a norm that is the same for every cut, where DeepSpeed's own is rounded "
-        'otherwise; to compare bits with DeepSpeed set "gradient_clipping": 0, or compare with a run of this library '
-        'that never moves ("rebalance_every": "never")'
+        f"gradients are clipped at {engine.gradient_clipping()} by {norm}; to {compared} with DeepSpeed set "
+        '"gradient_clipping": 0, or compare with a run of this library that never moves ("rebalance_every": "never")'
     )

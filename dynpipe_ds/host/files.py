@@ -25,11 +25,7 @@ _OF_FLAT_OPTIMIZERS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
 def not_covered(pipeline: Pipeline) -> list[str]:
-    """What an engine trains with that checkpoints of a dynamic pipeline don't cover.
-
-    Args:
-        pipeline: the engine.
-    """
+    """What an engine trains with that checkpoints of a dynamic pipeline don't cover."""
     found = {
         "tensor parallelism": pipeline.engine.grid.get_slice_parallel_world_size() > 1,
         '"checkpoint": {"use_node_local_storage": true}': pipeline.engine.use_node_local_storage(),
@@ -60,10 +56,6 @@ class RecordingWriter:
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file.
 
-        Args:
-            state_dict: what ``torch.save`` takes.
-            path: where to.
-
         Raises:
             CheckpointError: if it holds what could not be loaded again, or if there is no room for it.
         """
@@ -76,12 +68,7 @@ class RecordingWriter:
             self.entries[str(file.relative_to(self._root))] = folder.fingerprint(file)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder.
-
-        Args:
-            path: the folder.
-            exist_ok: whether it may be there already.
-        """
+        """Make a folder."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def preserves_storage_sharing(self) -> bool:
@@ -91,12 +78,7 @@ class RecordingWriter:
 
 @contextmanager
 def recording(pipeline: Pipeline, root: Path) -> Iterator[RecordingWriter]:
-    """Let what an engine writes within be noted.
-
-    Args:
-        pipeline: the engine.
-        root: the checkpoint's folder.
-    """
+    """Let what an engine writes within be noted."""
     own = pipeline.engine.checkpoint_engine
     pipeline.engine.checkpoint_engine = writer = RecordingWriter(own, root)
     try:
@@ -142,44 +124,22 @@ def _compact(value: Any) -> Any:
 
 
 def model_file(pipeline: Pipeline, save_dir: Path, tag: str) -> Path:
-    """The file of this stage with all but its layers, and without ZeRO its optimizer's state.
-
-    Args:
-        pipeline: the engine.
-        save_dir: folder of all checkpoints.
-        tag: name of the checkpoint.
-    """
+    """The file of this stage with all but its layers, and without ZeRO its optimizer's state."""
     return Path(pipeline.engine._get_ckpt_name(str(save_dir), tag))
 
 
 def optimizer_file(pipeline: Pipeline, save_dir: Path, tag: str) -> Path:
-    """The file of this rank's share of a flat optimizer's state.
-
-    Args:
-        pipeline: the engine.
-        save_dir: folder of all checkpoints.
-        tag: name of the checkpoint.
-    """
+    """The file of this rank's share of a flat optimizer's state."""
     return Path(pipeline.engine._get_zero_ckpt_name(str(save_dir), tag))
 
 
 def layer_file(pipeline: Pipeline, target: Path, layer: int) -> Path:
-    """The file of one layer of this stage.
-
-    Args:
-        pipeline: the engine.
-        target: the checkpoint's folder.
-        layer: its index.
-    """
+    """The file of one layer of this stage."""
     return Path(pipeline.engine.module.ckpt_layer_path(str(target), layer - pipeline.engine.module._local_start))
 
 
 def saved_parameters(pipeline: Pipeline) -> list[list[nn.Parameter]]:
-    """The parameters of every group, in the order in which the optimizer's state is saved.
-
-    Args:
-        pipeline: the engine, with an optimizer.
-    """
+    """The parameters of every group, in the order in which the optimizer's state is saved."""
     wrapper = pipeline.engine.optimizer
     if isinstance(pipeline.engine.stage_optimizer, FlatOptimizer):
         groups: Any = wrapper.bf16_groups if pipeline.engine.using_bf16_optimizer else wrapper.bit16_groups
@@ -192,26 +152,14 @@ def saved_parameters(pipeline: Pipeline) -> list[list[nn.Parameter]]:
 
 
 def take_worlds(pipeline: Pipeline, checkpoint: Mapping[str, Any], *, module_only: bool) -> None:
-    """Tell an engine how many ranks the checkpoint that it loaded was saved by.
-
-    Args:
-        pipeline: the engine.
-        checkpoint: content of :func:`model_file`.
-        module_only: whether nothing but weights is loaded.
-    """
+    """Tell an engine how many ranks the checkpoint that it loaded was saved by."""
     pipeline.engine.loaded_checkpoint_dp_world_size = checkpoint["dp_world_size"]
     if not module_only:
         pipeline.engine.loaded_checkpoint_mp_world_size = checkpoint["mp_world_size"]
 
 
 def take_counters(pipeline: Pipeline, checkpoint: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Put back an engine's counters, and the state of what follows them.
-
-    Args:
-        pipeline: the engine.
-        checkpoint: content of :func:`model_file`.
-        with_scheduler: whether the learning-rate scheduler follows.
-    """
+    """Put back an engine's counters, and the state of what follows them."""
     engine = pipeline.engine
     if with_scheduler and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
@@ -225,21 +173,12 @@ def take_counters(pipeline: Pipeline, checkpoint: Mapping[str, Any], *, with_sch
 
 
 def take_weights(pipeline: Pipeline) -> None:
-    """Renew the master weights of a flat optimizer from the model's.
-
-    Args:
-        pipeline: the engine.
-    """
+    """Renew the master weights of a flat optimizer from the model's."""
     pipeline.engine.optimizer._restore_from_bit16_weights()
 
 
 def take_settings(pipeline: Pipeline, stored: Mapping[str, Any]) -> None:
-    """Put back what a flat optimizer keeps besides its parameters' state.
-
-    Args:
-        pipeline: the engine.
-        stored: the optimizer's state, from :func:`optimizer_file`.
-    """
+    """Put back what a flat optimizer keeps besides its parameters' state."""
     pipeline.engine.optimizer.clip_grad = stored.get("clip_grad", pipeline.engine.optimizer.clip_grad)
     for name in _OF_FLAT_OPTIMIZERS:
         if name in stored and hasattr(pipeline.engine.optimizer, name):

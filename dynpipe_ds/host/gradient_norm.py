@@ -72,11 +72,7 @@ class GradientNorm:
         return bool(self._grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter))
 
     def install(self, optimizer: Any) -> None:
-        """Make a DeepSpeed optimizer clip, and check for overflow, by this norm.
-
-        Args:
-            optimizer: the engine's optimizer; plain ones are left to ``clip_fp32_gradients``.
-        """
+        """Make a DeepSpeed optimizer clip, and check for overflow, by this norm; plain ones are left alone."""
         if isinstance(optimizer, BF16_Optimizer):
             self._install_bf16(optimizer)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -114,11 +110,7 @@ class GradientNorm:
 
 
 def sums_of_squares(gradients: Gradients) -> Squares:
-    """The sum of squares of every gradient, each in float64.
-
-    Args:
-        gradients: parameters and their whole gradients.
-    """
+    """The sum of squares of every gradient, each in float64."""
     return ((parameter, _square(gradient)) for parameter, gradient in gradients)
 
 
@@ -178,13 +170,7 @@ def _put_together(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients down so that the model's norm is at most ``max_norm``.
-
-    Args:
-        parameters: this rank's parameters.
-        norm: the norm over all stages, a scalar.
-        max_norm: the bound.
-    """
+    """Scale gradients down so that the model's norm is at most ``max_norm``."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

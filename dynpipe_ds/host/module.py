@@ -52,12 +52,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
 
     @abstractmethod
     def _first_partition(self, method: Any, deepspeeds: Callable[[], list[int]]) -> Sequence[int]:
-        """Boundaries to begin with.
-
-        Args:
-            method: the argument ``partition_method``.
-            deepspeeds: what DeepSpeed's own method gives.
-        """
+        """Boundaries to begin with: by ``partition_method``, or as DeepSpeed's own method gives them."""
 
     def _partition_layers(self, method: Any = "uniform") -> None:
         self._set_parts(self._first_partition(method, partial(self._deepspeeds_partition, method)))
@@ -103,17 +98,13 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         """Layer index of every parameter on this stage."""
         return {p: layer for layer, module in self._layers.items() for p in module.parameters()}
 
-    def install(self, placement: Placement | Sequence[int], layers: Layers) -> None:
+    def install(self, placement: Placement, layers: Layers) -> None:
         """Make this stage consist of the given layers.
-
-        Args:
-            placement: that of the whole pipeline, or its ``S + 1`` boundaries.
-            layers: the modules of this stage by layer index.
 
         Raises:
             ValueError: if a stage would hold several ranges of layers.
         """
-        old, boundaries = self._layers, Placement.of(placement).boundaries
+        old, boundaries = self._layers, placement.boundaries
         for layer in self.local_indices():
             self._modules.pop(str(layer), None)
         self.tied_modules.clear()
@@ -161,11 +152,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         return dict(sorted(keys.items()))
 
     def tied_weights(self, layer: int) -> list[nn.Parameter]:
-        """The tied parameters of one local tied layer, in the order of its spec.
-
-        Args:
-            layer: global index of a tied layer on this stage.
-        """
+        """The tied parameters of one local tied layer, in the order of its spec."""
         names = self._layer_specs[layer].tied_weight_attr
         return [self._recursive_getattr(self._layers[layer], name) for name in names]
 

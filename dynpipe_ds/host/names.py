@@ -19,10 +19,12 @@ import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import deepspeed
+
+from dynpipe_ds.functions import contents_of, nested_codes
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,7 @@ def _module_of(value: Any) -> str:
 
 def _codes(value: Any) -> Iterator[CodeType]:
     """The code of all functions of a value, and of those inside them."""
-    return (code for function in _all_of(value) for code in _nested(function.__code__))
+    return (code for function in _all_of(value) for code in nested_codes(function.__code__))
 
 
 def _all_of(value: Any) -> Iterator[FunctionType]:
@@ -291,7 +293,8 @@ def _all_of(value: Any) -> Iterator[FunctionType]:
     parts: Iterable[Any] = ()
     if isinstance(value, FunctionType):
         yield value
-        parts = [cell.cell_contents for cell in value.__closure__ or () if _is_function(cell)]
+        held = (part for cell in value.__closure__ or () for part in contents_of(cell))
+        parts = [part for part in held if isinstance(part, FunctionType)]
     elif isinstance(value, staticmethod | classmethod):
         parts = [value.__func__]
     elif isinstance(value, property):
@@ -302,20 +305,6 @@ def _all_of(value: Any) -> Iterator[FunctionType]:
         parts = [part for part in value.values() if isinstance(part, FunctionType)]
     for part in parts:
         yield from _all_of(part)
-
-
-def _is_function(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, FunctionType)
-    except ValueError:  # it has no value yet
-        return False
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
 
 
 def _assigned(code: CodeType) -> Iterator[str]:

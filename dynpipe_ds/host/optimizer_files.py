@@ -16,8 +16,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, Slot
+from dynpipe_ds.host.optimizers.flat import Pieces
 from dynpipe_ds.host.optimizers.groups import State
-from dynpipe_ds.host.optimizers.restore import Pieces
 
 
 def _zero_stage(owner: Any, name: str) -> ZeroStageEnum:
@@ -52,9 +52,6 @@ class Reader:
     def read(self, path: str) -> Any:
         """Content of a file, its tensors on the host, where possible mapped instead of read.
 
-        Args:
-            path: relative to the checkpoint.
-
         Raises:
             CheckpointError: if it is missing, damaged or holds other objects.
         """
@@ -78,37 +75,21 @@ class Reader:
 
 
 def first_line(error: BaseException) -> str:
-    """The line of a reading error that names the class, or else the first one.
-
-    Args:
-        error: what ``torch.load`` raised.
-    """
+    """The line of a reading error that names the class, or else the first one."""
     text = str(error).strip()
     found = [line.strip() for line in text.splitlines() if re.search("global|Unsupported", line, re.I)]
     return (found or text.splitlines() or [type(error).__name__])[0]
 
 
 def stage_state_dict(manifest: Manifest, reader: Reader, stage: int) -> Any:
-    """The whole ``state_dict`` of one stage's optimizer, of its first replica.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
-    """
+    """The whole ``state_dict`` of one stage's optimizer, of its first replica."""
     if manifest.optimizer.kind == "flat":
         return reader.read(manifest.optimizer_files[stage][0])["optimizer_state_dict"]
     return reader.read(manifest.model_files[stage])["optimizer"]
 
 
 def group_settings(manifest: Manifest, reader: Reader, stage: int) -> list[dict[str, Any]]:
-    """Learning rate and the like of every parameter group, as one stage left them.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
-    """
+    """Learning rate and the like of every parameter group, as one stage left them."""
     state = stage_state_dict(manifest, reader, stage)
     basic = state["base_optimizer_state"] if manifest.optimizer.kind == "flat" else state
     groups = basic["param_groups"] if isinstance(basic, dict) else [{} for _ in basic]
@@ -120,11 +101,6 @@ def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
 
     A stage whose layers are all frozen counts steps, too; later ones go on from there.
 
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        stage: a stage of the checkpoint.
-
     Returns:
         State of one of its groups, moments as :class:`Pieces`; empty before the first step.
     """
@@ -132,19 +108,11 @@ def template_state(manifest: Manifest, reader: Reader, stage: int) -> State:
     num_groups = len(basic["param_groups"]) if isinstance(basic, dict) else len(basic)
     found = (_group_state(basic, group) for group in range(num_groups))
     state = next((state for state in found if state), {})
-    return {
-        key: Pieces((value.view(-1),)) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in state.items()
-    }
+    return {key: Pieces((value.view(-1),)) if _is_flat(value) else value for key, value in state.items()}
 
 
 def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[str, State]:
     """Complete state of the parameters of some layers, put together from the files of all replicas.
-
-    Args:
-        manifest: of the checkpoint.
-        reader: of its folder.
-        layers: indices of the layers.
 
     Returns:
         Named tensors (plain) or :class:`Pieces` (flat) and scalars, by key; of a flat optimizer with the fp32
@@ -213,12 +181,8 @@ def _fragment(shard: Any, slot: Slot) -> State:
     flat_state = _group_state(shard["base_optimizer_state"], slot.group)
     state: State = {"master": shard["single_partition_of_fp32_groups"][slot.group]}
     state.update(flat_state)
-    return {
-        key: value.view(-1)[address.start : address.start + address.numel]
-        if isinstance(value, Tensor) and value.dim() > 0
-        else value
-        for key, value in state.items()
-    }
+    share = slice(address.start, address.start + address.numel)
+    return {key: value.view(-1)[share] if _is_flat(value) else value for key, value in state.items()}
 
 
 def _group_state(basic: Any, group: int) -> State:
@@ -234,8 +198,11 @@ def _joined(fragments: list[State]) -> State:
     if not found:
         return {"master": Pieces(())}
     return {
-        key: Pieces(tuple(fragment[key] for fragment in found))
-        if isinstance(value, Tensor) and value.dim() > 0
-        else value
+        key: Pieces(tuple(fragment[key] for fragment in found)) if _is_flat(value) else value
         for key, value in found[0].items()
     }
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it has a value an element, not a count of steps or the like."""
+    return isinstance(value, Tensor) and value.dim() > 0

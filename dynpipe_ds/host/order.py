@@ -61,14 +61,7 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
 
 
 def planned(pipe_schedule: Any) -> Any:
-    """What to run in place of a schedule that DeepSpeed's engine made.
-
-    Args:
-        pipe_schedule: its schedule.
-
-    Returns:
-        For a training batch the order that was planned, 1F1B; any other schedule as it is.
-    """
+    """What to run in place of a schedule of DeepSpeed's: for a training batch 1F1B as planned, any other as it is."""
     if type(pipe_schedule) is not schedule.TrainSchedule:
         return pipe_schedule
     order = order_of("1f1b", pipe_schedule.micro_batches, pipe_schedule.stages)

@@ -10,10 +10,6 @@ from deepspeed.runtime import utils
 def partition_balanced(weights: Sequence[float], num_stages: int) -> list[int]:
     """Cut as ``partition_method="parameters"`` of DeepSpeed does, for any weights.
 
-    Args:
-        weights: what every layer costs.
-        num_stages: S.
-
     Returns:
         ``S + 1`` boundaries; stages may be empty.
     """

@@ -41,10 +41,6 @@ class Pipeline:
     def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
         """Begin, after DeepSpeed's constructor.
 
-        Args:
-            layer_of: finds the layer of every parameter of this stage.
-            num_layers: of the model.
-
         Raises:
             ValueError: if activations are to be partitioned.
         """
@@ -84,19 +80,11 @@ class Pipeline:
         return int(self.engine.grid.get_data_parallel_id())
 
     def rank_of(self, stage: int) -> int:
-        """The rank that has the same place in another stage.
-
-        Args:
-            stage: its number.
-        """
+        """The rank that has the same place in another stage."""
         return int(self.engine.grid.stage_to_global(stage_id=stage))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All ranks of a stage, ascending.
-
-        Args:
-            stage: its number.
-        """
+        """All ranks of a stage, ascending."""
         return tuple(self.engine.module._topo.get_axis_list(axis="pipe", idx=stage))
 
     # -- its optimizer ------------------------------------------------------------------------
@@ -164,11 +152,7 @@ class Pipeline:
             self.engine.param_names[placeholder] = f"placeholder.{i}"
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """What DeepSpeed calls a parameter of this stage.
-
-        Args:
-            parameter: in its optimizer.
-        """
+        """What DeepSpeed calls a parameter of this stage."""
         return str(self.engine.param_names[parameter])
 
     def clip_gradients(self) -> None:
@@ -208,11 +192,7 @@ class Pipeline:
         return {"micro_offset": int(self.engine.module.micro_offset), "micro_steps": int(self.engine.micro_steps)}
 
     def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
-        """Go on from other counters.
-
-        Args:
-            counters: what :meth:`micro_batch_counters` gave; more is left alone.
-        """
+        """Go on from what :meth:`micro_batch_counters` gave; more is left alone."""
         self.engine.module.micro_offset = counters["micro_offset"]
         self.engine.micro_steps = counters["micro_steps"]
 
@@ -232,20 +212,12 @@ class Pipeline:
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
 
     def keep_loader(self, loader: Any) -> None:
-        """Remember a loader that this stage does not read.
-
-        Args:
-            loader: gives micro-batches; DeepSpeed has it already.
-        """
+        """Remember a loader that this stage does not read; DeepSpeed has it already."""
         if not self.reads_data:
             self.engine.data_iterator = LateLoader(loader)
 
     def keep_iterator(self, iterator: Any) -> None:
-        """Remember an iterator that this stage does not read; bring one that it reads to where the others' are.
-
-        Args:
-            iterator: gives micro-batches; DeepSpeed has it already.
-        """
+        """Remember an iterator that this stage does not read; bring one that it reads to where the others' are."""
         if self.reads_data:
             self.data.catch_up(iterator)
         else:
@@ -256,12 +228,7 @@ class Pipeline:
         self.note_read(self.engine.data_iterator)
 
     def note_read(self, iterator: Any, num_micro_batches: int | None = None) -> None:
-        """Keep count of micro-batches that other stages have read.
-
-        Args:
-            iterator: this stage's.
-            num_micro_batches: how many; by default those of a batch.
-        """
+        """Keep count of micro-batches that other stages have read; by default a batch's."""
         if not self.reads_data:
             self.data.fall_behind(iterator, num_micro_batches or self.engine.micro_batches)
 

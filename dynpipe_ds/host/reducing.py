@@ -68,8 +68,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def in_replica_order(replicas: Any) -> Iterator[None]:
     """Let DeepSpeed's sums over a group be those of :func:`add_up`; what it does before and after stays its own.
 
-    Args:
-        replicas: process group; sums over others, and over fewer than three ranks, stay as they are.
+    Sums over other groups, and over fewer than three ranks, stay as they are.
     """
     if dist.get_world_size(replicas) < MIN_REPLICAS:
         yield
@@ -94,11 +93,7 @@ def in_replica_order(replicas: Any) -> Iterator[None]:
 
 
 def install_order(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Make ZeRO-1, which reduces gradients by itself, add them up in the order of the replicas.
-
-    Args:
-        optimizer: whose two methods that communicate sums are replaced.
-    """
+    """Make ZeRO-1, which reduces gradients by itself, add them up in the order of the replicas."""
 
     def ordered(original: Callable[..., T]) -> Callable[..., T]:
         def reduce(*args: Any, **kwargs: Any) -> T:

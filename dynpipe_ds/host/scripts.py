@@ -18,11 +18,7 @@ PIPELINE_MODULE: Any = deepspeed.PipelineModule
 
 
 def change_configurations(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change every configuration, whether the script gives a path, a dictionary or an argument.
-
-    Args:
-        change: from the script's to the one that is used.
-    """
+    """Change every configuration, whether the script gives a path, a dictionary or an argument."""
     original = DeepSpeedConfig.__init__
 
     @wraps(original)
@@ -51,9 +47,6 @@ def make_dynamic(module_class: type) -> None:
     """Let DeepSpeed's module be ours: ``PipelineModule(...)`` makes ours, and new subclasses derive from ours.
 
     Engines follow by themselves.
-
-    Args:
-        module_class: ours.
     """
 
     def construct(cls: type, *_: Any, **__: Any) -> Any:

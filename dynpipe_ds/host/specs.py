@@ -12,47 +12,27 @@ __all__ = ["LayerSpec", "TiedLayerSpec", "arguments", "forward_function", "is_bu
 
 
 def is_buildable(layer: Any) -> bool:
-    """Whether a layer is built from a description, not given as a live module or a function.
-
-    Args:
-        layer: an entry of ``PipelineModule``'s layer list.
-    """
+    """Whether a layer is built from a description, not given as a live module or a function."""
     return isinstance(layer, LayerSpec)
 
 
 def tied_key(layer: Any) -> str | None:
-    """The key under which a layer shares weights; ``None`` if it is not tied.
-
-    Args:
-        layer: an entry of the layer list.
-    """
+    """The key under which a layer shares weights; ``None`` if it is not tied."""
     return layer.key if isinstance(layer, TiedLayerSpec) else None
 
 
 def forward_function(layer: Any) -> Callable[[nn.Module, Any], Any] | None:
-    """What a tied layer runs in place of its module's ``forward``; ``None`` for other layers, and if it has none.
-
-    Args:
-        layer: an entry of the layer list.
-    """
+    """What a tied layer runs in place of its module's ``forward``; ``None`` for other layers, and if it has none."""
     return layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
 
 
 def arguments(layer: Any) -> list[Any]:
-    """What a layer is built with, by position, then by keyword; nothing for others.
-
-    Args:
-        layer: an entry of the layer list.
-    """
+    """What a layer is built with, by position, then by keyword; nothing for others."""
     return [*layer.module_args, *layer.module_kwargs.values()] if isinstance(layer, LayerSpec) else []
 
 
 def layer_name(layer: Any) -> str:
-    """Name of a layer's class or function.
-
-    Args:
-        layer: an entry of the layer list.
-    """
+    """Name of a layer's class or function."""
     if isinstance(layer, LayerSpec):
         layer = layer.typename
     return str(getattr(layer, "__name__", type(layer).__name__))

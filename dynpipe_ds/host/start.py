@@ -18,11 +18,7 @@ _LEAST_CHECKPOINTING_ON_CPU = "0.19.8"
 
 
 def initialize(**arguments: Any) -> Any:
-    """The engine that ``deepspeed.initialize`` makes.
-
-    Args:
-        **arguments: as it takes them.
-    """
+    """The engine that ``deepspeed.initialize`` makes."""
     return deepspeed.initialize(**arguments)[0]
 
 

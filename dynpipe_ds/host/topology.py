@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -14,20 +13,15 @@ from deepspeed.utils import groups
 
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.world import Groups, World, holders_of_groups
+from dynpipe_ds.placement import Placement
 
 
-def renumber(pipeline: Pipeline, world: World, boundaries: Sequence[int]) -> None:
-    """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors.
-
-    Args:
-        pipeline: the engine.
-        world: of which some ranks have left.
-        boundaries: of the shorter pipeline, whose stages keep their order.
-    """
+def renumber(pipeline: Pipeline, world: World, placement: Placement) -> None:
+    """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors."""
     module = pipeline.engine.module
     old = Groups(module)
     world.regroup()
-    topology = _shorter(module._topo, len(boundaries) - 1)
+    topology = _shorter(module._topo, placement.num_stages)
     module.world_group = dist.new_group(ranks=range(dist.get_world_size()))
     with redirect_stdout(StringIO()):  # it prints its topology
         # In place: engine, optimizer, DeepSpeed's groups and the user hold the same object.
@@ -35,19 +29,19 @@ def renumber(pipeline: Pipeline, world: World, boundaries: Sequence[int]) -> Non
     groups.mpu = module._grid
     if old.world_clone is not None:
         groups._clone_world_group()
-    _renumber_module(module, topology, boundaries)
+    _renumber_module(module, topology, placement)
     _renumber_engine(pipeline.engine)
     pipeline.name_parameters()
     old.hand_over(Groups(module), holders_of_groups(pipeline))
 
 
-def _renumber_module(module: Any, topology: ProcessTopology, boundaries: Sequence[int]) -> None:
+def _renumber_module(module: Any, topology: ProcessTopology, placement: Placement) -> None:
     layers, grid = module.local_layers(), module._grid
     module._topo = topology
     module.global_rank, module.world_size = grid.global_rank, grid.world_size
     module.num_stages, module.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     module.tied_comms = {}  # DeepSpeed's own, with old groups; ours go by stage
-    module.install(boundaries, layers)
+    module.install(placement, layers)
 
 
 def _renumber_engine(engine: Any) -> None:

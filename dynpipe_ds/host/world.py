@@ -180,11 +180,7 @@ class Groups:
 
 
 def holders_of_groups(pipeline: Pipeline) -> Sequence[Any]:
-    """Objects of an engine that hold process groups: itself, its optimizer and the optimizer's parameters.
-
-    Args:
-        pipeline: the engine.
-    """
+    """Objects of an engine that hold process groups: itself, its optimizer and the optimizer's parameters."""
     found: list[Any] = [pipeline.engine]
     if pipeline.has_optimizer:
         found.append(pipeline.engine.optimizer)

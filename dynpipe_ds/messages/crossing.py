@@ -72,48 +72,29 @@ class Crossing:
 
     @classmethod
     def of_gradients(cls, gradients: Sequence[Tensor], are_there: Sequence[bool]) -> Crossing:
-        """The kinds of gradients that go back.
-
-        Args:
-            gradients: one for each tensor that wants one.
-            are_there: whether autograd made it; it is zeros otherwise.
-        """
+        """The kinds of gradients that go back, some of them zeros where autograd made none."""
         return cls(tuple(map(Layout.of, gradients)), tuple(are_there))
 
     def covers(self, found: Crossing) -> bool:
         """Whether a micro-batch can be received as one of this kind.
 
         It can where fewer tensors want a gradient: what comes back for the others is left out.
-
-        Args:
-            found: kinds of the micro-batch.
         """
         if (self.layouts, self.structure) != (found.layouts, found.structure):
             return False
         return all(told or not wants for told, wants in zip(self.flags, found.flags, strict=True))
 
     def wanting(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of a micro-batch's tensors for which gradients come back.
-
-        Args:
-            tensors: one of each kind.
-        """
+        """Those of a micro-batch's tensors for which gradients come back."""
         return [tensor for tensor, flag in zip(tensors, self.flags, strict=True) if flag]
 
     def zeros(self, device: torch.device) -> list[Tensor]:
-        """Tensors of zeros of these kinds, cut off from autograd.
-
-        Args:
-            device: where.
-        """
+        """Tensors of zeros of these kinds, cut off from autograd."""
         kinds = zip(self.layouts, self.flags, strict=True)
         return [layout.zeros(device).requires_grad_(flag) for layout, flag in kinds]
 
     def pack(self, tensors: Sequence[Tensor]) -> Any:
         """Put received tensors into their places.
-
-        Args:
-            tensors: one of each kind.
 
         Raises:
             LookupError: if a named tuple in it is of a class that this process does not know.
@@ -130,11 +111,7 @@ class Crossing:
 
     @classmethod
     def decode(cls, text: bytes) -> Crossing:
-        """What :meth:`encode` wrote.
-
-        Args:
-            text: JSON.
-        """
+        """What :meth:`encode` wrote."""
         tensors, structure, again = _frozen(json.loads(text))
         layouts = []
         for name, _, shape, *rest in tensors:
@@ -143,11 +120,7 @@ class Crossing:
         return cls(tuple(layouts), tuple(flag for _, flag, *_ in tensors), structure, again)
 
     def describe(self, flag: str = _WANTING) -> list[str]:
-        """A few words about each tensor.
-
-        Args:
-            flag: what to add to those that are flagged.
-        """
+        """A few words about each tensor."""
         return [
             f"{dtype_name(layout.dtype)} {list(layout.shape)} with strides {list(layout.stride)}"
             + f" from element {layout.offset} of a line" * bool(layout.offset) + flag * is_flagged

@@ -48,11 +48,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """The layout of a tensor.
-
-        Args:
-            tensor: a strided one.
-        """
+        """The layout of a tensor."""
         offset = int(tensor.storage_offset()) % (LINE_BYTES // tensor.element_size())
         return cls(tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
@@ -69,28 +65,18 @@ class Layout:
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate a tensor that lies so.
-
-        Args:
-            device: where.
-        """
-        memory = torch.empty(self.offset + self.span, dtype=self.dtype, device=device)
-        return _within(memory, self.offset, self.shape, self.stride)
+        """Allocate a tensor that lies so."""
+        return self._in(torch.empty(self.offset + self.span, dtype=self.dtype, device=device))
 
     def zeros(self, device: torch.device) -> Tensor:
-        """Allocate a tensor of zeros that lies so.
+        """Allocate a tensor of zeros that lies so."""
+        return self._in(torch.zeros(self.offset + self.span, dtype=self.dtype, device=device))
 
-        Args:
-            device: where.
-        """
-        memory = torch.zeros(self.offset + self.span, dtype=self.dtype, device=device)
+    def _in(self, memory: Tensor) -> Tensor:
         return _within(memory, self.offset, self.shape, self.stride)
 
     def message(self, tensor: Tensor) -> Tensor:
         """The elements as they travel: in one row, each once, without the gaps of a slice, as bytes.
-
-        Args:
-            tensor: one that lies so.
 
         Returns:
             A row of bytes, since back-ends don't know all dtypes, that shares the tensor's memory; a copy where there
@@ -106,12 +92,7 @@ class Layout:
         return row.view(torch.uint8)
 
     def unpack(self, message: Tensor, tensor: Tensor) -> None:
-        """Put what arrived in a :meth:`message` of a tensor into the tensor.
-
-        Args:
-            message: received, filled.
-            tensor: the one it was made of.
-        """
+        """Put what arrived in a :meth:`message` of a tensor into the tensor."""
         if self._has_gaps:
             shape = self._stored_shape
             tensor.detach().as_strided(shape, self.stride).copy_(message.view(self.dtype).view(shape))
@@ -127,11 +108,7 @@ class Layout:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a new tensor.
-
-    Args:
-        shape: its sizes.
-    """
+    """Strides of a new tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -140,11 +117,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Another tensor in a tensor's memory, of which autograd does not know that it is one.
-
-    Args:
-        tensor: whose memory it is.
-    """
+    """Another tensor in a tensor's memory, of which autograd does not know that it is one."""
     return _within(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 

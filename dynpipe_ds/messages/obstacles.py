@@ -31,22 +31,12 @@ def agree_on_obstacles(
 
 
 def obstructed_cuts(layers: Iterable[int], num_layers: int) -> set[int]:
-    """Cuts that no partition may have.
-
-    Args:
-        layers: whose outputs can't be sent.
-        num_layers: of the model; the last one's output goes to the loss.
-    """
+    """Cuts behind layers whose outputs can't be sent; the last layer's goes to the loss."""
     return {layer + 1 for layer in layers} - {num_layers}
 
 
 def check_cuts(boundaries: Sequence[int], obstacles: Mapping[int, str], names: Sequence[str]) -> None:
     """Refuse a partition that would send what can't be sent.
-
-    Args:
-        boundaries: of the partition.
-        obstacles: what layers return that can't be sent.
-        names: of the layers.
 
     Raises:
         ValueError: if it has such a cut.
@@ -60,14 +50,7 @@ def check_cuts(boundaries: Sequence[int], obstacles: Mapping[int, str], names: S
 
 
 def cant_leave(what: str, *, stage: int, boundaries: Sequence[int], names: Sequence[str]) -> str:
-    """Why a stage's outputs can't be sent.
-
-    Args:
-        what: they hold.
-        stage: its number.
-        boundaries: of the partition.
-        names: of the layers.
-    """
+    """Why a stage's outputs can't be sent."""
     cut = boundaries[stage + 1]
     who = f"layer {cut - 1} ({names[cut - 1]}) returns" if cut else "the data have"
     is_inside = 0 < cut < len(names)

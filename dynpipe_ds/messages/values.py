@@ -34,25 +34,22 @@ _DTYPES = frozenset(
     if hasattr(torch, name)
 )  # fmt: skip
 
-# Kinds of plain values by type, and what they are as text. As text a NaN equals itself, and 0.0 is not -0.0.
-_TO_TEXT: dict[type, tuple[str, Callable[[Any], tuple[str, ...]]]] = {
-    bool: ("bool", lambda value: ("1",) if value else ()),
-    int: ("int", lambda value: (hex(value),)),
-    float: ("float", lambda value: (value.hex(),)),
-    complex: ("complex", lambda value: (value.real.hex(), value.imag.hex())),
-    str: ("str", lambda value: (value,)),
-    torch.dtype: ("dtype", lambda value: (dtype_name(value),)),
-    torch.Size: ("Size", lambda value: tuple(map(hex, value))),
+
+def _complex(real: str, imaginary: str) -> complex:
+    return complex(float.fromhex(real), float.fromhex(imaginary))
+
+
+# Kinds of plain values by type: a name, what one is as text, and back. As text a NaN equals itself; 0.0 is not -0.0.
+_PLAIN: dict[type, tuple[str, Callable[[Any], tuple[str, ...]], Callable[..., Any]]] = {
+    bool: ("bool", lambda value: ("1",) if value else (), lambda *text: bool(text)),
+    int: ("int", lambda value: (hex(value),), lambda text: int(text, 16)),
+    float: ("float", lambda value: (value.hex(),), float.fromhex),
+    complex: ("complex", lambda value: (value.real.hex(), value.imag.hex()), _complex),
+    str: ("str", lambda value: (value,), str),
+    torch.dtype: ("dtype", lambda value: (dtype_name(value),), lambda name: dtype_of(name)),
+    torch.Size: ("Size", lambda value: tuple(map(hex, value)), lambda *sizes: torch.Size(int(s, 16) for s in sizes)),
 }
-_FROM_TEXT: dict[str, Callable[..., Any]] = {
-    "bool": lambda *text: bool(text),
-    "int": lambda text: int(text, 16),
-    "float": float.fromhex,
-    "complex": lambda real, imaginary: complex(float.fromhex(real), float.fromhex(imaginary)),
-    "str": str,
-    "dtype": lambda name: dtype_of(name),
-    "Size": lambda *sizes: torch.Size(int(size, 16) for size in sizes),
-}
+_FROM_TEXT = {name: from_text for name, _, from_text in _PLAIN.values()}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "list": list}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
 _CONTAINERS = {kind: name for name, kind in {**_SEQUENCES, **_MAPPINGS}.items()}
@@ -75,9 +72,6 @@ class CantCross(Exception):
 def take_apart(value: Any) -> tuple[Structure, list[Tensor]]:
     """A value's structure and distinct tensors, in order.
 
-    Args:
-        value: what a layer returned.
-
     Raises:
         CantCross: if something in it can't be sent.
     """
@@ -88,10 +82,6 @@ def take_apart(value: Any) -> tuple[Structure, list[Tensor]]:
 
 def put_together(structure: Structure, tensors: Sequence[Tensor]) -> Any:
     """A value like the one that was taken apart; its containers are new.
-
-    Args:
-        structure: of the value.
-        tensors: by number.
 
     Raises:
         LookupError: if this process knows no named tuple of a name in it.
@@ -115,11 +105,7 @@ def put_together(structure: Structure, tensors: Sequence[Tensor]) -> Any:
 
 
 def obstacle(value: Any) -> str | None:
-    """What keeps a value from crossing, ``None`` if it can cross.
-
-    Args:
-        value: what a layer returned.
-    """
+    """What keeps a value from crossing, ``None`` if it can cross."""
     try:
         take_apart(value)
     except CantCross as error:
@@ -128,22 +114,14 @@ def obstacle(value: Any) -> str | None:
 
 
 def holds_plain_values(structure: Structure) -> bool:
-    """Whether there is anything that may change without a change of kind: numbers, texts and the like.
-
-    Args:
-        structure: of a value.
-    """
+    """Whether there is anything that may change without a change of kind: numbers, texts and the like."""
     if not isinstance(structure, tuple):
         return False
     return structure[0] in _FROM_TEXT or any(map(holds_plain_values, structure[1:]))
 
 
 def shown(structure: Structure) -> str:
-    """A structure in words, for messages.
-
-    Args:
-        structure: of a value.
-    """
+    """A structure in words, for messages."""
     if structure is None:
         return "None"
     if isinstance(structure, int):
@@ -162,11 +140,7 @@ def shown(structure: Structure) -> str:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of a value, those that it holds twice twice; nothing of objects that can't cross.
-
-    Args:
-        value: anything.
-    """
+    """All tensors of a value, those that it holds twice twice; nothing of objects that can't cross."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -177,20 +151,12 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """For example ``"bfloat16"``.
-
-    Args:
-        dtype: any.
-    """
+    """For example ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """What :func:`dtype_name` named.
-
-    Args:
-        name: of a dtype.
-    """
+    """What :func:`dtype_name` named."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -206,8 +172,8 @@ def _structure(value: Any, numbers: dict[int, int], tensors: list[Tensor], depth
     if value is None:
         return None
     kind = type(value)
-    if kind in _TO_TEXT:
-        name, to_text = _TO_TEXT[kind]
+    if kind in _PLAIN:
+        name, to_text, _ = _PLAIN[kind]
         return name, *to_text(value)
     if depth == _DEEPEST:
         raise CantCross(f"a container in more than {_DEEPEST} others")

@@ -8,6 +8,7 @@ number, a device) is the script's own business. Tensors have to be the same in a
 from __future__ import annotations
 
 import hashlib
+import types
 from collections import deque
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds.migration.decoding import DecodingError
-from dynpipe_ds.migration.names import ATOMS, Names, Path, Values, children, is_a, spell
+from dynpipe_ds.migration.names import Names, Values
+from dynpipe_ds.migration.references import ATOMS, Path, children, is_a, spell
 
 MOST_VALUES = 500
 """Plain values that are compared of one object; of larger ones the first."""
@@ -30,11 +32,10 @@ def values_of(obj: Any, is_whole: bool) -> Values:
         is_whole: whether the modules in it count with their tensors: layers compute with a module that they share, but
             only hold a reference to the model that they are part of.
     """
-    found: Values = {}
+    counted = _tensors_of(obj) if is_whole or is_a(obj, Tensor) else {}
+    found = {name: _text_of_tensor(tensor) for name, tensor in counted.items()}
     if is_a(obj, Tensor):
-        return {"": _text_of_tensor(obj)}
-    if is_a(obj, nn.Module) and is_whole:
-        found = {f".{name}": _text_of_tensor(t) for name, t in (*obj.named_parameters(), *obj.named_buffers())}
+        return found
     queue: deque[tuple[Path, Any]] = deque([(("",), obj)])
     seen = {id(obj)}
     while queue and len(found) < MOST_VALUES:
@@ -43,14 +44,22 @@ def values_of(obj: Any, is_whole: bool) -> Values:
             here = (*path, step)
             if type(value) in ATOMS:
                 found[_step_text(here)] = _text(value)
-            elif is_a(value, (dict, list, tuple)) or not is_a(value, (nn.Module, Tensor, type)) and not callable(value):
+            elif is_a(value, (dict, list, tuple)) or not is_a(value, _NOT_ENTERED) and not callable(value):
                 if id(value) not in seen and not (is_a(holder, nn.Module) and step[1] in _TABLES):
                     seen.add(id(value))
                     queue.append((here, value))
     return found
 
 
+def _tensors_of(obj: Any) -> dict[str, Tensor]:
+    """A tensor, or those of a module, by the path from there."""
+    if is_a(obj, nn.Module):
+        return {f".{name}": tensor for name, tensor in (*obj.named_parameters(), *obj.named_buffers())}
+    return {"": obj} if is_a(obj, Tensor) else {}
+
+
 _TABLES = frozenset(vars(nn.Module()))
+_NOT_ENTERED = (nn.Module, Tensor, type, types.ModuleType)
 
 
 def _step_text(path: Path) -> str:
@@ -77,18 +86,9 @@ def _text_of_tensor(tensor: Tensor) -> str:
     return f"{name} {list(data.shape)} with bits {digest}"
 
 
-def adapt(obj: Any, theirs: Values, device: torch.device | None) -> None:
-    """Bring tensors that only layers elsewhere used so far to where and into what the engine brings a layer's.
-
-    Args:
-        obj: a tensor or module that layers share.
-        theirs: its values on the rank that a layer comes from.
-        device: of this stage.
-    """
-    tensors = {"": obj} if is_a(obj, Tensor) else {}
-    if is_a(obj, nn.Module):
-        tensors = {f".{name}": t for name, t in (*obj.named_parameters(), *obj.named_buffers())}
-    for name, tensor in tensors.items():
+def _adapt(obj: Any, theirs: Values, device: torch.device | None) -> None:
+    """Bring tensors that only layers elsewhere used so far to where and into what the engine brings a layer's."""
+    for name, tensor in _tensors_of(obj).items():
         dtype = getattr(torch, theirs.get(name, "").partition(" ")[0], None)
         if isinstance(dtype, torch.dtype) and not tensor.is_meta:
             tensor.data = tensor.data.to(device=device, dtype=dtype)
@@ -115,7 +115,7 @@ def compare(
     values, changed = theirs
     is_shared = path in names.shared.values()
     if is_shared:
-        adapt(mine, values, device)
+        _adapt(mine, values, device)
     here = values_of(mine, is_shared)
     moved = {*changed, *names.changed(path, here)}
     problems = []

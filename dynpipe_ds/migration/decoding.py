@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import threading
 import types
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.migration.encoding import MAKERS, Tag, digest_of, named
-from dynpipe_ds.migration.names import Names, Path, is_a, spell
+from dynpipe_ds.functions import contents_of
+from dynpipe_ds.migration.callables import MAKERS, digest_of, full_name, named
+from dynpipe_ds.migration.names import Names
+from dynpipe_ds.migration.references import Path, is_a, spell
 
 
 class DecodingError(RuntimeError):
@@ -29,22 +28,13 @@ Journal = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def note(journal: Journal, module: nn.Module) -> None:
-    """Note what a module has before it is changed.
-
-    Args:
-        journal: of a decoder.
-        module: of this rank.
-    """
+    """Note what a module of this rank has before it is changed."""
     for changed in (module.__dict__, *(value for value in module.__dict__.values() if type(value) is dict)):
         journal.append((changed, dict(changed)))
 
 
 def undo(journal: Journal) -> None:
-    """Give modules back what they had.
-
-    Args:
-        journal: of a decoder.
-    """
+    """Give modules back what they had."""
     for changed, before in reversed(journal):
         changed.clear()
         changed.update(before)
@@ -86,31 +76,31 @@ class Decoder:
         """
         if type(node) is not tuple:
             return node
-        tag, *rest = node
-        return _KINDS[tag](self, twin, *rest)
+        kind, *fields = node
+        return getattr(self, f"_make_{kind}")(twin, *fields)
 
     # -- kinds; each gets what the template has, and what the encoder wrote -------------------
 
-    def _tensor(self, twin: Any, number: int) -> Any:
+    def _make_tensor(self, twin: Any, number: int) -> Any:
         if isinstance(twin, Tensor):
             self.twins[number] = twin
         return self._tensors[number]
 
-    def _memo(self, _twin: Any, number: int) -> Any:
+    def _make_memo(self, _twin: Any, number: int) -> Any:
         return self._objects[number]
 
-    def _bound(self, _twin: Any, path: Path, class_name: str) -> Any:
+    def _make_bound(self, _twin: Any, path: Path, class_name: str) -> Any:
         try:
             obj = self._names.resolve(path)
         except LookupError as error:
             raise DecodingError(str(error)) from error
-        mine = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        mine = full_name(type(obj))
         if mine != class_name:
             raise DecodingError(f"{spell(path)} is a {class_name} on the stage it comes from, and a {mine} here")
         self.bound[path] = obj
         return obj
 
-    def _named(self, _twin: Any, module: str, name: str) -> Any:
+    def _make_named(self, _twin: Any, module: str, name: str) -> Any:
         try:
             importlib.import_module(module)
             obj = named(module, name)
@@ -120,18 +110,15 @@ class Decoder:
             raise DecodingError(f"{module} has no {name} here")
         return obj
 
-    def _module(self, _twin: Any, name: str) -> Any:
-        return importlib.import_module(name)
-
-    def _tuple(self, twin: Any, items: list[Any]) -> Any:
+    def _make_tuple(self, twin: Any, items: list[Any]) -> Any:
         return tuple(self.decode(item, _item(twin, i)) for i, item in enumerate(items))
 
-    def _list(self, twin: Any, number: int, items: list[Any]) -> Any:
+    def _make_list(self, twin: Any, number: int, items: list[Any]) -> Any:
         made = self._objects[number] = twin if type(twin) is list else []
         made[:] = [self.decode(item, _item(twin, i)) for i, item in enumerate(items)]
         return made
 
-    def _dict(self, twin: Any, number: int | None, pairs: list[Any]) -> Any:
+    def _make_dict(self, twin: Any, number: int | None, pairs: list[Any]) -> Any:
         made = twin if type(twin) is dict else {}
         if number is not None:
             self._objects[number] = made
@@ -140,20 +127,20 @@ class Decoder:
         made.update(decoded)
         return made
 
-    def _set(self, twin: Any, number: int, items: list[Any]) -> Any:
+    def _make_set(self, twin: Any, number: int, items: list[Any]) -> Any:
         made = self._objects[number] = twin if type(twin) is set else set()
         decoded = [self.decode(item) for item in items]
         made.clear()
         made.update(decoded)
         return made
 
-    def _frozenset(self, _twin: Any, items: list[Any]) -> Any:
+    def _make_frozenset(self, _twin: Any, items: list[Any]) -> Any:
         return frozenset(self.decode(item) for item in items)
 
-    def _object(
+    def _make_object(
         self, twin: Any, number: int, cls_node: Any, arguments: Any, state: Any, items: Any, pairs: Any
     ) -> Any:
-        cls = self._class(twin, cls_node)
+        cls = self.decode(cls_node, twin)
         if type(twin) is cls and hasattr(twin, "__dict__"):
             made = twin
         elif arguments is None:
@@ -163,34 +150,33 @@ class Decoder:
             made = cls.__new__(cls, *positional, **keywords)
         return self._fill(made, twin, number, state, items, pairs, arguments is None)
 
-    def _part(self, twin: Any, path: Path, node: Any) -> Any:
+    def _make_part(self, twin: Any, path: Path, node: Any) -> Any:
         """A module that is a part of this rank's arguments, too: it stays the same object, which the script knows."""
         try:
             mine = self._names.resolve(path)
         except LookupError:
             mine = _ABSENT
-        if node[0] != Tag.OBJECT or not isinstance(mine, nn.Module):
+        if node[0] != "object" or not isinstance(mine, nn.Module):
             return self.decode(node, twin)
         if not self._names.claim(mine):  # a tied layer's twin has it, and the two have weights of their own
             return self.decode(node)
-        if self._class(mine, node[2]) is not type(mine):
+        if self.decode(node[2], mine) is not type(mine):
             here = type(mine).__qualname__
             self.lost.append(f"{spell(path)} is a {here} here, so it is not the layer's own any more")
             return self.decode(node, twin)
         note(self._journal, mine)
         return self.decode(node, mine)
 
-    def _call(self, twin: Any, number: int, maker_node: Any, arguments: Any, state: Any, items: Any, pairs: Any) -> Any:
-        maker = self._class(twin, maker_node)
-        if not isinstance(maker, type) and f"{maker.__module__}.{maker.__qualname__}" not in MAKERS:
+    def _make_call(
+        self, twin: Any, number: int, maker_node: Any, arguments: Any, state: Any, items: Any, pairs: Any
+    ) -> Any:
+        maker = self.decode(maker_node, twin)
+        if not isinstance(maker, type) and full_name(maker) not in MAKERS:
             raise DecodingError(f"{maker!r} is not among what may be called to make an object")
         made = maker(*self.decode(arguments))
         return self._fill(made, twin, number, state, items, pairs, False)
 
-    def _class(self, twin: Any, node: Any) -> Any:
-        return self.decode(node, twin)
-
-    def _local(self, twin: Any, name: str) -> Any:
+    def _make_local(self, twin: Any, name: str) -> Any:
         if type(twin).__qualname__ != name:
             raise self._missing(twin, f"an instance of {name}")
         return type(twin)
@@ -208,25 +194,25 @@ class Decoder:
         return made
 
     def _state(self, node: Any, twin: Any) -> Any:
-        if node[0] == Tag.DICT and node[1] is None:
+        if node[0] == "dict" and node[1] is None:
             theirs = getattr(twin, "__dict__", {})
             return {key: self.decode(value, theirs.get(key, _ABSENT)) for key, value in node[2]}
         return self.decode(node)
 
-    def _function(
+    def _make_function(
         self, twin: Any, number: int, name: str, digest: str, cells: list[Any], defaults: Any, keywords: Any
     ) -> Any:
         if not (is_a(twin, types.FunctionType) and twin.__qualname__ == name and digest_of(twin.__code__) == digest):
             raise self._missing(twin, f"the function {name}")
         self._objects[number] = twin
-        for cell, value in zip(twin.__closure__ or (), cells, strict=True):
-            if value is not None:
-                cell.cell_contents = self.decode(value[0], _cell(cell))
+        for cell, nodes in zip(twin.__closure__ or (), cells, strict=True):
+            for node in nodes:
+                cell.cell_contents = self.decode(node, *contents_of(cell))
         twin.__defaults__ = self.decode(defaults, twin.__defaults__)
         twin.__kwdefaults__ = self.decode(keywords, twin.__kwdefaults__)
         return twin
 
-    def _built(self, twin: Any, number: int, name: str) -> Any:
+    def _make_built(self, twin: Any, number: int, name: str) -> Any:
         found = getattr(twin, "__qualname__", f"{type(twin).__module__}.{type(twin).__qualname__}")
         if twin is _ABSENT or found != name:
             raise self._missing(twin, name)
@@ -237,29 +223,22 @@ class Decoder:
         found = "nothing" if twin is _ABSENT else f"a {type(twin).__qualname__}"
         return DecodingError(f"the layer that its LayerSpec builds here has {found} in the place of {what}")
 
-    def _method(self, _twin: Any, owner: Any, name: str) -> Any:
+    def _make_method(self, _twin: Any, owner: Any, name: str) -> Any:
         return getattr(self.decode(owner), name)
 
-    def _bind(self, twin: Any, function: Any, owner: Any) -> Any:
+    def _make_bind(self, twin: Any, function: Any, owner: Any) -> Any:
         return types.MethodType(self.decode(function, getattr(twin, "__func__", _ABSENT)), self.decode(owner))
 
-    def _lock(self, _twin: Any, number: int, is_plain: bool) -> Any:
-        made = self._objects[number] = threading.Lock() if is_plain else threading.RLock()
-        return made
-
-    def _generator(self, _twin: Any, number: int, kind: str, state: int) -> Any:
+    def _make_generator(self, _twin: Any, number: int, kind: str, state: int) -> Any:
         device = self._device if self._device is not None and self._device.type == kind else torch.device(kind)
         made = self._objects[number] = torch.Generator(device)
         made.set_state(self._tensors[state])
         return made
 
-    def _weak(self, _twin: Any, target: Any) -> Any:
-        return weakref.ref(self.decode(target))
-
-    def _own_device(self, _twin: Any) -> Any:
+    def _make_own_device(self, _twin: Any) -> Any:
         return self._device
 
-    def _hooks(self, twin: Any, number: int, pairs: list[Any]) -> Any:
+    def _make_hooks(self, twin: Any, number: int, pairs: list[Any]) -> Any:
         made: OrderedDict[int, Any] = OrderedDict()
         self._objects[number] = made
         candidates = list(twin.values()) if isinstance(twin, dict) else []
@@ -294,9 +273,6 @@ class Decoder:
             raise failure
         return self.decode(node)
 
-    def _logger(self, _twin: Any, name: str) -> Any:
-        return logging.getLogger(name)
-
 
 def _set_state(made: Any, state: Any, is_raw: bool) -> None:
     """Give an object its attributes, as ``copy`` and ``pickle`` do; raw ones are all that it has."""
@@ -317,21 +293,3 @@ def _item(twin: Any, key: Any) -> Any:
         return twin[key] if isinstance(twin, list | tuple | dict) else _ABSENT
     except (LookupError, TypeError):
         return _ABSENT
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable without a value
-        return _ABSENT
-
-
-_KINDS: dict[int, Callable[..., Any]] = {
-    Tag.TENSOR: Decoder._tensor, Tag.MEMO: Decoder._memo, Tag.BOUND: Decoder._bound, Tag.NAMED: Decoder._named,
-    Tag.MODULE: Decoder._module, Tag.TUPLE: Decoder._tuple, Tag.LIST: Decoder._list, Tag.DICT: Decoder._dict,
-    Tag.SET: Decoder._set, Tag.FROZENSET: Decoder._frozenset, Tag.OBJECT: Decoder._object, Tag.CALL: Decoder._call,
-    Tag.FUNCTION: Decoder._function, Tag.BUILT: Decoder._built, Tag.METHOD: Decoder._method, Tag.BIND: Decoder._bind,
-    Tag.LOCK: Decoder._lock, Tag.GENERATOR: Decoder._generator, Tag.WEAK: Decoder._weak,
-    Tag.PART: Decoder._part,
-    Tag.DEVICE: Decoder._own_device, Tag.HOOKS: Decoder._hooks, Tag.LOGGER: Decoder._logger, Tag.LOCAL: Decoder._local,
-}

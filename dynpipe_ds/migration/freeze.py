@@ -13,12 +13,6 @@ def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
     """Identity of every parameter and whether it is trained: what changes when the user freezes or replaces any.
 
     Asked before every batch, so it takes the short way: ``module.parameters()`` puts names together.
-
-    Args:
-        module: the stage.
-
-    Returns:
-        In the order of the modules; a parameter that several modules hold occurs as often.
     """
     flags = [(id(p), p.requires_grad) for p in module._parameters.values() if p is not None]
     for child in module._modules.values():
@@ -29,9 +23,6 @@ def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:
 
 def check_replicas(stage: Subject) -> None:
     """Check that the replicas of each stage train the same parameters; collective over all ranks.
-
-    Args:
-        stage: what is here of the model.
 
     Raises:
         ValueError: on every rank, if replicas of some stage differ.
@@ -44,10 +35,6 @@ def check_replicas(stage: Subject) -> None:
 
 def rebuild_optimizer(stage: Subject, *, has_changed: bool) -> None:
     """Let the optimizer hold what wants a gradient now; collective over all ranks.
-
-    Args:
-        stage: what is here of the model, between two batches.
-        has_changed: whether anything was frozen or unfrozen on this rank.
 
     Raises:
         MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.

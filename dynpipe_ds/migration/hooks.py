@@ -32,11 +32,7 @@ class Hook(NamedTuple):
 
 
 def hook_tables(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """The tables with hooks in a layer, by name of the part and of the table.
-
-    Args:
-        layer: the layer.
-    """
+    """The tables with hooks in a layer, by name of the part and of the table."""
     for part, module in layer.named_modules():
         yield from ((part, name, table) for name in HOOK_TABLES if (table := getattr(module, name, None)))
     for part, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -44,11 +40,7 @@ def hook_tables(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_optimizers(hook: Any) -> bool:
-    """Whether DeepSpeed's optimizer registered a hook; the new owner's registers its own.
-
-    Args:
-        hook: the hook.
-    """
+    """Whether DeepSpeed's optimizer registered a hook; the new owner's registers its own."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
 
 
@@ -63,12 +55,7 @@ class DepartedHooks:
         self._tables: list[tuple[Hook, dict[int, Any]]] = []
 
     def keep(self, layer: int, module: nn.Module) -> None:
-        """Watch the tables of a layer that has left, as long as there are handles.
-
-        Args:
-            layer: its index.
-            module: the layer, which nobody runs any more.
-        """
+        """Watch the tables of a layer that has left, as long as there are handles."""
         self._tables = [(hook, table) for hook, table in self._tables if getweakrefcount(table)]
         for part, name, table in hook_tables(module):
             if not getweakrefcount(table):
@@ -89,12 +76,7 @@ class DepartedHooks:
 
 
 def remove_everywhere(departed: DepartedHooks, layers: Mapping[int, nn.Module]) -> None:
-    """Remove hooks whose handles were used on ranks that their layers had left; collective over all ranks.
-
-    Args:
-        departed: this rank's.
-        layers: this rank's layers, by index.
-    """
+    """Remove hooks whose handles were used on ranks that their layers had left; collective over all ranks."""
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, [tuple(hook) for hook in departed.take_removed()])
     for layer, part, table, number in (hook for hooks in everything for hook in hooks):

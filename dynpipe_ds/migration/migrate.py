@@ -8,22 +8,22 @@ rank can go back. What fails while data travels can't be voted on, since others 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from dynpipe_ds.host.optimizers.groups import Entry
 from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
-from dynpipe_ds.migration.moves import Move, plan_moves
+from dynpipe_ds.migration.moves import plan_moves
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
-    cut,
     empty_tensors,
-    join,
+    load,
     pack,
     unpack,
     unpack_extra,
@@ -55,14 +55,14 @@ class Migration:
 
     Args:
         stage: what is here of the model.
-        target: the wanted placement, or its ``S + 1`` boundaries; the same on every rank.
+        target: the wanted placement, the same on every rank.
         buffer_bytes: largest transfer buffer for one partner.
 
     Raises:
         ValueError: if the target is of another number of layers, or no partition.
     """
 
-    def __init__(self, stage: Subject, target: Placement | Sequence[int], *, buffer_bytes: int) -> None:
+    def __init__(self, stage: Subject, target: Placement, *, buffer_bytes: int) -> None:
         assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
         self._stage = stage
         self._module = stage.module
@@ -76,6 +76,8 @@ class Migration:
         moves = plan_moves(self._before, self._target)
         self._leaving = [m for m in moves if m.source == stage.stage_id]
         self._coming = [m for m in moves if m.destination == stage.stage_id]
+        self._outgoing = self._by_rank((m.destination, m.layer) for m in self._leaving)
+        self._incoming = self._by_rank((m.source, m.layer) for m in self._coming)
         self._names = self._module.surroundings.names(self._old_layers.values(), stage.pipeline)
         leaving = [self._old_layers[m.layer] for m in self._leaving if m.layer in self._old_layers]
         self._departed: list[nn.Parameter] = [p for layer in leaving for p in self._parameters(layer)]
@@ -151,27 +153,23 @@ class Migration:
         states = self._optimizer.export(parameters)
         return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
-    def _rank_of(self, stage: int) -> int:
-        return self._stage.pipeline.rank_of(stage)
-
-    def _by_partner(self, moves: list[Move], *, destination: bool) -> dict[int, list[int]]:
+    def _by_rank(self, layers_of_stages: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+        """The layers that each rank gets from here, or gives."""
         partners: dict[int, list[int]] = {}
-        for move in moves:
-            rank = self._rank_of(move.destination if destination else move.source)
-            partners.setdefault(rank, []).append(move.layer)
+        for stage, layer in layers_of_stages:
+            partners.setdefault(self._stage.pipeline.rank_of(stage), []).append(layer)
         return partners
 
     def _exchange_skeletons(self, packages: dict[int, Package]) -> dict[int, bytes]:
-        outgoing = self._by_partner(self._leaving, destination=True)
-        incoming = self._by_partner(self._coming, destination=False)
+        going = {rank: [packages[i].skeleton for i in layers if packages] for rank, layers in self._outgoing.items()}
         received = exchange_bytes(
-            {rank: join([packages[i].skeleton for i in layers if packages]) for rank, layers in outgoing.items()},
-            list(incoming), self._stage.device,
+            {rank: pickle.dumps(skeletons) for rank, skeletons in going.items()},
+            list(self._incoming), self._stage.device,
         )
         return {
             layer: skeleton
-            for rank, layers in incoming.items()
-            for layer, skeleton in zip(layers, cut(received[rank]), strict=False)
+            for rank, layers in self._incoming.items()
+            for layer, skeleton in zip(layers, load(received[rank]), strict=False)
         }
 
     def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
@@ -186,13 +184,13 @@ class Migration:
         self, going: Mapping[int, LayerTensors], coming: Mapping[int, LayerTensors]
     ) -> tuple[Transfer, Transfer]:
         """The journeys of the layers' own tensors and of their optimizer state."""
-        outgoing = self._by_partner(self._leaving, destination=True)
-        incoming = self._by_partner(self._coming, destination=False)
+
+        def tensors(of: Mapping[int, LayerTensors], ranks: dict[int, list[int]], part: str) -> dict[int, list[Tensor]]:
+            return {rank: [t for i in layers for t in getattr(of[i], part)] for rank, layers in ranks.items()}
 
         def journey(part: str) -> Transfer:
             return Transfer(
-                {rank: [t for i in layers for t in getattr(going[i], part)] for rank, layers in outgoing.items()},
-                {rank: [t for i in layers for t in getattr(coming[i], part)] for rank, layers in incoming.items()},
+                tensors(going, self._outgoing, part), tensors(coming, self._incoming, part),
                 buffer_bytes=self._buffer_bytes, device=self._stage.device,
             )
 

@@ -9,9 +9,8 @@ has come.
 
 from __future__ import annotations
 
-import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, NamedTuple
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dynpipe_ds.host.names import PARAMETER_MARKS
-from dynpipe_ds.messages.layouts import LINE_BYTES
+from dynpipe_ds.messages.layouts import LINE_BYTES, Layout
+from dynpipe_ds.messages.values import dtype_name, dtype_of
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
-from dynpipe_ds.migration.encoding import HOOK_TABLES, CantCarryError, Encoder, Tensors
-from dynpipe_ds.migration.hooks import HOOK_FLAGS, TENSOR_HOOKS, is_optimizers
-from dynpipe_ds.migration.names import Names, NoNames
+from dynpipe_ds.migration.encoding import CantCarryError, Encoder, Taken
+from dynpipe_ds.migration.hooks import TENSOR_HOOKS, hook_tables, is_optimizers
+from dynpipe_ds.migration.names import Names, no_names
 from dynpipe_ds.migration.transport import memory_order
 
 _OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
@@ -64,28 +64,18 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, source: Tensor) -> TensorSpec:
-        """The kind of a tensor.
-
-        Args:
-            source: the tensor.
-        """
+        """The kind of a tensor."""
         data = _bare(source)
         return cls(
-            tuple(data.shape), _dense_stride(data), str(data.dtype).removeprefix("torch."), data.device.type == "cpu",
+            tuple(data.shape), _dense_stride(data), dtype_name(data.dtype), data.device.type == "cpu",
             isinstance(source, nn.Parameter), source.requires_grad and source.is_leaf,
             0 if data.is_meta or not data.numel() else data.data_ptr() % LINE_BYTES // data.element_size(),
         )
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate a tensor of this kind.
-
-        Args:
-            device: the receiving stage's device, used unless the tensor lives in host memory.
-        """
-        where = torch.device("cpu") if self.on_host else device
-        num_elements = math.prod(self.shape) + self.line_offset
-        memory = torch.empty(num_elements, dtype=getattr(torch, self.dtype), device=where)
-        data = memory.as_strided(self.shape, self.stride, self.line_offset)
+        """Allocate a tensor of this kind, on the receiving stage's device unless it lives in host memory."""
+        layout = Layout(self.shape, self.stride, self.line_offset, dtype_of(self.dtype))
+        data = layout.empty(torch.device("cpu") if self.on_host else device)
         if self.is_parameter:
             return nn.Parameter(data, requires_grad=self.requires_grad)
         return data.requires_grad_(self.requires_grad)
@@ -140,7 +130,12 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
 
 
-def _load(data: bytes) -> Any:
+def load(data: bytes) -> Any:
+    """Plain values that were pickled; nothing received is run.
+
+    Raises:
+        UnpicklingError: if a class or a function is among them.
+    """
     return _Plain(BytesIO(data)).load()
 
 
@@ -180,28 +175,28 @@ def pack(
     Raises:
         PackingError: if an attribute can't be carried, naming layer, attribute, reason and remedy.
     """
-    names, tensors = names or NoNames(), Tensors()
+    names, tensors = names or no_names(), Taken()
     own = [t for t in _registered(layer) if id(t) not in names.shared]
     encoder = Encoder(tensors, names, device, own=map(id, own), may_build=has_template)
     try:
         body = encoder.encode(layer)
-        found = list(zip(tensors.sources, tensors.where, strict=True))
-        marks = [_marks(source, where, encoder) for source, where in found]
+        marks = [_marks(source, where, encoder) for _, source, where in list(tensors.values())]
         if not is_trial:
             _refuse_without_data(tensors, name)
-        num_own = len(tensors.sources)
-        companion = Encoder(tensors, NoNames(), own=map(id, tensors.sources)).encode(extra)
+        num_own = len(tensors)
+        companion = Encoder(tensors, no_names(), own=tensors.keys()).encode(extra)
     except (CantCarryError, RecursionError) as error:
         raise PackingError(f"{name} can't be carried to another process: {error}; {_REMEDY}") from error
     values = []
     for path, obj in encoder.bound.items():
         its = values_of(obj, path in names.shared.values())
         values.append((path, (its, names.changed(path, its))))
-    specs = [tuple(TensorSpec.of(source)) for source in tensors.sources]
+    sources = [source for _, source, _ in tensors.values()]
+    specs = [tuple(TensorSpec.of(source)) for source in sources]
     plain = ((num_own, specs), (body, marks, values, bool(encoder.built), bool(encoder.built_hooks)), companion)
-    dense = [] if is_trial else [_dense(source) for source in tensors.sources]
+    dense = [] if is_trial else [_dense(source) for source in sources]
     lost = tuple(f"{name}: {text}" for text in encoder.lost)
-    skeleton = join([pickle.dumps(part) for part in plain])
+    skeleton = pickle.dumps([pickle.dumps(part) for part in plain])  # each is read when it is needed
     return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder)
 
 
@@ -211,30 +206,25 @@ def _registered(layer: nn.Module | None) -> Iterable[Tensor]:
 
 def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], list[Any]]:
     """What users put on a tensor: attributes, and hooks with their numbers."""
-    attributes, hooks = [], []
+    attributes: list[Any] = []
+    hooks: list[Any] = []
     for key, value in vars(source).items():
         if key in PARAMETER_MARKS or key == _OWN_MARK:
             continue
-        node = encoder.trial(value, f"{where}.{key}", may_build=False)
-        if isinstance(node, CantCarryError):
-            encoder.lost.append(f"attribute {key!r} of {where} can't be carried and stays behind ({node})")
-        else:
-            attributes.append((key, node))
+        nodes = encoder.trial(value, f"{where}.{key}", f"attribute {key!r} of {where}", may_build=False)
+        attributes += [(key, node) for node in nodes]
     # Those of an activation that a layer keeps (an auxiliary loss) belong to the graph that made it.
     for table in TENSOR_HOOKS if source.is_leaf else ():
         for number, hook in (getattr(source, table, None) or {}).items():
             if is_optimizers(hook):
                 continue
-            node = encoder.trial(hook, f"the hook {hook!r}", may_build=True)
-            if isinstance(node, CantCarryError):
-                encoder.lost.append(f"tensor hook {hook!r} of {where} can't be carried and stays behind ({node})")
-            else:
-                hooks.append((table, number, node))
+            nodes = encoder.trial(hook, f"the hook {hook!r}", f"tensor hook {hook!r} of {where}", may_build=True)
+            hooks += [(table, number, node) for node in nodes]
     return attributes, hooks
 
 
-def _refuse_without_data(tensors: Tensors, name: str) -> None:
-    for source, where in zip(tensors.sources, tensors.where, strict=True):
+def _refuse_without_data(tensors: Taken, name: str) -> None:
+    for _, source, where in tensors.values():
         if source.is_meta:
             raise PackingError(
                 f"{name} holds a tensor of shape {tuple(source.shape)} on the meta device at {where}, which has no "
@@ -242,37 +232,9 @@ def _refuse_without_data(tensors: Tensors, name: str) -> None:
             )
 
 
-def join(parts: Sequence[bytes]) -> bytes:
-    """Several byte strings as one.
-
-    Args:
-        parts: what :func:`cut` gives back.
-    """
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def cut(data: bytes) -> list[bytes]:
-    """The byte strings that :func:`join` put together.
-
-    Args:
-        data: what it made of them.
-    """
-    parts, position = [], 0
-    while position < len(data):
-        size = int.from_bytes(data[position : position + 8], "little")
-        parts.append(data[position + 8 : position + 8 + size])
-        position += 8 + size
-    return parts
-
-
 def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
-    """Allocate the tensors that a package's skeleton refers to.
-
-    Args:
-        skeleton: ``Package.skeleton`` of the sender.
-        device: device of the receiving stage.
-    """
-    num_own, specs = _load(cut(skeleton)[0])
+    """Allocate the tensors that a package's skeleton refers to."""
+    num_own, specs = load(load(skeleton)[0])
     tensors = [TensorSpec(*spec).empty(device) for spec in specs]
     return LayerTensors(tensors[:num_own], tensors[num_own:])
 
@@ -294,8 +256,8 @@ def unpack(
     Raises:
         DecodingError: if something that the layer refers to is not here, or is something else here.
     """
-    body, marks, values, must_build, may_build = _load(cut(skeleton)[1])
-    names = names or NoNames()
+    body, marks, values, must_build, may_build = load(load(skeleton)[1])
+    names = names or no_names()
     problems: list[str] = []
     template = _template(build, must_build, problems) if must_build or may_build else _NOTHING
     decoder = Decoder([*tensors.own, *tensors.extra], names, device, journal)
@@ -343,19 +305,11 @@ def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[A
 
 
 def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
-    """What travelled with a layer.
-
-    Args:
-        skeleton: ``Package.skeleton`` of the sender.
-        tensors: those of :func:`empty_tensors`; they need not be filled yet.
-    """
-    return Decoder([*tensors.own, *tensors.extra], NoNames()).decode(_load(cut(skeleton)[2]))
+    """What travelled with a layer; its tensors need not be filled yet."""
+    return Decoder([*tensors.own, *tensors.extra], no_names()).decode(load(load(skeleton)[2]))
 
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:
     """Hooks are numbered by process: a new one must not get the number of one that was carried."""
-    names = (*HOOK_TABLES, *HOOK_FLAGS)
-    tables = [getattr(module, name, None) or () for module in layer.modules() for name in names]
-    tables += [getattr(t, name, None) or () for t in _registered(layer) for name in TENSOR_HOOKS]
-    taken = max((number for table in tables for number in table), default=-1)
+    taken = max((number for _, _, table in hook_tables(layer) for number in table), default=-1)
     RemovableHandle.next_id = max(RemovableHandle.next_id, taken + 1)

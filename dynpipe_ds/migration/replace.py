@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -16,6 +16,9 @@ from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.ranks.agreement import difference_of_replicas
+
+if TYPE_CHECKING:
+    from dynpipe_ds.module import DynamicPipelineModule
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,6 @@ class ParameterReplacement:
 
 def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplacement]) -> None:
     """Put new parameters in the place of old ones; collective over all ranks.
-
-    Args:
-        stage: what is here of the model, between two batches.
-        replacements: those of this rank's layers, the same on all replicas of a stage; may be empty.
 
     Raises:
         MigrationError: on every rank, with the same text, if any rank could not do its part; nothing has
@@ -90,11 +89,19 @@ def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplaceme
     change.run(take_in, lambda: put(olds), states)
 
 
-def _checked(replacements: Sequence[ParameterReplacement], module: Any) -> list[nn.Parameter]:
+def _checked(replacements: Sequence[ParameterReplacement], module: DynamicPipelineModule) -> list[nn.Parameter]:
     """The parameters that are replaced."""
     olds = [replacement.old for replacement in replacements]
-    _refuse_tied(module, olds)
-    _refuse_untrainable(replacements)
+    local = module.local_layers()
+    tied = {p for layers in module.tied_layers().values() for i in layers if i in local for p in local[i].parameters()}
+    if not tied.isdisjoint(olds):
+        raise ValueError("a parameter of a tied layer can't change its shape: its copies would not follow")
+    for replacement in replacements:
+        if replacement.parameter.is_inference():
+            raise ValueError(
+                f"the new parameter {replacement.name!r} of {type(replacement.owner).__name__} was made inside "
+                "torch.inference_mode() and can't be trained; make it outside, or inside torch.inference_mode(False)"
+            )
     return olds
 
 
@@ -112,20 +119,3 @@ def _carried(state: State, old: nn.Parameter, replacement: ParameterReplacement)
                 )
         carried[key] = value
     return carried
-
-
-def _refuse_tied(module: Any, olds: Sequence[nn.Parameter]) -> None:
-    tied = {p for layers in module.tied_layers().values() for i in layers if i in module.local_layers()
-            for p in module.local_layers()[i].parameters()}
-    for old in olds:
-        if old in tied:
-            raise ValueError("a parameter of a tied layer can't change its shape: its copies would not follow")
-
-
-def _refuse_untrainable(replacements: Sequence[ParameterReplacement]) -> None:
-    for replacement in replacements:
-        if replacement.parameter.is_inference():
-            raise ValueError(
-                f"the new parameter {replacement.name!r} of {type(replacement.owner).__name__} was made inside "
-                "torch.inference_mode() and can't be trained; make it outside, or inside torch.inference_mode(False)"
-            )

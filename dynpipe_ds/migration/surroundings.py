@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from dynpipe_ds.host.specs import arguments, is_buildable, tied_key
 from dynpipe_ds.migration.bound import values_of
-from dynpipe_ds.migration.encoding import named
+from dynpipe_ds.migration.callables import named
 from dynpipe_ds.migration.hooks import DepartedHooks
-from dynpipe_ds.migration.names import Names, Path, Values, shared_by, spell
+from dynpipe_ds.migration.names import Names, Values
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
+from dynpipe_ds.migration.references import Path, shared_by, spell
 from dynpipe_ds.migration.transport import flat_view
 from dynpipe_ds.telling import warn
 
@@ -88,10 +89,6 @@ class Surroundings:
     def agree_on_shared(self, held_here: Sequence[Held], layer_names: Sequence[str]) -> None:
         """Find what several layers hold as a part of themselves; collective over all ranks.
 
-        Args:
-            held_here: what :meth:`held_by` found on this rank.
-            layer_names: of all layers.
-
         Raises:
             ValueError: on every rank, if a parameter that is trained is among it.
         """
@@ -114,11 +111,7 @@ class Surroundings:
         self._shared = sorted((path for path in several if not str(path[0]).startswith("layer ")), key=spell)
 
     def held_by(self, layers: Mapping[int, nn.Module]) -> list[Held]:
-        """Modules, parameters and buffers of layers that have a name, or that several of them hold.
-
-        Args:
-            layers: those of this rank, by index.
-        """
+        """Modules, parameters and buffers of layers that have a name, or that several of them hold."""
         names = Names({"shared": self._live, "specs": self._specs})
         owners: dict[int, dict[str, int]] = {}
         parts: dict[int, tuple[Path, Any]] = {}
@@ -138,11 +131,6 @@ class Surroundings:
 
     def check(self, layers: Mapping[int, nn.Module], layer_names: Sequence[str], pipeline: Pipeline) -> None:
         """Pack each layer once, and drop it: what can't move is refused before training.
-
-        Args:
-            layers: those of this rank, by index.
-            layer_names: of all layers.
-            pipeline: DeepSpeed's engine.
 
         Raises:
             PackingError: naming layer and attribute.
@@ -172,12 +160,7 @@ class Surroundings:
                     break
 
     def copy(self, layer: int, module: nn.Module) -> nn.Module:
-        """A second module like the first, bound to what the first is bound to.
-
-        Args:
-            layer: its index.
-            module: the first.
-        """
+        """A second module like the first, bound to what the first is bound to."""
         names = self.names([module], in_place=False)
         package = pack(module, f"layer {layer}", names=names, has_template=self.has_template(layer))
         device = next((t.device for t in package.tensors.own if t.device.type != "cpu"), torch.device("cpu"))
@@ -189,11 +172,7 @@ class Surroundings:
         return made
 
     def leave(self, layers: Mapping[int, nn.Module | None]) -> None:
-        """Let go of layers that have moved to other stages.
-
-        Args:
-            layers: by index.
-        """
+        """Let go of layers that have moved to other stages."""
         for layer, module in layers.items():
             if module is not None:
                 self.hooks.keep(layer, module)
@@ -211,9 +190,6 @@ class Surroundings:
     def check_frozen(self, layers: Mapping[int, nn.Module]) -> None:
         """Refuse that a parameter that several layers hold is trained.
 
-        Args:
-            layers: those of this rank, by index.
-
         Raises:
             ValueError: naming it.
         """
@@ -227,19 +203,11 @@ class Surroundings:
                     )
 
     def has_template(self, layer: int) -> bool:
-        """Whether every rank can build a layer.
-
-        Args:
-            layer: its index.
-        """
+        """Whether every rank can build a layer."""
         return is_buildable(self._specs[layer])
 
     def build(self, layer: int) -> nn.Module:
-        """A layer as its spec makes it; random numbers drawn here leave no trace.
-
-        Args:
-            layer: its index.
-        """
+        """A layer as its spec makes it; random numbers drawn here leave no trace."""
         spec: Any = self._specs[layer]
         numbers, more = random.getstate(), np.random.get_state()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

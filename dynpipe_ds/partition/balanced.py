@@ -17,10 +17,8 @@ def balanced(problem: Problem) -> list[int]:
     join are handed over as one. Should a stage come out empty, it is filled by the least shift.
     Speeds and the current partition are for the plan's figures only, and memory is checked afterwards.
     """
-    load = problem.load
-    weights = [end - first for first, end in zip(load, load[1:], strict=False)]
     # Not at the top: the other partitioners must work, and import, without DeepSpeed.
     from dynpipe_ds.host.partitioning import partition_balanced
 
-    cuts = partition_balanced(weights, problem.num_stages)
+    cuts = partition_balanced(problem.group_costs, problem.num_stages)
     return cuts if problem.allow_empty else fill_empty_stages(cuts, problem.num_groups)

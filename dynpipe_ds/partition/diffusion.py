@@ -59,14 +59,7 @@ def diffusion(problem: Problem, *, gamma: float | None = None, max_rounds: int |
 
 
 def potential(loads: Sequence[float]) -> float:
-    """Sum over all pairs of stages of the difference of their loads.
-
-    Args:
-        loads: Load of every stage, in any unit.
-
-    Returns:
-        ``phi``, in the unit of the loads; 0 when all are equal.
-    """
+    """Sum over all pairs of stages of the difference of their loads."""
     ordered = np.sort(np.asarray(loads, dtype=np.float64))
     count = len(ordered)
     return float(ordered @ (2.0 * np.arange(count) - count + 1))

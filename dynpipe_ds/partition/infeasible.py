@@ -11,14 +11,7 @@ _REMEDY = (
 
 
 def explain(problem: Problem) -> str:
-    """Say what stands against the caps: one layer, the total, or the way they lie.
-
-    Args:
-        problem: A problem for which no partition fits.
-
-    Returns:
-        The message, with the values, the rule and the remedy.
-    """
+    """Say what stands against the caps: one layer, the total, or the way they lie."""
     return _single_group(problem) or _total(problem)
 
 

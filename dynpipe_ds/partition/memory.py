@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
-from dynpipe_ds.placement import plain_ints
+from dynpipe_ds.placement import Placement, plain_ints
 from dynpipe_ds.schedule.makers import in_flight
 
 
@@ -78,18 +78,19 @@ class StageMemory:
             raise ValueError(f"cap_bytes is {caps[stage]} on stage {stage}; it must be >= 0")
         return caps
 
-    def stage_bytes(self, boundaries: Sequence[int]) -> tuple[int, ...]:
+    def stage_bytes(self, boundaries: Placement | Sequence[int]) -> tuple[int, ...]:
         """Peak memory of every stage of a partition.
 
         Args:
-            boundaries: ``S + 1`` layer indices.
+            boundaries: ``S + 1`` layer indices, or a placement that is a partition.
 
         Returns:
             ``S`` numbers of bytes.
         """
-        num_stages = len(boundaries) - 1
+        cuts = Placement.of(boundaries).boundaries
+        num_stages = len(cuts) - 1
         return tuple(
             int(sum(self.state_bytes[first:end]))
             + int(sum(self.activation_bytes[first:end])) * self.in_flight(stage, num_stages)
-            for stage, (first, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+            for stage, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False))
         )

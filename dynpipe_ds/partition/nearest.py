@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ def nearest_cuts(problem: Problem, thresholds: list[int]) -> list[int]:
     ``j`` is ``clip(j) - clip(i)``, where ``clip(x)`` limits the bytes before ``x`` to the range of
     the layers that the stage holds now. So the best start for each end ``j`` maximises
     ``kept(i) - clip(i)`` over the window of starts from which the stage can hold everything up to
-    ``j``: a sliding maximum, taken from a table of maxima over powers of two. ``O(S K log K)``.
+    ``j``. ``O(S K W)`` for windows of ``W`` groups; ``W`` is about ``K / S``.
 
     Args:
         problem: The problem, with ``current``.
@@ -40,8 +40,8 @@ def nearest_cuts(problem: Problem, thresholds: list[int]) -> list[int]:
         kept = window.maximum(scores[-1]) + clip
     cuts = [problem.num_groups]
     for window, score in zip(reversed(windows), reversed(scores), strict=True):
-        first, last = window.first[cuts[-1]], window.last[cuts[-1]]
-        cuts.append(int(first + score[first : last + 1].argmax()))
+        first, end = window.first[cuts[-1]], window.end[cuts[-1]]
+        cuts.append(int(first + score[first:end].argmax()))
     return cuts[::-1]
 
 
@@ -59,85 +59,29 @@ def _clipped_weights(problem: Problem) -> Iterator[Ints]:
         yield np.minimum(np.maximum(at_group, weight[first]), weight[end])
 
 
-@dataclass(frozen=True)
-class _Window:
-    """The starts ``first[j]`` to ``last[j]`` that a stage can have for each end ``j``.
-
-    A maximum over a window is the larger of two overlapping maxima over ``2**level`` entries,
-    found at ``left`` and ``right`` in the flattened table of maxima. An end without a start is
-    listed in ``closed``; what its ``left`` and ``right`` point at is discarded.
-    """
+class _Window(NamedTuple):
+    """The starts ``first[j] <= i < end[j]`` that a stage can have for each end ``j``."""
 
     first: Ints
-    last: Ints
-    closed: Ints
-    levels: int
-    left: Ints
-    right: Ints
+    end: Ints
 
     def maximum(self, score: Ints) -> Ints:
         """Largest score of the starts of each end."""
-        table = _table_of_maxima(score, self.levels)
-        best: Ints = np.maximum(table.take(self.left), table.take(self.right))
-        best[self.closed] = _UNREACHED
+        edges = np.stack((self.first, self.end), axis=1).ravel()
+        best: Ints = np.maximum.reduceat(np.append(score, _UNREACHED), edges)[::2]
+        best[self.first >= self.end] = _UNREACHED
         return best
 
 
 def _windows(problem: Problem, thresholds: list[int]) -> list[_Window]:
-    """The window of every stage; stages whose caps don't narrow it share one."""
-    make = _WindowMaker(problem)
+    """The window of every stage."""
     load = np.array(problem.load)
-    by_cost = {
-        threshold: make(load.searchsorted(load - threshold)) for threshold in set(thresholds)
-    }
-    windows = [by_cost[threshold] for threshold in thresholds]
-    if not problem.caps:
-        return windows
-    state, activation = np.array(problem.state), np.array(problem.activation)
-    for stage, (in_flight, cap) in enumerate(zip(problem.in_flight, problem.caps, strict=True)):
-        held = state + in_flight * activation
-        first = windows[stage].first
-        if (held - held[first]).max() > cap:
-            windows[stage] = make(np.maximum(first, held.searchsorted(held - cap)))
-    return windows
-
-
-class _WindowMaker:
-    """Makes windows from the first starts, with what depends on the width alone looked up."""
-
-    def __init__(self, problem: Problem) -> None:
-        size = problem.num_groups + 1
-        shift = 0 if problem.allow_empty else 1
-        self._last = np.arange(-shift, size - shift)
-        self._place = np.maximum(self._last, 0)
-        # Level of a width: the largest power of two in it; widths start at 1.
-        self._level = np.frexp(np.maximum(np.arange(size + 1), 1))[1].astype(np.int64) - 1
-        self._row = self._level * size
-        self._row_and_back = self._row + 1 - (1 << self._level)
-
-    def __call__(self, first: Ints) -> _Window:
-        """Make the window that starts at ``first[j]`` for each end ``j``."""
-        closed = (first > self._last).nonzero()[0]
-        left = np.minimum(first, self._place)
-        width = self._place - left + 1
-        return _Window(
-            first=first,
-            last=self._last,
-            closed=closed,
-            levels=int(self._level[width.max()]),
-            left=left + self._row.take(width),
-            right=self._place + self._row_and_back.take(width),
-        )
-
-
-def _table_of_maxima(score: Ints, levels: int) -> Ints:
-    """Row ``k``, flattened: maxima over ``2**k`` entries from each place on."""
-    table = np.empty((levels + 1, len(score)), dtype=np.int64)
-    table[0] = score
-    for level in range(levels):
-        half = 1 << level
-        count = len(score) - 2 * half + 1
-        np.maximum(
-            table[level, :count], table[level, half : half + count], out=table[level + 1, :count]
-        )
-    return table.ravel()
+    first_by_cost = {threshold: load.searchsorted(load - threshold) for threshold in set(thresholds)}
+    firsts = [first_by_cost[threshold] for threshold in thresholds]
+    if problem.caps:
+        state, activation = np.array(problem.state), np.array(problem.activation)
+        for stage, (in_flight, cap) in enumerate(zip(problem.in_flight, problem.caps, strict=True)):
+            held = state + in_flight * activation
+            firsts[stage] = np.maximum(firsts[stage], held.searchsorted(held - cap))
+    end = np.arange(problem.num_groups + 1) + (1 if problem.allow_empty else 0)
+    return [_Window(first, end) for first in firsts]

@@ -27,8 +27,8 @@ def optimal(problem: Problem) -> list[int]:
     limit that could succeed, and a successful one moves the upper end to the bottleneck that it
     found (exact bisection: Pinar & Aykanat 2004, "Fast optimal load balancing algorithms for 1D
     partitioning"). The extension to caps and speeds that differ by stage, and the search for the
-    nearest partition, are ours. ``O(S log L)`` a probe, about 20 probes, and ``O(S L log L)``
-    for the nearest partition.
+    nearest partition, are ours. ``O(S log L)`` a probe, about 20 probes, and ``O(S L W)``
+    for the nearest partition, where ``W`` layers fit into one stage within the bottleneck.
 
     Costs are summed exactly, in a fixed point of 52 bits.
     """
@@ -63,10 +63,9 @@ def _smallest_bottleneck(problem: Problem) -> tuple[float, list[int]]:
 
 
 def _lower_bound(problem: Problem) -> float:
-    load = problem.load
-    largest = max(end - first for first, end in zip(load, load[1:], strict=False))
+    largest = max(problem.group_costs)
     # Just below the even share: its division rounds.
-    share = load[-1] / math.fsum(problem.speeds) * (1 - 1e-12)
+    share = problem.load[-1] / math.fsum(problem.speeds) * (1 - 1e-12)
     return max(share, largest / max(problem.speeds))
 
 
@@ -76,9 +75,8 @@ def _even_shares(problem: Problem) -> list[float]:
     A group above the even share of the rest fills a stage whatever the others do, so it counts
     as that share; else one huge layer would draw all cuts to itself.
     """
-    load = problem.load
-    costs = [end - first for first, end in zip(load, load[1:], strict=False)]
-    rest, stages = load[-1], problem.num_stages
+    costs = problem.group_costs
+    rest, stages = problem.load[-1], problem.num_stages
     for cost in sorted(costs, reverse=True):
         if stages == 1 or cost * stages <= rest:
             break

@@ -127,14 +127,6 @@ def partitioner(*, memory_caps: bool = True, speeds: bool = True) -> Callable[[A
 def solve(built_in: BuiltIn, problem: Problem, **options: Any) -> Plan:
     """Run a built-in partitioner on a prepared problem.
 
-    Args:
-        built_in: The partitioner.
-        problem: The problem.
-        **options: The algorithm's own.
-
-    Returns:
-        The plan.
-
     Raises:
         InfeasiblePartitionError: It found no partition, or one that exceeds a cap.
     """
@@ -144,15 +136,7 @@ def solve(built_in: BuiltIn, problem: Problem, **options: Any) -> Plan:
 
 
 def cuts_of(built_in: BuiltIn, problem: Problem) -> list[int]:
-    """Where a built-in partitioner cuts, for another one that starts from there.
-
-    Args:
-        built_in: The partitioner.
-        problem: The problem.
-
-    Returns:
-        ``S + 1`` indices of groups; memory caps are not checked.
-    """
+    """Where a built-in partitioner cuts, for another one that starts from there; memory caps are not checked."""
     return list(_refined(built_in.algorithm(problem)).cuts)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.plan import InfeasiblePartitionError, Plan
-from dynpipe_ds.partition.problem import Problem
+from dynpipe_ds.partition.problem import Problem, stage_loads
 from dynpipe_ds.placement import check_boundaries, plain_ints
 
 _COST_BITS = 51  # the integer total stays below 2**52: a float64 holds every sum exactly
@@ -102,14 +102,7 @@ def plan_from_boundaries(
     if len(cuts) < 2:
         raise ValueError(f"boundaries {cuts} have {len(cuts)} entries; one stage needs two")
     num_stages = len(cuts) - 1
-    problem = prepare(
-        costs,
-        num_stages,
-        current=current,
-        layer_bytes=layer_bytes,
-        speeds=speeds,
-        allow_empty=True,
-    )
+    problem = prepare(costs, num_stages, current=current, layer_bytes=layer_bytes, speeds=speeds, allow_empty=True)
     check_boundaries(cuts, num_layers=problem.num_groups, num_stages=num_stages, allow_empty=True)
     return problem.plan(cuts)
 
@@ -193,11 +186,7 @@ def _bottleneck(
         if len(set(speeds)) > 1:
             return None  # another number of stages: whose speed each one had is not known
         speeds = (speeds[0],) * (len(boundaries) - 1)
-    largest = max(
-        (prefix[end] - prefix[first]) / speed
-        for first, end, speed in zip(boundaries, boundaries[1:], speeds, strict=False)
-    )
-    return math.ldexp(largest, -scale_bits)
+    return math.ldexp(max(stage_loads(prefix, boundaries, speeds)), -scale_bits)
 
 
 def _byte_sums(layer_bytes: Sequence[int], num_layers: int) -> list[int]:
@@ -209,6 +198,10 @@ def _byte_sums(layer_bytes: Sequence[int], num_layers: int) -> list[int]:
         raise ValueError(f"layer_bytes of layer {layer} is {values[layer]}; it must be >= 0")
     # Ties between equal bytes are decided by layers: the sum grows by this factor (see nearest).
     _check_total("layer_bytes", sum(values), _MAX_BYTES // (num_layers + 1))
+    return _sums(values)
+
+
+def _sums(values: Sequence[int]) -> list[int]:
     return list(accumulate(values, initial=0))
 
 
@@ -226,10 +219,8 @@ def _memory_fields(
         raise ValueError(
             f"memory describes {len(memory.state_bytes)} layers, the costs {num_layers}"
         )
-    state = list(accumulate(plain_ints("state_bytes", memory.state_bytes), initial=0))
-    activation = list(
-        accumulate(plain_ints("activation_bytes", memory.activation_bytes), initial=0)
-    )
+    state = _sums(plain_ints("state_bytes", memory.state_bytes))
+    activation = _sums(plain_ints("activation_bytes", memory.activation_bytes))
     in_flight = tuple(memory.in_flight(stage, num_stages) for stage in range(num_stages))
     needed = state[-1] + in_flight[0] * activation[-1]
     _check_total("state and activations in flight", needed, _MAX_BYTES)

@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dynpipe_ds.partition.plan import InfeasiblePartitionError, Plan
 
@@ -57,12 +58,14 @@ class Problem:
         """Number of groups ``K``."""
         return len(self.starts) - 1
 
+    @property
+    def group_costs(self) -> list[int]:
+        """Integer cost of every group."""
+        return [end - first for first, end in pairwise(self.load)]
+
     def stage_loads(self, cuts: Sequence[int]) -> list[float]:
         """Integer costs of the stages of a partition of the groups, divided by their speeds."""
-        return [
-            (self.load[end] - self.load[first]) / speed
-            for first, end, speed in zip(cuts, cuts[1:], self.speeds, strict=False)
-        ]
+        return stage_loads(self.load, cuts, self.speeds)
 
     def thresholds(self, limit: float) -> list[int]:
         """Largest integer cost of every stage whose time stays within ``limit``.
@@ -118,15 +121,7 @@ class Problem:
         return cuts
 
     def plan(self, cuts: Sequence[int], rounds: int = 0) -> Plan:
-        """Turn a partition of the groups into a plan for the layers.
-
-        Args:
-            cuts: ``S + 1`` group indices.
-            rounds: What to report as :attr:`Plan.rounds`.
-
-        Returns:
-            The plan, with plain ints.
-        """
+        """Turn a partition of the groups into a plan for the layers."""
         boundaries = tuple(self.starts[cut] for cut in cuts)
         bottleneck = math.ldexp(max(self.stage_loads(cuts)), -self.scale_bits)
         return Plan(
@@ -141,21 +136,16 @@ class Problem:
         if self.current is None or self.layer_bytes is None:
             return 0
         kept = 0
-        old = zip(self.current, self.current[1:], strict=False)
-        new = zip(boundaries, boundaries[1:], strict=False)
         # A stage keeps its worker: stage s before is stage s after.
-        for (old_first, old_end), (first, end) in zip(old, new, strict=False):
-            first, end = max(first, old_first), min(end, old_end)
-            if first < end:
-                kept += self.layer_bytes[end] - self.layer_bytes[first]
+        for old_first, old_end, new_first, new_end in zip(
+            self.current, self.current[1:], boundaries, boundaries[1:], strict=False
+        ):
+            first = max(old_first, new_first)
+            kept += self.layer_bytes[max(first, min(old_end, new_end))] - self.layer_bytes[first]
         return self.layer_bytes[-1] - kept
 
     def require_fit(self, cuts: Sequence[int], name: str) -> None:
         """Refuse a partition of the groups that exceeds a cap.
-
-        Args:
-            cuts: ``S + 1`` group indices.
-            name: The partitioner, for the message.
 
         Raises:
             InfeasiblePartitionError: A stage needs more than its cap.
@@ -168,6 +158,17 @@ class Problem:
                     f"its cap is {self.caps[stage]:,}; the partitioner 'optimal' cuts within the "
                     "caps where that is possible, or raise the cap"
                 )
+
+
+def stage_loads(load: Sequence[int], cuts: Sequence[int], speeds: Sequence[float]) -> list[float]:
+    """Costs of the stages of a partition, divided by their speeds.
+
+    Args:
+        load: Prefix sums of the costs.
+        cuts: ``S + 1`` indices of these.
+        speeds: Of every stage.
+    """
+    return [(load[end] - load[first]) / speed for (first, end), speed in zip(pairwise(cuts), speeds, strict=True)]
 
 
 def _threshold(limit: float, speed: float, total: int) -> int:

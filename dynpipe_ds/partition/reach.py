@@ -45,56 +45,14 @@ class ReachSearch:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        load = problem.load
-        self._costs = [end - first for first, end in zip(load, load[1:], strict=False)]
+        self._costs = problem.group_costs
         self._largest = max(self._costs)
         self._over_cap = _groups_over_cap(problem)
 
     def __call__(self, limit: float) -> Reach:
-        """Find what can be reached.
-
-        Args:
-            limit: Largest stage time: integer cost divided by speed.
-
-        Returns:
-            The reachable cuts.
-        """
-        thresholds = self._problem.thresholds(limit)
-        if self._all_fit(thresholds):
-            ranges, next_limit = self._greedy(thresholds)
-        else:
-            ranges, next_limit = self._sweep(thresholds)
-        complete = bool(ranges[-1]) and ranges[-1][-1][1] == self._problem.num_groups
-        return Reach(thresholds, ranges, next_limit, complete)
-
-    def _all_fit(self, thresholds: list[int]) -> bool:
-        """Whether there is no cap and every group fits on every stage: no holes."""
+        """Find what can be reached within a limit on the stage times, integer cost divided by speed."""
         problem = self._problem
-        return not problem.caps and (problem.allow_empty or min(thresholds) >= self._largest)
-
-    def _greedy(self, thresholds: list[int]) -> tuple[list[list[Range]], float]:
-        """Ranges and next limit where every stage reaches all up to its greedy end."""
-        problem, load = self._problem, self._problem.load
-        shift = 0 if problem.allow_empty else 1
-        first, last = 0, problem.num_groups - shift * problem.num_stages
-        start = 0
-        ranges: list[list[Range]] = [[(0, 0)]]
-        next_limit = math.inf
-        for threshold, speed in zip(thresholds, problem.speeds, strict=False):
-            first, last = first + shift, last + shift
-            end = bisect_right(load, load[start] + threshold, start) - 1
-            if end < last:
-                wider = (load[end + 1] - load[start]) / speed
-                next_limit = wider if wider < next_limit else next_limit
-            else:
-                end = last
-            ranges.append([(first, end)])
-            start = end
-        return ranges, next_limit
-
-    def _sweep(self, thresholds: list[int]) -> tuple[list[list[Range]], float]:
-        """Ranges and next limit in general."""
-        problem = self._problem
+        thresholds = problem.thresholds(limit)
         shift = 0 if problem.allow_empty else 1
         # Further than `last` would leave a later stage without a group.
         last = problem.num_groups - shift * problem.num_stages
@@ -105,7 +63,8 @@ class ReachSearch:
             reached, next_load = self._advance(stage, threshold, ranges[-1], last)
             next_limit = min(next_limit, next_load / problem.speeds[stage])
             ranges.append(reached)
-        return ranges, next_limit
+        complete = bool(ranges[-1]) and ranges[-1][-1][1] == problem.num_groups
+        return Reach(thresholds, ranges, next_limit, complete)
 
     def _advance(
         self, stage: int, threshold: int, starts: list[Range], last: int

@@ -51,13 +51,12 @@ def simulated(
         gradient_link_s: The same for the gradients.
     """
     costs, num_stages = problem.costs, problem.num_stages
-    starts = [tuple(cuts_of(optimal, problem))]
     if profile is not None and len(profile.layers) != len(costs):
         raise ValueError(f"the profile has {len(profile.layers)} layers, the costs {len(costs)}")
-    batch = _Batch(problem, *_split(costs, profile), num_stages if profile is None else profile.num_micro_batches)
-    batch.set_links(activation_link_s, gradient_link_s)
-    if (present := _present(problem, num_stages)) is not None:
-        starts.insert(0, present)
+    num_micro_batches = num_stages if profile is None else profile.num_micro_batches
+    batch = _Batch(problem, _split(costs, profile), num_micro_batches, activation_link_s, gradient_link_s)
+    present = _present(problem)
+    starts = [tuple(cuts_of(optimal, problem))] if present is None else [present, tuple(cuts_of(optimal, problem))]
     return Refined(*_descend(batch, starts))
 
 
@@ -98,9 +97,9 @@ def _allowed(problem: Problem, cuts: Cuts, first_stage: int, end_stage: int) -> 
     )
 
 
-def _present(problem: Problem, num_stages: int) -> Cuts | None:
+def _present(problem: Problem) -> Cuts | None:
     """The current partition, if it is one of this problem's."""
-    current = problem.current
+    current, num_stages = problem.current, problem.num_stages
     if current is None or len(current) != num_stages + 1 or not set(current) <= set(problem.starts):
         return None
     cuts = tuple(problem.snap(current))
@@ -124,28 +123,25 @@ class _Batch:
 
     Args:
         problem: the groups, speeds and bytes.
-        forward: forward cost of every layer.
-        backward: backward cost of every layer.
+        costs: forward and backward cost of every layer.
         num_micro_batches: M.
+        activation_link_s: of a micro-batch over every boundary.
+        gradient_link_s: the same for the gradients.
     """
 
     def __init__(
-        self, problem: Problem, forward: list[float], backward: list[float], num_micro_batches: int
+        self, problem: Problem, costs: tuple[list[float], list[float]], num_micro_batches: int,
+        activation_link_s: Seconds, gradient_link_s: Seconds,
     ) -> None:
-        starts = list(problem.starts)
+        starts, (forward, backward) = list(problem.starts), costs
         self.problem, self.num_micro_batches = problem, num_micro_batches
         self.forward_until = np.array(list(accumulate(forward, initial=0.0)))[starts]
         self.backward_until = np.array(list(accumulate(backward, initial=0.0)))[starts]
         self.trains_until = np.array(list(accumulate((b > 0 for b in backward), initial=0)))[starts]
         self.speeds = np.array(problem.speeds)
-        self.links: tuple[FloatArray, FloatArray] | None = None
-
-    def set_links(self, activation_link_s: Seconds, gradient_link_s: Seconds) -> None:
-        rows = self.problem.num_stages - 1
-        self.links = (
-            table("activation_link_s", activation_link_s, rows, self.num_micro_batches),
-            table("gradient_link_s", gradient_link_s, rows, self.num_micro_batches),
-        )
+        rows = problem.num_stages - 1
+        self.activation_link_s = table("activation_link_s", activation_link_s, rows, num_micro_batches)
+        self.gradient_link_s = table("gradient_link_s", gradient_link_s, rows, num_micro_batches)
 
     def rounds_within(self, num_cells: int) -> int:
         waves = 2 * (self.num_micro_batches + self.problem.num_stages)
@@ -164,8 +160,7 @@ class _Batch:
         trains = np.diff(self.trains_until[cuts], axis=1) > 0  # counted, as differences of sums may round
         backward[~trains] = 0.0
         frozen = [frozen_boundaries(row) for row in trains.astype(float).tolist()]
-        activation_link_s, gradient_link_s = self.links or (None, None)
         return makespans(
             np.maximum(forward, 0.0), np.maximum(backward, 0.0), self.num_micro_batches,
-            activation_link_s=activation_link_s, gradient_link_s=gradient_link_s, frozen_boundaries=frozen,
+            activation_link_s=self.activation_link_s, gradient_link_s=self.gradient_link_s, frozen_boundaries=frozen,
         )

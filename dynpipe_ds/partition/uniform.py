@@ -17,9 +17,5 @@ def uniform(problem: Problem) -> list[int]:
     """
     num_layers, num_stages = problem.starts[-1], problem.num_stages
     size, rest = divmod(num_layers, num_stages)
-    if not size:
-        boundaries = [min(stage, num_layers) for stage in range(num_stages + 1)]
-    else:
-        boundaries = [stage * size + min(stage, rest) for stage in range(num_stages + 1)]
-    cuts = problem.snap(boundaries)
+    cuts = problem.snap([stage * size + min(stage, rest) for stage in range(num_stages + 1)])
     return cuts if problem.allow_empty else fill_empty_stages(cuts, problem.num_groups)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dynpipe_ds.host.topology import renumber
 from dynpipe_ds.host.world import World
 from dynpipe_ds.migration.transaction import MigrationError
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks.agreement import together
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Shrink:
     """
 
     def __init__(
-        self, stage: Stage, move: Callable[[Sequence[int]], int], staying: Sequence[int], boundaries: Sequence[int]
+        self, stage: Stage, move: Callable[[Placement], int], staying: Sequence[int], boundaries: Sequence[int]
     ) -> None:
         self._stage = stage
         self._move = move
@@ -81,10 +82,11 @@ class Shrink:
         Raises:
             RepackError: on every rank, if any can't go through with it; the partition is then as it was.
         """
-        before = self._stage.partition
+        before = self._stage.module.placement
         self._together(checks)
         try:
-            num_bytes = self._move(widened(self._boundaries, self._staying, self._stage.num_stages))
+            wide = widened(self._boundaries, self._staying, self._stage.num_stages)
+            num_bytes = self._move(Placement.from_boundaries(wide))
         except MigrationError as error:
             raise RepackError(f"re-packing failed, training goes on with all ranks ({error})") from error
         try:
@@ -128,7 +130,7 @@ class Shrink:
         """Meet the other survivors and renew all that knows of ranks, stages or groups."""
         dist.barrier()
         self._miss_no_more()
-        renumber(self._stage.pipeline, self.world, self._boundaries)
+        renumber(self._stage.pipeline, self.world, Placement.from_boundaries(self._boundaries))
         self._stage.guard.start()
 
     def _miss_no_more(self) -> None:

@@ -39,9 +39,6 @@ def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -
 def check_schedule(schedule: str) -> None:
     """Refuse the name of a schedule that nobody makes.
 
-    Args:
-        schedule: the name.
-
     Raises:
         ValueError: if it is not a :data:`ScheduleName`.
     """
@@ -53,12 +50,6 @@ def in_flight(schedule: ScheduleName, num_micro_batches: int, num_stages: int, s
     """What :meth:`Order.in_flight` counts, without making the order.
 
     1F1B: ``min(M, S - s)`` (PipeDream-Flush, Narayanan et al. 2021, section 2.2); GPipe: all M.
-
-    Args:
-        schedule: its name.
-        num_micro_batches: M.
-        num_stages: S.
-        stage: s.
     """
     return num_micro_batches if schedule == "gpipe" else min(num_micro_batches, num_stages - stage)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
+
+from dynpipe_ds.simulation.workload import Workload
 
 Kind = Literal["forward", "backward", "send", "recv", "wait", "step", "migration"]
 Payload = Literal["", "activation", "gradient"]
@@ -94,3 +97,47 @@ class Simulation:
     def bubble_ratio(self) -> float:
         """Mean of the stages' bubble ratios."""
         return fmean(stage.bubble_ratio for stage in self.stages)
+
+
+class Counted(NamedTuple):
+    """What an engine counts of a stage: as in :class:`StageOutcome`, and two moments.
+
+    Attributes:
+        busy_s: see there.
+        fill_s: see there.
+        waiting_s: see there.
+        transfer_s: see there.
+        compute_end_s: end of the last computation.
+        clock_s: end of the last instruction.
+    """
+
+    busy_s: float
+    fill_s: float
+    waiting_s: float
+    transfer_s: float
+    compute_end_s: float
+    clock_s: float
+
+
+def account(
+    workload: Workload, counted: Sequence[Counted], held: Sequence[int], timeline: tuple[Interval, ...] = ()
+) -> Simulation:
+    """Put together what was counted of every stage.
+
+    Args:
+        workload: the stages' steps and bytes.
+        counted: of every stage.
+        held: most micro-batches of every stage between forward and backward.
+        timeline: intervals of all stages.
+    """
+    makespan_s = max(stage.compute_end_s for stage in counted)
+    steps_s = workload.step_s.tolist()
+    return Simulation(
+        makespan_s=makespan_s,
+        batch_s=max(stage.clock_s + step_s for stage, step_s in zip(counted, steps_s, strict=True)),
+        stages=tuple(
+            StageOutcome(*stage[:4], makespan_s - stage.compute_end_s, step_s, count, count * size)
+            for stage, step_s, count, size in zip(counted, steps_s, held, workload.activation_bytes, strict=True)
+        ),
+        timeline=timeline,
+    )

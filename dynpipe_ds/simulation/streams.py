@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from dynpipe_ds.schedule import Instruction, Op, Order
-from dynpipe_ds.simulation.outcome import Interval, Kind, Payload, Simulation, StageOutcome
-from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
+from dynpipe_ds.simulation.outcome import Counted, Interval, Kind, Payload, Simulation, account
+from dynpipe_ds.simulation.workload import Sends, Workload
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 _KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
@@ -23,15 +23,6 @@ def run_order(
     workload: Workload, order: Order, *, sends: Sends = "rendezvous", timeline: bool = False
 ) -> Simulation:
     """Run every stage's instructions with the dependencies of its messages.
-
-    Args:
-        workload: the seconds of everything.
-        order: what every stage runs.
-        sends: when a send is over.
-        timeline: whether to keep all intervals.
-
-    Returns:
-        What it took.
 
     Raises:
         ValueError: when the order is of another size, or its stages don't fit together: one waits for ever, or gets
@@ -98,10 +89,10 @@ class _Run:
         self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # buffered: not yet received
         self.wire_free_s: dict[Channel, float] = {}
         self.ready = deque(self.stages)
-        self.seconds = {
-            Op.FORWARD: _rows(workload.forward_s), Op.BACKWARD: _rows(workload.backward_s),
-            Op.SEND_ACTIVATION: _rows(workload.activation_link_s),
-            Op.SEND_GRADIENT: _rows(workload.gradient_link_s),
+        self.seconds: dict[Op, list[list[float]]] = {
+            Op.FORWARD: workload.forward_s.tolist(), Op.BACKWARD: workload.backward_s.tolist(),
+            Op.SEND_ACTIVATION: workload.activation_link_s.tolist(),
+            Op.SEND_GRADIENT: workload.gradient_link_s.tolist(),
         }
 
     def to_the_end(self) -> None:
@@ -178,32 +169,18 @@ class _Run:
         return values[micro_batch] if len(values) > 1 else values[0]
 
     def outcome(self) -> Simulation:
-        makespan_s = max(stage.compute_end_s for stage in self.stages)
-        timeline: list[Interval] = []
-        steps_s = self.workload.step_s.tolist()
-        for stage, step_s in zip(self.stages, steps_s, strict=True):
+        stages, timeline = self.stages, list[Interval]()
+        for stage, step_s in zip(stages, self.workload.step_s.tolist(), strict=True):
             stage.note("step", -1, stage.clock_s, stage.clock_s + step_s)
             timeline += stage.intervals or ()
-        return Simulation(
-            makespan_s=makespan_s,
-            batch_s=max(stage.clock_s + step_s for stage, step_s in zip(self.stages, steps_s, strict=True)),
-            stages=tuple(
-                StageOutcome(
-                    busy_s=stage.busy_s,
-                    fill_s=stage.fill_s,
-                    waiting_s=stage.waiting_until_end_s,
-                    transfer_s=stage.transfer_until_end_s,
-                    drain_s=makespan_s - stage.compute_end_s,
-                    step_s=step_s,
-                    peak_micro_batches=stage.peak_held,
-                    peak_activation_bytes=stage.peak_held * held_bytes,
-                )
-                for stage, step_s, held_bytes in zip(
-                    self.stages, steps_s, self.workload.activation_bytes, strict=True
-                )
-            ),
-            timeline=tuple(timeline),
-        )
+        counted = [
+            Counted(
+                stage.busy_s, stage.fill_s, stage.waiting_until_end_s, stage.transfer_until_end_s,
+                stage.compute_end_s, stage.clock_s,
+            )
+            for stage in stages
+        ]
+        return account(self.workload, counted, [stage.peak_held for stage in stages], tuple(timeline))
 
 
 def _check_same(channel: Channel, expected: int, got: int) -> None:
@@ -212,8 +189,3 @@ def _check_same(channel: Channel, expected: int, got: int) -> None:
             f"{channel[1]} over boundary {channel[0]}: micro-batch {got} meets micro-batch {expected}; the "
             "streams of both stages must send and receive in the same order"
         )
-
-
-def _rows(values: FloatArray) -> list[list[float]]:
-    rows: list[list[float]] = values.tolist()
-    return rows

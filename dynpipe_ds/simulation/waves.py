@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynpipe_ds.schedule.makers import ScheduleName, check_schedule, in_flight
-from dynpipe_ds.simulation.outcome import Simulation, StageOutcome
+from dynpipe_ds.simulation.outcome import Counted, Simulation, account
 from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
 
 
@@ -96,16 +96,7 @@ def makespans(
 
 
 def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "rendezvous") -> Simulation:
-    """Simulate a batch wave by wave.
-
-    Args:
-        workload: the seconds of everything.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
-        sends: when a send is over.
-
-    Returns:
-        What it took, without a timeline.
-    """
+    """Simulate a batch wave by wave."""
     num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
     run = _AccountedRun(
         workload.forward_s, workload.backward_s, workload.activation_link_s, workload.gradient_link_s,
@@ -113,31 +104,15 @@ def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sen
     )
     run.last_micro_batch = num_micro_batches - 1
     run.all(waves_of(schedule, num_micro_batches, num_stages), workload.frozen_boundaries)
-    makespan_s = float(run.compute_end_s.max())
-    held = [in_flight(schedule, num_micro_batches, num_stages, s) for s in range(num_stages)]
     figures_s = np.stack((
-        run.busy_s, run.fill_s, run.waiting_until_end_s, run.transfer_until_end_s,
-        makespan_s - run.compute_end_s, workload.step_s,
+        run.busy_s, run.fill_s, run.waiting_until_end_s, run.transfer_until_end_s, run.compute_end_s, run.clock_s,
     ), axis=1)
-    return Simulation(
-        makespan_s=makespan_s,
-        batch_s=float((run.clock_s + workload.step_s).max()),
-        stages=tuple(
-            StageOutcome(busy_s, fill_s, waiting_s, transfer_s, drain_s, step_s, count, count * size)
-            for (busy_s, fill_s, waiting_s, transfer_s, drain_s, step_s), count, size in zip(
-                figures_s.tolist(), held, workload.activation_bytes, strict=True
-            )
-        ),
-    )
+    held = [in_flight(schedule, num_micro_batches, num_stages, s) for s in range(num_stages)]
+    return account(workload, [Counted(*row) for row in figures_s.tolist()], held)
 
 
 def waves_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> Iterator[Wave]:
     """The waves of a schedule, in an order that keeps all dependencies.
-
-    Args:
-        schedule: ``"1f1b"`` or ``"gpipe"``.
-        num_micro_batches: M.
-        num_stages: S.
 
     Raises:
         ValueError: for another schedule.

@@ -73,9 +73,11 @@ class Workload:
         counts = {"forward_s": num_stages, "backward_s": num_stages}
         counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1}
         given = (forward_s, backward_s, activation_link_s, gradient_link_s)
-        for (name, rows), seconds in zip(counts.items(), given, strict=True):
-            object.__setattr__(self, name, table(name, seconds, rows, num_micro_batches))
-        object.__setattr__(self, "step_s", table("step_s", step_s, num_stages, 1)[:, 0])
+        values: dict[str, object] = {
+            name: table(name, seconds, rows, num_micro_batches)
+            for (name, rows), seconds in zip(counts.items(), given, strict=True)
+        }
+        values["step_s"] = table("step_s", step_s, num_stages, 1)[:, 0]
         held = tuple(activation_bytes) or (0,) * num_stages
         if len(held) != num_stages or min(held) < 0:
             raise ValueError(f"activation_bytes = {held}: need one number >= 0 for each of {num_stages} stages")
@@ -83,9 +85,9 @@ class Workload:
             raise ValueError(
                 f"frozen_boundaries = {frozen_boundaries}: {num_stages} stages have {num_stages - 1} boundaries"
             )
-        object.__setattr__(self, "num_micro_batches", num_micro_batches)
-        object.__setattr__(self, "activation_bytes", held)
-        object.__setattr__(self, "frozen_boundaries", frozen_boundaries)
+        values |= {"activation_bytes": held, "frozen_boundaries": frozen_boundaries}
+        for name, value in {"num_micro_batches": num_micro_batches, **values}.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_stages(self) -> int:
@@ -140,11 +142,6 @@ def stage_seconds(
 ) -> tuple[list[float], list[float]]:
     """Forward and backward seconds of a micro-batch on every stage of a partition.
 
-    Args:
-        profile: seconds of every layer.
-        placement: a partition.
-        speeds: S relative speeds to divide by, when layer times are at unit speed.
-
     Returns:
         S forward and S backward seconds, each sum rounded once.
 
@@ -162,11 +159,7 @@ def stage_seconds(
 
 
 def frozen_boundaries(backward_s: Sequence[float]) -> int:
-    """Number of boundaries that no gradient crosses: all before them have no backward.
-
-    Args:
-        backward_s: backward seconds of every stage.
-    """
+    """Number of boundaries that no gradient crosses: all before them have no backward."""
     working = [stage for stage, seconds in enumerate(backward_s) if seconds > 0]
     # All zero is a profile without backward times rather than a model without anything to train.
     return working[0] if working else 0

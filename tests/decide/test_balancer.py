@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.balancer import Balancer, Decision
+from dynpipe_ds.decide import Balancer, Decision
 from dynpipe_ds.decide.evidence import LEAST_EVIDENCE
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import Plan

@@ -89,7 +89,7 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
         steps.append((1, "fill", lambda e: e.stage_optimizer, "fill"))
     else:  # what replicas do together, on one of them alone
         steps += [
-            (1, "export", lambda _: flat, "_own_bits"), (3, "write", lambda _: flat, "_write_state")
+            (1, "export", lambda _: flat, "_own_bits"), (3, "write", lambda _: flat, "write_state")
         ]
     for rank, what, owner, method in steps:
         for after in (False, True):

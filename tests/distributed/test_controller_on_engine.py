@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.replay.clocks import Costs
 from dynpipe_ds import DynamicPipelineModule, RebalanceEvent
+from dynpipe_ds.partition import Placement
 from tests.distributed.configs import ADAMW
 from tests.distributed.models import Run, base_config, data, loss_fn
 from tests.distributed.ranks import run_ranks
@@ -235,7 +236,7 @@ def held(rank: int, folder: str) -> dict[str, Any]:
     train(engine, 6)
     assert engine.partition == BAD
     assert engine.rebalance().after == GOOD
-    engine.dynamic.move_layers(BAD)
+    engine.dynamic.move_layers(Placement.from_boundaries(BAD))
     train(engine, 1)
     assert engine.partition == GOOD, "rebalance() ends the hold"
 

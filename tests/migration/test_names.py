@@ -1,29 +1,12 @@
-"""Names are found without a call of what is looked at."""
+"""Paths lead to objects, and back."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
 
-from dynpipe_ds.migration.names import Names, child, children
-
-
-class LazyTable(OrderedDict[str, Any]):
-    """Fills itself when it is first read, as a registry of models does, and can't where a package is missing."""
-
-    def _fail(self, *_: Any) -> Any:
-        raise ImportError("the table can't be filled here")
-
-    items = keys = values = __iter__ = __getitem__ = __contains__ = __len__ = _fail
-
-
-class LazyList(list[Any]):
-    def _fail(self, *_: Any) -> Any:
-        raise ImportError("the list can't be filled here")
-
-    __iter__ = __getitem__ = __len__ = _fail
+from dynpipe_ds.migration.names import Names
 
 
 def test_only_what_a_path_leads_to_has_a_name() -> None:
@@ -35,15 +18,3 @@ def test_only_what_a_path_leads_to_has_a_name() -> None:
     assert names.of(first) is None, "the script has put something else there"
     with pytest.raises(LookupError, match=r"settings\['b'\] does not exist there"):
         names.resolve(("settings", ("item", "b")))
-
-
-def lazy_table() -> LazyTable:
-    table = LazyTable()
-    dict.__setitem__(table, "a", "first")
-    return table
-
-
-@pytest.mark.parametrize("container, step", [(lazy_table(), "a"), (LazyList(["first"]), 0)], ids=["dict", "list"])
-def test_containers_that_fill_themselves_are_only_looked_at(container: Any, step: Any) -> None:
-    assert list(children(container)) == [(("item", step), "first")]
-    assert child(container, ("item", step)) == "first"

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dynpipe_ds.migration.decoding import Decoder, DecodingError
-from dynpipe_ds.migration.encoding import Tag
-from dynpipe_ds.migration.names import NoNames
-from dynpipe_ds.migration.packing import PackingError, cut, empty_tensors, join, pack, unpack, unpack_extra
+from dynpipe_ds.migration.names import no_names
+from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, unpack_extra
 from dynpipe_ds.migration.transport import flat_view
 
 CPU = torch.device("cpu")
@@ -404,16 +403,16 @@ def test_the_remedy_works() -> None:
 def test_nothing_that_arrives_is_run() -> None:
     """A skeleton that names a class or function in the stream itself is refused before it is looked up."""
     package = pack(nn.Linear(2, 2), "layer 0 (Linear)")
-    specs, _, extra = cut(package.skeleton)
-    evil = join([specs, pickle.dumps(Runs()), extra])
+    specs, _, extra = pickle.loads(package.skeleton)
+    evil = pickle.dumps([specs, pickle.dumps(Runs()), extra])
     with pytest.raises(pickle.UnpicklingError, match="no plain value"):
         unpack(evil, empty_tensors(evil, CPU))
 
 
 def test_only_data_is_made_by_calling() -> None:
-    decoder = Decoder([], NoNames())
+    decoder = Decoder([], no_names())
     with pytest.raises(DecodingError, match="not among what may be called"):
-        decoder.decode((Tag.CALL, 0, (Tag.NAMED, "os", "system"), (Tag.TUPLE, ["true"]), None, None, None))
+        decoder.decode(("call", 0, ("named", "os", "system"), ("tuple", ["true"]), None, None, None))
 
 
 def test_locks_loggers_generators_and_methods() -> None:

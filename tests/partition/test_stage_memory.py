@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dynpipe_ds.partition import StageMemory
+from dynpipe_ds.partition import Placement, StageMemory
 
 
 def test_early_stages_hold_more_activations():
@@ -11,6 +11,9 @@ def test_early_stages_hold_more_activations():
     assert [memory.in_flight(stage, 3) for stage in range(3)] == [2, 2, 1]
     assert memory.stage_bytes((0, 1, 2, 3)) == (100 + 2, 200 + 4, 300 + 3)
     assert memory.stage_bytes((0, 0, 3, 3)) == (0, 600 + 12, 0)
+    assert memory.stage_bytes(Placement.from_boundaries((0, 1, 2, 3))) == memory.stage_bytes((0, 1, 2, 3))
+    with pytest.raises(ValueError, match="each stage must hold one range of layers"):
+        memory.stage_bytes(Placement((0, 1, 2, 3), (0, 1, 0)))
 
 
 def test_caps_are_one_number_or_one_a_stage():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -99,13 +100,7 @@ class FlatOptimizer(StageOptimizer):
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
         self._new_buffers = buffers or {}
         involved = [*self.groups.index, *arrived, *self.groups.placeholders]
-        self._before = (
-            dict(self.groups.index),
-            [group["params"] for group in basic.param_groups],
-            basic.state,
-            vars(wrapper),
-            [_ParameterSnapshot(p) for p in involved],
-        )
+        self._before = self.groups.snapshot(), basic.state, vars(wrapper), [_ParameterSnapshot(p) for p in involved]
         old_states = [dict(state) for state in basic.state.values()]
         for handle in wrapper._grad_acc_hooks:
             handle.remove()
@@ -128,18 +123,24 @@ class FlatOptimizer(StageOptimizer):
                 setattr(fresh, name, vars(wrapper)[name])
         wrapper.__dict__ = fresh.__dict__
         wrapper.register_grad_acc_post_hook(self.engine._backward_post_hook)
-        self._make_states(next((s for s in old_states if s), {}))
-
-    def _make_states(self, template: State) -> None:
-        """An entry of optimizer state for every flat buffer, to be filled unless the buffer was given."""
-        wrapper, basic, flats = self.engine.optimizer, self.groups.optimizer, self._flats()
+        flats = self._flats()
         self._taken = {i: r for i, r in self._new_buffers.items() if r.master.data_ptr() == flats[i].data_ptr()}
-        if not template:
-            return
-        for i, flat in enumerate(flats):
+        template = next((state for state in old_states if state), None)
+        if template is not None:
+            self.make_states([template] * len(flats))
+
+    def make_states(self, templates: Sequence[State]) -> None:
+        """Give every flat buffer an entry of optimizer state, which is then to be filled unless the buffer was given.
+
+        Args:
+            templates: of each buffer, an entry with the same names and kinds of values, such as a parameter's.
+        """
+        wrapper, basic = self.engine.optimizer, self.groups.optimizer
+        for i, (flat, template) in enumerate(zip(self._flats(), templates, strict=True)):
             moments = self._taken[i].moments if i in self._taken else {}
             basic.state[flat] = {
-                key: moments[key] if key in moments else _like(value, flat) for key, value in template.items()
+                key: moments[key] if key in moments else _like(value, flat)
+                for key, value in template.items() if key != "master"
             }
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
@@ -152,7 +153,7 @@ class FlatOptimizer(StageOptimizer):
         error: Exception | None = None
         for parameter, state in chain(arrived, kept):
             try:
-                _write_state(parameter, state)
+                write_state(parameter, state)
             except Exception as caught:  # the other replicas wait for what follows
                 error = error or caught
         if error is not None:
@@ -168,13 +169,10 @@ class FlatOptimizer(StageOptimizer):
     def rollback(self) -> None:
         if self._before is None:
             return
-        basic, wrapper = self.groups.optimizer, self.engine.optimizer
-        self.groups.index, members, basic.state, attributes, snapshots = self._before
-        wrapper.__dict__ = attributes
-        for group, parameters in zip(basic.param_groups, members, strict=True):
-            group["params"] = parameters
-        for snapshot in snapshots:
-            snapshot.restore()
+        groups, self.groups.optimizer.state, self.engine.optimizer.__dict__, parameters = self._before
+        self.groups.put_back(groups)
+        for parameter in parameters:
+            parameter.restore()
         self._forget_change()
 
     @override
@@ -210,6 +208,36 @@ class FlatOptimizer(StageOptimizer):
         return state
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """One flat tensor as the consecutive pieces it was stored in, so that a rank reads only its own share.
+
+    Attributes:
+        tensors: the pieces, of one dimension.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all pieces."""
+        return self.tensors[0].dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all pieces."""
+        return sum(piece.numel() for piece in self.tensors)
+
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Fill a flat tensor with as many elements as it has, from position ``start`` of the whole on."""
+        position = 0
+        for piece in self.tensors:
+            low, high = max(start, position), min(start + target.numel(), position + piece.numel())
+            if low < high:
+                target[low - start : high - start].copy_(piece[low - position : high - position])
+            position += piece.numel()
+
+
 class _ParameterSnapshot:
     """References to all that building a wrapper changes on a parameter."""
 
@@ -242,9 +270,9 @@ def _forget_wrapper(parameter: nn.Parameter) -> None:
 
 def _like(value: Any, flat: Tensor) -> Any:
     """An entry of a flat parameter's state before it is filled."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros_like(flat, dtype=value.dtype) if _is_moment(value) else value.clone()
+    if isinstance(value, Pieces) or _is_moment(value):
+        return torch.zeros_like(flat, dtype=value.dtype)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Parameter, State]]:
@@ -320,23 +348,27 @@ def _fragment(flat: Tensor, mapping: Any) -> Tensor:
     return flat.detach().narrow(0, address.start, address.numel)
 
 
-def _write_state(parameter: nn.Parameter, state: State) -> None:
-    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+def write_state(parameter: nn.Parameter, state: State) -> None:
+    """Fill this rank's share of a parameter's master weights and moments.
+
+    Args:
+        parameter: of this stage.
+        state: complete, as tensors or as :class:`Pieces`; what it lacks is left as it is.
+    """
+    mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return
     address = mapping.lp_fragment_address
-    targets = {"master": mapping.hp_fragment, **(mapping.optim_fragment or {})}
-    for key in targets.keys() & state.keys():
-        fragment = state[key].view(-1).narrow(0, address.start, address.numel)
-        targets[key].detach().copy_(fragment)
+    for key, target in {"master": mapping.hp_fragment, **(mapping.optim_fragment or {})}.items():
+        value, target = state.get(key), target.detach()
+        if isinstance(value, Pieces):
+            value.copy_to(target.view(-1), address.start)
+        elif value is not None:
+            target.copy_(value.view(-1).narrow(0, address.start, address.numel))
 
 
 def stage_optimizer(engine: Any, groups: ParameterGroups) -> StageOptimizer:
     """Pick the kind of :class:`StageOptimizer` for the optimizer that DeepSpeed built; collective over all ranks.
-
-    Args:
-        engine: the engine; its ``optimizer`` decides.
-        groups: the agreed parameter groups.
 
     Raises:
         ValueError: if the optimizer is of a kind whose state can't be moved, with the remedy.

@@ -221,9 +221,6 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
     """Build a DeepSpeed optimizer from finished buffers, without its chatter and its reports of memory.
 
     These collect garbage, or empty the accelerator's cache, several times a parameter group.
-
-    Args:
-        groups: buffers of the groups for which there are some.
     """
     logger = logging.getLogger("DeepSpeed")
     with contextlib.ExitStack() as stack:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 State = dict[str, Any]
+Snapshot = tuple[dict[nn.Parameter, int], list[list[nn.Parameter]]]
 
 
 class Entry(NamedTuple):
@@ -58,11 +59,7 @@ class ParameterGroups:
         }
 
     def install(self, *, trainable_only: bool) -> None:
-        """Write the local parameters into the optimizer's groups.
-
-        Args:
-            trainable_only: leave frozen parameters out (for optimizers that flatten their groups).
-        """
+        """Write the local parameters into the optimizer's groups; for one that flattens these, without frozen ones."""
         members: list[list[nn.Parameter]] = [[] for _ in self.placeholders]
         for parameter, i in self.index.items():
             if not trainable_only or (parameter.requires_grad and parameter.numel()):
@@ -73,23 +70,25 @@ class ParameterGroups:
             group["params"] = parameters or [placeholder]
 
     def replace(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
-        """Take note of a migration.
-
-        Args:
-            departed: parameters that left this stage.
-            arrived: group index of each parameter that came.
-        """
+        """Take note of parameters that left this stage, and of the groups of those that came."""
         for parameter in departed:
             self.index.pop(parameter, None)
         self.index.update(arrived)
+
+    def snapshot(self) -> Snapshot:
+        """Which parameter is where, for :meth:`put_back`."""
+        return dict(self.index), [group["params"] for group in self.optimizer.param_groups]
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Undo what followed a :meth:`snapshot`."""
+        self.index, members = snapshot
+        for group, parameters in zip(self.optimizer.param_groups, members, strict=True):
+            group["params"] = parameters
 
     def sort(self, order: Iterable[nn.Parameter]) -> None:
         """Bring the parameters into the order in which a fresh DeepSpeed optimizer would hold them.
 
         Checkpoints know a parameter by its position only.
-
-        Args:
-            order: all parameters of the stage.
         """
         position = {parameter: i for i, parameter in enumerate(order)}
         last = len(position)
@@ -99,10 +98,7 @@ class ParameterGroups:
 def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
     """Give every rank the same list of parameter groups, by index, adding empty ones where needed.
 
-    Collective over all ranks.
-
-    Args:
-        optimizer: this rank's basic optimizer; its ``param_groups`` are extended and reordered in place.
+    Collective over all ranks; ``param_groups`` of the optimizer are extended and reordered in place.
 
     Raises:
         ValueError: on every rank, if the groups can't be matched, or the optimizers are of different kinds.
@@ -141,10 +137,6 @@ def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:
 
 def check_scheduler(scheduler: Any, num_groups: int) -> None:
     """Refuse an LR scheduler that was built over other groups than the optimizer now has.
-
-    Args:
-        scheduler: a client's scheduler object, a callable, or ``None``.
-        num_groups: number of groups every rank agreed on.
 
     Raises:
         ValueError: if the scheduler manages another number of groups.

@@ -22,11 +22,7 @@ _ALIGNMENT = "nccl_start_alignment_factor"  # DeepSpeed rounds every replica's s
 
 
 def is_compiled_for_cpu(optimizer: Any) -> bool:
-    """Whether it is DeepSpeedCPUAdam, or FusedAdam on a CPU.
-
-    Args:
-        optimizer: any optimizer.
-    """
+    """Whether it is DeepSpeedCPUAdam, or FusedAdam on a CPU."""
     if isinstance(optimizer, FusedAdam):
         return bool(optimizer._dummy_overflow_buf.device.type == "cpu")
     return getattr(optimizer, "ds_opt_adam", None) is not None
@@ -38,9 +34,7 @@ def prime_native_adam(optimizer: torch.optim.Optimizer) -> None:
     On a CPU the compiled part keeps ``beta ** step`` as a running product, recomputed by ``pow`` when the
     step jumps or the betas change; which of the two a parameter meets depends on what else its stage
     holds. One update of a dummy with other betas makes every step start from ``pow``.
-
-    Args:
-        optimizer: any optimizer; others than DeepSpeedCPUAdam and FusedAdam are left alone.
+    Optimizers of other kinds are left alone.
     """
     native = getattr(optimizer, "ds_opt_adam", None)
     if native is not None:
@@ -58,10 +52,7 @@ def count_fused_step(optimizer: torch.optim.Optimizer) -> None:
 
     FusedAdam reads and advances the number that its *last* parameter with a gradient keeps. Another
     parameter may be the last one after a move. All stages count alike, also those without a parameter of
-    the group.
-
-    Args:
-        optimizer: any optimizer; others than FusedAdam are left alone.
+    the group. Optimizers of other kinds are left alone.
     """
     if not isinstance(optimizer, FusedAdam):
         return
@@ -77,10 +68,6 @@ def has_lanes(optimizer: torch.optim.Optimizer, *, on_host: bool) -> bool:
 
     Measured: torch's fused Adam, AdamW and SGD differ there in the last bits, DeepSpeed's CPU Adam, too; torch's other
     implementations do not.
-
-    Args:
-        optimizer: any optimizer.
-        on_host: whether its step runs on a CPU.
     """
     is_native = isinstance(optimizer, FusedAdam) or any(name.startswith("ds_opt_") for name in vars(optimizer))
     return on_host and (is_native or any(group.get("fused") for group in optimizer.param_groups))
@@ -90,9 +77,7 @@ def has_lanes(optimizer: torch.optim.Optimizer, *, on_host: bool) -> bool:
 def whole_lanes(optimizer: torch.optim.Optimizer, *, on_host: bool) -> Iterator[None]:
     """Let DeepSpeed's wrappers that are built within end every replica's flat buffers with whole vector registers.
 
-    Args:
-        optimizer: the basic optimizer; nothing changes unless it :func:`has_lanes`.
-        on_host: whether its step runs on a CPU.
+    Nothing changes unless the basic optimizer :func:`has_lanes`.
     """
     if not has_lanes(optimizer, on_host=on_host):
         yield

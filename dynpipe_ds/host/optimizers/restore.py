@@ -3,45 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.host.optimizers.flat import FlatOptimizer
+from dynpipe_ds.host.optimizers.flat import FlatOptimizer, write_state
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """One flat tensor as the consecutive pieces it was stored in, so that a rank reads only its own share.
-
-    Attributes:
-        tensors: the pieces, of one dimension.
-    """
-
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of all pieces."""
-        return sum(piece.numel() for piece in self.tensors)
-
-    def copy_to(self, target: Tensor, start: int) -> None:
-        """Fill a flat tensor.
-
-        Args:
-            target: takes as many elements as it has.
-            start: position of the first of them in the whole.
-        """
-        position = 0
-        for piece in self.tensors:
-            low, high = max(start, position), min(start + target.numel(), position + piece.numel())
-            if low < high:
-                target[low - start : high - start].copy_(piece[low - position : high - position])
-            position += piece.numel()
 
 
 def restore_state(
@@ -89,35 +57,13 @@ def _restore_flat(
     optimizer: FlatOptimizer, states: Mapping[nn.Parameter, State], settings: Sequence[Mapping[str, Any]],
     template: State,
 ) -> None:
-    wrapper, basic, index = optimizer.engine.optimizer, optimizer.groups.optimizer, optimizer.groups.index
+    basic, index = optimizer.groups.optimizer, optimizer.groups.index
     for group, setting in zip(basic.param_groups, settings, strict=True):
         group.update(setting)
     template = next((state for state in states.values() if len(state) > 1), template)
     by_group = {index[parameter]: state for parameter, state in states.items() if len(state) > 1}
     basic.state.clear()
     if template:
-        for i, group in enumerate(basic.param_groups):
-            flat = group["params"][0]
-            basic.state[flat] = _empty_state(flat, by_group.get(i, template))
-        wrapper._hp_optimizer_states_linked = False
-        wrapper._lazy_init_hp_params_optimizer_state()
+        optimizer.make_states([by_group.get(i, template) for i in range(len(basic.param_groups))])
     for parameter, state in states.items():
-        _write_pieces(parameter, state)
-
-
-def _write_pieces(parameter: nn.Parameter, state: State) -> None:
-    """Fill this rank's share of a parameter's master weights and moments."""
-    mapping = getattr(parameter, "_hp_mapping", None)
-    if mapping is None:
-        return
-    for key, target in {"master": mapping.hp_fragment, **(mapping.optim_fragment or {})}.items():
-        if isinstance(state.get(key), Pieces):
-            state[key].copy_to(target.detach().view(-1), mapping.lp_fragment_address.start)
-
-
-def _empty_state(flat: Tensor, state: State) -> State:
-    return {
-        key: torch.zeros_like(flat, dtype=value.tensors[0].dtype) if isinstance(value, Pieces) else _own(value)
-        for key, value in state.items()
-        if key != "master"
-    }
+        write_state(parameter, state)

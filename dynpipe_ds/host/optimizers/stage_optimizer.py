@@ -1,7 +1,7 @@
 """Optimizer state that leaves and enters with its parameters.
 
 Two kinds of optimizer exist. A *plain* one (torch, fused or CPU Adam) keeps one state entry a parameter: the
-entry moves. A *flat* one (ZeRO-1, bf16; ``flat_optimizer.py``) keeps each parameter group as one flat buffer. The
+entry moves. A *flat* one (ZeRO-1, bf16; ``flat.py``) keeps each parameter group as one flat buffer. The
 optimizer objects keep their identity, so that LR schedulers and users go on holding the right ones.
 """
 
@@ -42,9 +42,6 @@ class StageOptimizer(ABC):
     @abstractmethod
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
-
-        Args:
-            parameters: of this stage, the same on all replicas.
 
         Returns:
             Named tensors with as many elements as the parameter, and scalars; empty where there is none.
@@ -97,19 +94,11 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient that the next step will use, before it is reduced over replicas.
-
-        Args:
-            parameter: a parameter of this stage.
-        """
+        """The gradient that the next step will use, before it is reduced over replicas."""
 
     @abstractmethod
     def state_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of optimizer state, master weights included, that this rank holds for a parameter.
-
-        Args:
-            parameter: a parameter of this stage.
-        """
+        """Bytes of optimizer state, master weights included, that this rank holds for a parameter."""
 
     def before_step(self) -> None:
         """Get ready for an optimizer step, which follows at once."""
@@ -132,11 +121,7 @@ class PlainOptimizer(StageOptimizer):
         self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         optimizer, departed = self.groups.optimizer, list(departed)
-        self._before = (
-            dict(self.groups.index),
-            [group["params"] for group in optimizer.param_groups],
-            dict(optimizer.state),
-        )
+        self._before = self.groups.snapshot(), dict(optimizer.state)
         self.groups.replace(departed, arrived)
         self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=False)
@@ -156,9 +141,8 @@ class PlainOptimizer(StageOptimizer):
         if self._before is None:
             return
         optimizer = self.groups.optimizer
-        self.groups.index, members, state = self._before
-        for group, parameters in zip(optimizer.param_groups, members, strict=True):
-            group["params"] = parameters
+        snapshot, state = self._before
+        self.groups.put_back(snapshot)
         optimizer.state.clear()
         optimizer.state.update(state)
         self._before = None

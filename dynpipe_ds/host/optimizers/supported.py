@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynpipe_ds.host.differences import modules_of
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.ranks.agreement import first_error
 
@@ -16,10 +17,6 @@ _WHOLE_TENSORS = ("Adafactor", "LBFGS", "Muon", "MuonWithAuxAdam", "FusedLamb", 
 
 def check_flat(engine: Any, groups: ParameterGroups) -> None:
     """Refuse what a flat optimizer (ZeRO-1, bf16) would compute otherwise at another cut; collective over all ranks.
-
-    Args:
-        engine: the engine, with its optimizer built.
-        groups: the agreed parameter groups.
 
     Raises:
         ValueError: on every rank, with the remedy, if any rank found something.
@@ -47,12 +44,10 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer, groups: ParameterGroups
 
 
 def _refused_layers(engine: Any) -> str | None:
-    for index, layer in engine.local_layers().items():
-        for path, module in layer.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                where = ".".join(part for part in (f"layer {index}", path) if part)
-                return (
-                    f"{where} ({type(module).__name__}) makes sparse gradients, which don't lie in them; build it with "
-                    "sparse=False, or leave ZeRO-1 and bf16 out"
-                )
+    for where, module in modules_of(engine.local_layers()):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            return (
+                f"{where} ({type(module).__name__}) makes sparse gradients, which don't lie in them; build it with "
+                "sparse=False, or leave ZeRO-1 and bf16 out"
+            )
     return None

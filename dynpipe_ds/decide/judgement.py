@@ -1,0 +1,98 @@
+"""Is a plan worth moving layers for? By what a section asks for, the profiles so far, and what moves have cost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.decide.evidence import confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.history import History
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.partition import Plan
+from dynpipe_ds.simulation import predicted_batches_s
+
+FIRST_COST = 0.1
+"""What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 289 took 0.25.
+
+Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
+"""
+
+ROUNDING = 1e-9
+"""Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to move, and why; all numbers are zero where the plan is the present partition.
+
+    Args:
+        rebalance: move to the planned partition now.
+        reason: one short sentence for a person.
+        saved_s: predicted seconds saved over the next N batches, or over ``horizon_batches``
+            for 'auto'; negative when the plan is slower.
+        cost_s: expected seconds for moving.
+        noise: standard deviation of one batch's relative gain.
+    """
+
+    rebalance: bool
+    reason: str
+    saved_s: float
+    cost_s: float
+    noise: float
+
+
+def judge(
+    plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, costs_s: Collection[float]
+) -> Decision:
+    """Decide on a plan.
+
+    Args:
+        plan: the partitioner's choice.
+        profile: the profile that it chose by; its boundaries are the present partition.
+        history: earlier profiles.
+        config: the section.
+        costs_s: seconds that the newest moves took.
+    """
+    every = config.rebalance_every
+    if tuple(plan.boundaries) == profile.boundaries:
+        return Decision(False, "the present partition is the best one known", saved_s=0.0, cost_s=0.0, noise=0.0)
+    batch_s, planned_s = predicted_batches_s(
+        [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
+    )
+    num_batches = every if isinstance(every, int) else config.horizon_batches
+    saved_s = num_batches * (batch_s - planned_s)
+    if abs(batch_s - planned_s) <= ROUNDING * batch_s:
+        saved_s = 0.0
+    # The low median keeps a slow first move (memory pools, connections) from blocking others.
+    cost_s = median_low(costs_s) if costs_s else FIRST_COST * batch_s
+    # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
+    refines = plan.predicted_gain <= 0 < saved_s
+    gain = 1.0 - planned_s / batch_s if refines else plan.predicted_gain
+    gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
+    noise = max(noise_of(gains), history.stage_noise(profile.boundaries))
+    if every == "never":
+        rebalance, reason = False, "rebalance_every is 'never'"
+    elif every == "auto":
+        rebalance, reason = _pays(config, gains, noise, saved_s, cost_s)
+    else:
+        rebalance = gain > 0 and gain >= config.min_gain
+        compared = "reaches" if rebalance else "is less than"
+        reason = f"predicted gain {gain:.1%} {compared} min_gain {config.min_gain:.1%}"
+    return Decision(rebalance, reason, saved_s, cost_s, noise)
+
+
+def _pays(
+    config: DynamicPipelineConfig, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
+) -> tuple[bool, str]:
+    """The rule of 'auto': the move pays for itself and the gain is real."""
+    money = f"{saved_s:.3g} s saved over {config.horizon_batches} batches, {cost_s:.3g} s to move"
+    if saved_s <= cost_s or saved_s <= 0:
+        return False, f"does not pay: {money}"
+    evidence = evidence_for(saved_s / config.horizon_batches, cost_s)
+    num_batches = confirming_batches(gains, noise, config.min_gain, evidence)
+    if not num_batches:
+        seen = median(gains[-evidence:]) if gains else 0.0
+        return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
+    return True, f"pays: {money}; gain confirmed by {num_batches} batches"
