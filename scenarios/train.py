@@ -33,7 +33,7 @@ from scenarios.compare import Contender, build_contender, silence, train_in_turn
 from scenarios.data import load_data
 from scenarios.entry import start
 from scenarios.ranks import hear_warnings, rank
-from scenarios.report.comparison import RunSummary, comparison_table, same_bits
+from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
 from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import SECTION, Settings, merge
@@ -159,9 +159,12 @@ def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[Run
     static, dynamic = contenders
     folder = Path(settings.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    found = speedup(*runs)
     results = describe(settings) | {
         "runs": [run_as_values(*pair) for pair in zip(contenders, runs, strict=True)],
-        "speedup": runs[1].tokens_per_s / runs[0].tokens_per_s if all(run.seconds for run in runs) else None,
+        "same_partition": same_partition(*runs),
+        "speedup": found and found.value,
+        "speedup_interval": found and [found.low, found.high],
         "losses_equal_bits": same_bits(runs[0].losses, runs[1].losses),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

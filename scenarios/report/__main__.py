@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scenarios.report.comparison import UNKNOWN, comparison_table, share, spaced
+from scenarios.report.comparison import UNKNOWN, comparison_table, same_partition, share, spaced, speedup
 from scenarios.report.results import JobResults, Rebalance, load_results
 
 
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]:
     static, dynamic = results.static.summary, results.dynamic.summary
+    found = speedup(static, dynamic)
     return {
-        "page": str(page), "notes": notes,
+        "page": str(page), "notes": notes, "same_partition": same_partition(static, dynamic),
+        "speedup": found and found.value, "speedup_interval": found and [found.low, found.high],
         "static_tokens_per_s": static.tokens_per_s, "dynamic_tokens_per_s": dynamic.tokens_per_s,
         "static_bubble_ratio": static.bubble_ratio, "dynamic_bubble_ratio": dynamic.bubble_ratio,
         "rebalances": [asdict(rebalance) for rebalance in results.dynamic.rebalances],

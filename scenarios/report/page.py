@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 
 from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import Simulation, Workload, simulate
-from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced
+from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced, speedup
 from scenarios.report.figures import batches_figure, heat_map_figure, stages_figure
+from scenarios.report.interval import SAME_PARTITION
 from scenarios.report.results import WINDOW, JobResults, Rebalance
 
 _STYLE = """
@@ -98,8 +99,11 @@ def _lead(results: JobResults) -> str:
     static, dynamic = results.static.summary, results.dynamic.summary
     moves = len(results.dynamic.rebalanced_at)
     text = f"{moves} re-partition{'' if moves == 1 else 's'}"
-    if static.tokens_per_s and dynamic.tokens_per_s:
-        text = f"{dynamic.tokens_per_s / static.tokens_per_s:.2f}x the throughput with {text}"
+    found = speedup(static, dynamic)
+    if found is not None:
+        text = f"{found.text()} the throughput with {text}"
+    elif static.tokens_per_s and dynamic.tokens_per_s:
+        text = f"{text}, {SAME_PARTITION}"
     if static.bubble_ratio is not None and dynamic.bubble_ratio is not None:
         text += f"; idle share {static.bubble_ratio:.1%} → {dynamic.bubble_ratio:.1%}"
     return f"{escape(text)}."

@@ -69,7 +69,11 @@ def write_results(folder: Path, *, speed: float) -> None:
         }  # fmt: skip
 
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"runs": [run(1), run(1.5)], "speedup": 1.5, "losses_equal_bits": True}
+    moved = speed != 200
+    values = {
+        "runs": [run(1), run(1.5)], "same_partition": not moved, "speedup": 1.5 if moved else None,
+        "speedup_interval": [1.44, 1.56] if moved else None, "losses_equal_bits": True,
+    }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(values), encoding="utf-8")
 
 
@@ -157,8 +161,10 @@ def test_a_sweep_makes_one_table(start: Entry, tmp_path: Path, capsys: pytest.Ca
     assert text in capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
     assert rows[2] == [
-        "partition=uniform seed=1", "100", "150", "1.50x", "25.0%", "25.0%", "1.50", "1.50", "2", "2.500000", "equal"
+        "partition=uniform seed=1", "100", "150", "1.50x (1.44 to 1.56)", "25.0%", "25.0%", "1.50", "1.50", "2",
+        "2.500000", "equal",
     ]
+    assert rows[3][:4] == ["partition=uniform seed=2", "200", "300", "same partition: the difference is noise"]
     assert [row[0] for row in rows[3:]] == [
         "partition=uniform seed=2", "partition=optimal seed=1", "partition=optimal seed=2"
     ]
