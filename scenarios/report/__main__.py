@@ -40,16 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = load_results(options.folder)
-        from scenarios.report.page import OLD_FOLDER, save_report  # draws
+        from scenarios.report.page import notes, save_report  # draws
 
         default = (options.folder if options.folder.is_dir() else options.folder.parent) / "report.html"
         page = save_report(options.output or default, results, source=str(options.folder))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    notes = [] if results.has_recording else [OLD_FOLDER]
-    values = _values(results, page, notes)
-    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, notes))
+    told = notes(results)
+    values = _values(results, page, told)
+    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, told))
     return 0
 
 
@@ -66,9 +66,9 @@ def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]
 
 
 def _text(results: JobResults, page: Path, notes: list[str]) -> str:
-    lines = [comparison_table(results.static.summary, results.dynamic.summary), ""]
+    lines = [f"note: {note}" for note in notes]
+    lines += [comparison_table(results.static.summary, results.dynamic.summary), ""]
     lines += [_line(rebalance) for rebalance in results.dynamic.rebalances]
-    lines += [f"note: {note}" for note in notes]
     return "\n".join([*lines, f"written: {page}"])
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+from scenarios.machine import busy_words
 from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced, speedup
 from scenarios.report.figures import batches_figure, heat_map_figure, stages_figure
 from scenarios.report.interval import SAME_PARTITION
@@ -72,7 +73,7 @@ def render_report(results: JobResults, *, source: str = "") -> str:
     parts = [
         f"<h1>{scenario}: static against dynamic partition</h1>",
         f'<p class="lead">{_lead(results)}</p>',
-        "" if results.has_recording else f'<p class="note">{OLD_FOLDER}</p>',
+        *(f'<p class="note">{escape(line)}</p>' for line in notes(results)),
         _table(comparison_rows(results.static.summary, results.dynamic.summary)),
         "<h2>Throughput</h2>",
         _picture(
@@ -92,6 +93,15 @@ def render_report(results: JobResults, *, source: str = "") -> str:
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style></head>\n'
         f"<body>\n{body}\n</body></html>\n"
     )
+
+
+def notes(results: JobResults) -> list[str]:
+    """What a reader has to know first.
+
+    Args:
+        results: of both runs.
+    """
+    return [*busy_words(results.busy), *([] if results.has_recording else [OLD_FOLDER])]
 
 
 def _lead(results: JobResults) -> str:

@@ -114,6 +114,7 @@ class JobResults:
         tokens_a_batch: of one batch; ``None`` if the settings do not say.
         settings: the job's settings.
         environment: versions and device.
+        busy: why the machine was busy while they trained; empty if it was idle, or if older results do not say.
     """
 
     static: RunResults
@@ -121,6 +122,7 @@ class JobResults:
     tokens_a_batch: int | None
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
+    busy: tuple[str, ...] = ()
 
     @property
     def has_recording(self) -> bool:
@@ -154,7 +156,8 @@ def load_results(folder: str | Path) -> JobResults:
         raise ValueError(f"{file}: {what}; {remedy}") from error
     settings, environment = values.get("settings", {}), values.get("environment", {})
     tokens = _tokens_a_batch(settings, environment, len(static.summary.boundaries) - 1)
-    return JobResults(static, dynamic, tokens, settings, environment)
+    busy = tuple((values.get("machine") or {}).get("reasons", ()))
+    return JobResults(static, dynamic, tokens, settings, environment, busy)
 
 
 def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:

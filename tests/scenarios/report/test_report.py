@@ -168,6 +168,17 @@ def test_speedups_have_intervals(told: Told) -> None:
     assert "x (no interval) the throughput" in Path("old/report.html").read_text(encoding="utf-8")
 
 
+def test_a_busy_machine_is_told_first(told: Told) -> None:
+    values = write_job("busy")
+    values["machine"] = {"reasons": ["others use 1.5 of 2 processors"]}
+    Path("busy/results.json").write_text(json.dumps(values), encoding="utf-8")
+    line = "BUSY MACHINE: others use 1.5 of 2 processors. Times are not those of an idle machine."
+    assert told("busy").startswith(f"note: {line}\n")
+    text = Path("busy/report.html").read_text(encoding="utf-8")
+    assert f'<p class="note">{line}</p>' in text and text.index(line) < text.index("<table>")
+    assert "BUSY" not in told("outputs/freezing")
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_that_never_moved_is_not_faster(told: Told, recorded: bool) -> None:
     """1.54x once, between two runs of one partition: seconds are kept, no speedup is told."""
