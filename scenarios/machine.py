@@ -103,14 +103,14 @@ class Counters:
         at_s: when it was read.
         busy_s: processor seconds of all programs, the hypervisor's other guests included.
         own_s: those of this program and what it started.
-        programs_s: those of every other running program: (process, name) to seconds.
+        programs_s: name and seconds of every other running process.
         throttled_s: seconds for which the control group was held back.
     """
 
     at_s: float
     busy_s: float
     own_s: float
-    programs_s: Mapping[tuple[int, str], float]
+    programs_s: Mapping[int, tuple[str, float]]
     throttled_s: float | None
 
 
@@ -124,9 +124,11 @@ def count() -> Counters:
         if process.info["cpu_times"] is not None
     ]
     own = family(_root(), ((info["pid"], info["ppid"]) for info in processes))
-    used_s = {(info["pid"], str(info["name"])): info["cpu_times"].user + info["cpu_times"].system for info in processes}
+    others_s = {
+        info["pid"]: (str(info["name"]), info["cpu_times"].user + info["cpu_times"].system)
+        for info in processes if info["pid"] not in own
+    }  # fmt: skip
     own_s = sum(sum(info["cpu_times"][:4]) for info in processes if info["pid"] in own)  # with children that have ended
-    others_s = {key: seconds for key, seconds in used_s.items() if key[0] not in own}
     return Counters(time.monotonic(), busy_s, own_s, others_s, throttled_s())
 
 
@@ -165,8 +167,9 @@ def between(before: Counters, after: Counters, *, cores: int, load: float | None
     passed_s = max(after.at_s - before.at_s, 1e-9)
     others = (after.busy_s - before.busy_s - (after.own_s - before.own_s)) / passed_s
     used: dict[str, float] = {}
-    for key, seconds in after.programs_s.items():
-        used[key[1]] = used.get(key[1], 0.0) + (seconds - before.programs_s.get(key, 0.0)) / passed_s
+    for process, (name, seconds) in after.programs_s.items():
+        _, earlier_s = before.programs_s.get(process, (name, 0.0))  # some change their names
+        used[name] = used.get(name, 0.0) + (seconds - earlier_s) / passed_s
     busiest = sorted(((s, name) for name, s in used.items() if s > _NAMED), reverse=True)[:3]
     known = after.throttled_s is not None and before.throttled_s is not None
     return Reading(

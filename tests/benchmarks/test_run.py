@@ -136,7 +136,7 @@ def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:
-    """From windows, three and more; none is told where the best static run had the same partition, or of old replays."""
+    """From windows, three and more; none where the best static run had the same partition, and of old replays."""
     values = example()
     slow = {**values, "runs": {**values["runs"], UNIFORM: {**values["runs"][UNIFORM], "boundaries": OURS_CUTS}}}
     about = {**record.environment(reading=IDLE), "load": 0.1}

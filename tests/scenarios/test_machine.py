@@ -37,8 +37,8 @@ def test_every_reason_is_told(changed: dict[str, object], reason: str) -> None:
 
 def test_others_are_who_does_not_belong_to_this_program() -> None:
     """Ten seconds: 12 s of processors, 5 s of them own; a compiler took 5 s, something that has ended 2 s."""
-    before = Counters(100.0, 50.0, 7.0, {(1, "cc"): 20.0, (2, "sh"): 1.0}, 3.0)
-    after = Counters(110.0, 62.0, 12.0, {(1, "cc"): 22.0, (2, "sh"): 1.1, (3, "cc"): 3.0}, 3.5)
+    before = Counters(100.0, 50.0, 7.0, {1: ("cc", 20.0), 2: ("sh", 1.0), 4: ("worker/1", 90.0)}, 3.0)
+    after = Counters(110.0, 62.0, 12.0, {1: ("cc", 22.0), 2: ("sh", 1.1), 3: ("cc", 3.0), 4: ("worker/2", 90.0)}, 3.5)
     found = between(before, after, cores=4, load=1.5, quota=None)
     assert found.others == pytest.approx(0.7) and found.throttled_s == pytest.approx(0.5)
     assert found.programs == {"cc": pytest.approx(0.5)}, "both compilers; the shell is not worth a name"
@@ -79,7 +79,7 @@ def test_scatter() -> None:
 
 def test_looking_puts_all_readings_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this order: others while nothing of ours runs, then the kernel."""
-    counted = iter([Counters(0.0, 0.0, 0.0, {}, 1.0), Counters(1.0, 1.5, 0.1, {(1, "cc"): 1.2}, 1.0)])
+    counted = iter([Counters(0.0, 0.0, 0.0, {}, 1.0), Counters(1.0, 1.5, 0.1, {1: ("cc", 1.2)}, 1.0)])
     monkeypatch.setattr(machine, "count", lambda: next(counted))
     monkeypatch.setattr(machine, "_SAMPLE_S", 0.0)
     monkeypatch.setattr(machine, "calibrate", lambda threads: (0.006 * threads, 0.02))
