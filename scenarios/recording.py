@@ -165,6 +165,8 @@ class Measurements:
         """Undo ``dataclasses.asdict``.
 
         Args:
-            values: what it gave.
+            values: what it gave; of earlier versions' values, those that are still measured count.
         """
-        return cls(**{**values, "recording": Recording(**values["recording"])})
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        return cls(**{**kept, "recording": Recording(**values["recording"])})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,14 +54,24 @@ def test_a_family_is_a_process_and_what_it_started() -> None:
     assert family(0, [(0, 0), (1, 0)]) == {0, 1}, "the first process may be its own parent"
 
 
-def test_own_work_is_not_others() -> None:
-    """A program that has just computed is its own; the machine's counters are read once more, whatever they are."""
+def test_what_a_program_starts_is_its_own() -> None:
+    """While it runs, and when it has ended; processor seconds, which no other program lengthens."""
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True); input()"
     before = machine.count()
-    calibrate(1, repeats=20)
-    after = machine.count()
-    assert after.own_s > before.own_s and after.busy_s > before.busy_s
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"done\n"
+        running = machine.count()
+        assert child.pid not in running.programs_s and running.own_s - before.own_s > 0.25
+        child.communicate(b"\n")
+    assert machine.count().own_s - before.own_s > 0.25
     reading = machine.since(before)
     assert reading.others is not None and reading.others >= 0 and reading.cores >= 1
+
+
+def test_of_a_rank_the_launcher_and_all_it_started_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.getppid() in machine.count().programs_s
+    monkeypatch.setenv("RANK", "0")
+    assert os.getppid() not in machine.count().programs_s
 
 
 def test_the_kernel_is_computed_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
