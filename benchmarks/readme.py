@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead import every_batch, migration, section
+from benchmarks.overhead import profiling as profiled
 from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS
 from benchmarks.record import RESULTS, ROOT, in_words, load, table
-from benchmarks.scenarios.summary import summarise
+from benchmarks.record import head as head_lines
+from benchmarks.scenarios.summary import summarise, told
 
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 
@@ -44,20 +46,22 @@ def _scenarios(values: dict[str, Any] | None) -> str:
         s = summarise(scenario)
         rows.append([
             f"`{name}`", f"{s.tokens_per_s[s.best_static].median:,.0f}", f"{s.tokens_per_s['ours'].median:,.0f}",
-            f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})",
-            f"{s.share.median:.0%} ({s.cut_share.median:.0%})", f"{s.whole_speedup:.2f}x", f"{s.overhead:.2%}",
+            told(s.speedup), f"{s.share.median:.0%} ({s.cut_share.median:.0%})", told(s.whole_speedup),
+            f"{s.overhead:.2%}",
         ])
     head = (
-        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (least to greatest window)",
-        "of the ideal (the cut alone)", "speedup, whole run", "own overhead",
+        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (95% interval)",
+        "of the ideal (the cut alone)", "speedup, whole run (95% interval)", "own overhead",
     )
     words = (
         f"Two stages of one thread, real compute, {scenario['num_batches']} batches a run, runs in turns; the best "
         "static partition is the better of uniform and by parameters. *Ideal*: the best partition of the measured "
         "times of layers and micro-batches, with hindsight, fill and drain included, without overhead; in brackets "
-        "what our cut alone has of it: the rest are messages and overhead."
+        "what our cut alone has of it: the rest are messages and overhead. Speedups are of the seconds of all windows "
+        "at the end (of all timed ones), and their intervals take each window as one pair."
     )
-    return f"{words}\n\n{table(head, rows)}\n\n{in_words(values['environment'])}."
+    about = values["environment"]
+    return "\n\n".join([*head_lines(about), words, table(head, rows), f"{in_words(about)}."])
 
 
 def _replay(report: dict[str, Any] | None) -> str:
@@ -71,11 +75,13 @@ def _replay(report: dict[str, Any] | None) -> str:
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
     stages = sorted({count for cells in by_scenario.values() for count in cells})
     rows = [[f"`{name}`", *(cells.get(s, "") for s in stages)] for name, cells in by_scenario.items()]
+    known = all("intervals" in row for row in report["values"])
     words = (
         "More stages than cores by **replay**: the real engine with real messages, decisions and moves, in virtual "
         "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the best static partition, the same of "
         "the best of the paper's balancers, and ours as a share of the ideal (every batch on its best partition, no "
         "overhead). All tables: [benchmarks/results/paper](benchmarks/results/paper)."
+        + ("" if known else " These results were kept without intervals: one run each.")
     )
     return f"{words}\n\n{table(('load model', *(f'{s} stages' for s in stages)), rows)}"
 
@@ -85,22 +91,21 @@ def _overhead(folder: Path) -> str:
     profiling, moves = load(folder, "profiling"), load(folder, migration.NAME)
     batches, sections = load(folder, every_batch.NAME), load(folder, section.NAME)
     if profiling is not None:
-        pairs = zip(profiling["with_s"], profiling["without_s"], strict=True)
-        median = statistics.median(a / b - 1 for a, b in pairs)
+        more = profiled.more(profiling).text("+.1%", "")
         share = profiling["accounted_s"] / sum(profiling["with_s"])
-        lines.append(f"- profiling every batch: {median:+.1%} by paired batches, {share:.2%} by its own accounting")
+        lines.append(f"- profiling every batch: {more} by paired batches, {share:.2%} by its own accounting")
     for row in sections["rows"] if sections is not None else []:
         lines.append(
             f"- the section as shipped, model unchanging ({row['model']}: blocks x hidden x length; batches "
             f"of {1e3 * statistics.median(row['wall_s'][section.PLAIN]):.0f} ms): "
-            f"{statistics.median(section.ratios(row, 'auto', 'wall_s')):+.1%} by paired batches, profiling "
+            f"{section.more(row, 'auto', 'wall_s').text('+.1%', '')} by paired batches, profiling "
             f"{row['spent_s']['auto'][0] / sum(row['wall_s']['auto']):.2%} by its own accounting"
         )
     if moves is not None:
         rows = [row for row in moves["rows"] if row["layer_bytes"] >= migration.LEAST_BYTES]
         rates = ", ".join(
             f"{row['optimizer']} {1e3 * statistics.median(row['move_s']):.0f} ms for {row['bytes_moved'] / 1e6:.0f} MB "
-            f"({migration.rate(row):.0%})"
+            f"({migration.rate(row).value:.0%})"
             for row in rows
         )
         lines.append(f"- moving one layer, and its rate against one plain `send` and `recv` of the same bytes: {rates}")

@@ -1,7 +1,12 @@
-"""What every benchmark writes: JSON with its environment, a Markdown table, pictures."""
+"""What every benchmark writes: JSON with its environment, a Markdown table, pictures.
+
+Each looks at the machine first (:func:`environment`). What a busy machine measured is written beside the results of an
+idle one, as ``<name>.busy.json`` and so on, unless that is forced.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,6 +20,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from scenarios import machine
+from scenarios.machine import Reading, busy_load, busy_words
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -23,14 +31,30 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#C
 HATCHES = ("", "//", "xx", "..", "\\\\", "--", "++")
 
 
-def environment() -> dict[str, Any]:
-    """What the numbers depend on: processor or accelerator, versions, commit, date, load."""
+MACHINES = RESULTS / "machines.json"
+"""Seconds of the calibration kernel on machines that were idle when results were kept."""
+FORCE = "BENCHMARKS_FORCE"
+"""Environment variable that ``--force`` of the runner sets for the benchmarks it starts."""
+
+
+def environment(threads: int = 2, *, reading: Reading | None = None, machines: Path = MACHINES) -> dict[str, Any]:
+    """What the numbers depend on: processor or accelerator, versions, commit, date, and how busy the machine is.
+
+    Looks at the machine for a second and computes the calibration kernel, so call it first, before anything is started;
+    prints what is wrong with the machine.
+
+    Args:
+        threads: how many compute at the same time in the benchmark; at most the processors are tried.
+        reading: of the machine, if it is known already.
+        machines: file of the calibration kernel's seconds on idle machines.
+    """
     import torch
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     host = accelerator.device_name() == "cpu"
-    return {
+    threads = min(threads, os.cpu_count() or 1)
+    values = {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "accelerator": None if host else torch.cuda.get_device_name() if torch.cuda.is_available() else
@@ -41,8 +65,110 @@ def environment() -> dict[str, Any]:
         "numpy": version("numpy"),
         "commit": commit(),
         "date": date.today().isoformat(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "forced": bool(os.environ.get(FORCE)),
     }
+    if reading is None:
+        values["began"] = machine.count()
+        reading = machine.look(threads, _known(machines).get(_machine(values, threads)))
+    values |= {"load": None if reading.load is None else round(reading.load, 1), "machine": machine.as_values(reading)}
+    print("".join(f"{line}\n\n" for line in head(values)), end="", flush=True)
+    return values
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Give a benchmark the option ``--force``; :func:`force` makes it hold.
+
+    Args:
+        parser: its command line.
+    """
+    parser.add_argument(
+        "--force", action="store_true", help="write over the results of an idle machine even if this one is busy"
+    )
+
+
+def force(options: argparse.Namespace) -> None:
+    """Let ``--force`` hold for this process and what it starts.
+
+    Args:
+        options: parsed with :func:`add_force`'s.
+    """
+    if options.force:
+        os.environ[FORCE] = "1"
+
+
+def head(values: Mapping[str, Any]) -> list[str]:
+    """What stands at the top of all that is printed and written: one line if the machine was busy, none if not.
+
+    Args:
+        values: of :func:`environment`.
+    """
+    return busy_words(reasons(values))
+
+
+def reasons(values: Mapping[str, Any]) -> list[str]:
+    """Why the times of some results can't be trusted; empty for an idle machine.
+
+    Args:
+        values: of :func:`environment`; in older results only the load average is known.
+    """
+    if "machine" in values:
+        found: list[str] = values["machine"]["reasons"]
+        return found
+    load = values.get("load")
+    return [f"the load is {load} on {values['cores']} processors"] if busy_load(load, values["cores"]) else []
+
+
+def stem(name: str, values: Mapping[str, Any]) -> str:
+    """Name of a result's files, without their endings.
+
+    Args:
+        name: of the benchmark.
+        values: of :func:`environment`.
+    """
+    return f"{name}.busy" if reasons(values) and not values.get("forced") else name
+
+
+def ended(values: Mapping[str, Any]) -> dict[str, Any]:
+    """An environment with what others used while the benchmark ran, for a benchmark that has looked itself.
+
+    Args:
+        values: of :func:`environment`.
+    """
+    values = dict(values)
+    began = values.pop("began", None)
+    if began is not None:
+        now = machine.since(began)
+        # Benchmarks start more than one rank a processor, too: their own load is no reason.
+        during = Reading(cores=now.cores, others=now.others, programs=now.programs, throttled_s=now.throttled_s)
+        later = [f"while it ran, {reason}" for reason in during.reasons()]
+        measured = values["machine"]
+        values["machine"] = {
+            **measured, "others_meanwhile": now.others, "reasons": [*measured["reasons"], *later],
+        }
+    return values
+
+
+def _machine(values: Mapping[str, Any], threads: int) -> str:
+    return f"{values['cpu']}, {values['cores']} cores, torch {values['torch']}, {threads} threads"
+
+
+def _known(machines: Path) -> dict[str, float]:
+    known: dict[str, float] = json.loads(machines.read_text(encoding="utf-8")) if machines.is_file() else {}
+    return known
+
+
+def remember(values: Mapping[str, Any], machines: Path = MACHINES) -> None:
+    """Keep the calibration kernel's seconds of a machine that is idle, unless there is a figure of it already.
+
+    Args:
+        values: of :func:`environment`.
+        machines: the file; remove a machine's line to renew its figure.
+    """
+    seconds = values.get("machine", {}).get("kernel_s")
+    if seconds is None or reasons(values):
+        return
+    known = {_machine(values, values["machine"]["threads"]): seconds} | _known(machines)
+    machines.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def _cpu_name() -> str:
@@ -70,11 +196,13 @@ def in_words(values: Mapping[str, Any]) -> str:
     Args:
         values: of :func:`environment`.
     """
-    machine = f"{values['cpu']}, {values['cores']} cores"
+    where = f"{values['cpu']}, {values['cores']} cores"
     if values.get("accelerator"):
-        machine = f"{values['accelerator']} ({machine})"
+        where = f"{values['accelerator']} ({where})"
+    found = machine.in_words(values.get("machine", {}))
+    load = f"load {values['load']} before{f', {found}' if found else ''}"
     return (
-        f"{machine}, load {values['load']} before; Python {values['python']}, torch {values['torch']}, "
+        f"{where}, {load}; Python {values['python']}, torch {values['torch']}, "
         f"DeepSpeed {values['deepspeed']}; commit {values['commit']}, {values['date']}"
     )
 
@@ -90,20 +218,35 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def save(folder: Path, name: str, values: Mapping[str, Any], text: str) -> None:
-    """Write ``<name>.json`` and ``<name>.md`` and print the latter.
+def save(folder: Path, name: str, values: Mapping[str, Any], text: str) -> Path:
+    """Write ``<name>.json`` and ``<name>.md``, ``<name>.busy.json`` and ``.md`` on a busy machine; print the latter.
 
     Args:
         folder: where; made if it is missing.
         name: of the benchmark.
         values: what was measured; has an ``"environment"``.
         text: Markdown, without the environment.
+
+    Returns:
+        The path of what was written, without the ending: for pictures beside it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    whole = f"{text}\n\n{in_words(values['environment'])}\n"
-    (folder / f"{name}.md").write_text(whole, encoding="utf-8")
+    about = ended(values["environment"])
+    path = folder / stem(name, about)
+    _ending(path, "json").write_text(json.dumps({**values, "environment": about}, indent=1) + "\n", encoding="utf-8")
+    lines = head(about)
+    if lines and path.name != name:
+        lines.append(f"Written as {path.name}.*, beside the results of an idle machine; --force writes over those.")
+    whole = "\n\n".join([*lines, text, in_words(about)]) + "\n"
+    _ending(path, "md").write_text(whole, encoding="utf-8")
     print(whole, flush=True)
+    if RESULTS in folder.parents:
+        remember(about)
+    return path
+
+
+def _ending(path: Path, ending: str) -> Path:
+    return path.with_name(f"{path.name}.{ending}")
 
 
 def load(folder: Path, name: str) -> dict[str, Any] | None:
@@ -135,11 +278,12 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
     Args:
         figure: of :func:`new_figure`.
-        path: file to write.
+        path: file to write, with its ending or without.
 
     Returns:
-        The path.
+        The path with ``.png``.
     """
+    path = path if path.suffix == ".png" else _ending(path, "png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

@@ -3,6 +3,9 @@
 python -m benchmarks.run                       the quick set, under 10 minutes on two idle cores
 python -m benchmarks.run --full                everything, about five hours
 python -m benchmarks.run --only scenarios      some of them
+python -m benchmarks.run --force               write over kept results even if the machine is busy
+
+What a busy machine measures is written beside what is kept of an idle one (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -19,7 +22,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, environment, in_words, table
+from benchmarks.record import (
+    RESULTS,
+    ROOT,
+    add_force,
+    ended,
+    environment,
+    force,
+    head,
+    in_words,
+    reasons,
+    remember,
+    table,
+)
+from scenarios.machine import BUSY, Reading
 
 
 @dataclass(frozen=True)
@@ -56,19 +72,22 @@ EXPERIMENTS = (
 )
 
 
-def run(experiment: Experiment, command: Sequence[str], folder: Path) -> dict[str, Any]:
+def run(
+    experiment: Experiment, command: Sequence[str], folder: Path, reading: Reading | None = None
+) -> dict[str, Any]:
     """Run one benchmark, showing and keeping what it prints.
 
     Args:
         experiment: the benchmark.
         command: to start.
         folder: for all results.
+        reading: of the machine, if it is known already.
 
     Returns:
-        Its seconds and exit code.
+        Its seconds and exit code, and whether its results are those of a busy machine.
     """
     print(f"\n# {experiment.name}: {' '.join(command[1:])}\n", flush=True)
-    before, started = environment(), time.perf_counter()
+    before, started = environment(reading=reading), time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
@@ -76,14 +95,29 @@ def run(experiment: Experiment, command: Sequence[str], folder: Path) -> dict[st
         print(line, end="", flush=True)
         lines.append(line)
     code = process.wait()
+    about = ended(before)
+    told = [line.strip() for line in lines if line.startswith(BUSY)]  # by the benchmark itself
+    judged = bool(told) or (not experiment.writes and bool(reasons(about)))  # who writes itself judges itself
+    beside = judged and not about["forced"]
     if not experiment.writes and code == 0:
         own = folder / experiment.name
         own.mkdir(parents=True, exist_ok=True)
-        (own / "output.md").write_text("".join(lines) + f"\n{in_words(before)}\n", encoding="utf-8")
+        text = "\n\n".join([*([] if told else head(about)), "".join(lines), in_words(about)])
+        remember(about, folder / "machines.json")
+        (own / ("output.busy.md" if beside else "output.md")).write_text(text + "\n", encoding="utf-8")
     return {
         "name": experiment.name, "command": " ".join(command[1:]), "seconds": time.perf_counter() - started,
-        "exit_code": code, "environment": before,
+        "exit_code": code, "busy": beside, "environment": about,
     }
+
+
+def busy(run: dict[str, Any]) -> bool:
+    """Whether a run's times are those of a busy machine, as far as is known.
+
+    Args:
+        run: of :func:`run`, or kept by an earlier version.
+    """
+    return bool(run.get("busy") or reasons(run["environment"]))
 
 
 def overview(runs: Sequence[dict[str, Any]]) -> str:
@@ -91,8 +125,9 @@ def overview(runs: Sequence[dict[str, Any]]) -> str:
     rows = [
         [
             r["name"], f"`python {r['command']}`", f"{r['seconds'] / 60:.1f}",
-            "yes" if r["exit_code"] == 0 else f"failed ({r['exit_code']})", r["environment"]["commit"],
-            r["environment"]["date"], str(r["environment"]["load"]),
+            ("yes" if r["exit_code"] == 0 else f"failed ({r['exit_code']})")
+            + (", on a busy machine" if busy(r) else ""),
+            r["environment"]["commit"], r["environment"]["date"], str(r["environment"]["load"]),
         ]
         for r in runs
     ]
@@ -103,7 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="everything instead of the quick set")
     parser.add_argument("--only", nargs="+", choices=[e.name for e in EXPERIMENTS], help="some of them")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     runs = []
     for experiment in EXPERIMENTS:
@@ -122,6 +159,8 @@ def main() -> None:
 def keep(runs: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write what ran, beside what earlier calls ran of the other benchmarks.
 
+    What a busy machine ran is not among the results that are kept, and so not in this list either.
+
     Args:
         runs: of this call.
         folder: for all results.
@@ -129,7 +168,7 @@ def keep(runs: Sequence[dict[str, Any]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "runs.json"
     known = {r["name"]: r for r in json.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
-    known |= {r["name"]: r for r in runs}
+    known |= {r["name"]: r for r in runs if not r["busy"]}
     merged = [known[e.name] for e in EXPERIMENTS if e.name in known]
     path.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(f"# Results\n\n{overview(merged)}\n", encoding="utf-8")

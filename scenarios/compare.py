@@ -26,7 +26,7 @@ from deepspeed.utils import logger
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from scenarios.data import BatchShape, TokenBatches, Tokens, ValidationBatches
 from scenarios.recording import Measurements
-from scenarios.report.comparison import RunSummary, perplexity
+from scenarios.report.comparison import LAST_WINDOWS, RunSummary, perplexity
 from scenarios.scenario import Scenario, build_layers, build_scenario
 from scenarios.settings import Settings
 from scenarios.validation import Validator
@@ -71,9 +71,7 @@ class Contender:
         if timed:
             measured = self.measured
             window_s = _now_s() - start_s - paused_s
-            measured.timed_s += window_s
-            measured.timed_batches += len(batches)
-            measured.last_tokens_per_s = len(batches) * self.data.shape.tokens / window_s
+            measured.windows.append([batches[0], len(batches), window_s])
             ends_s = zip(measured.timed_overheads_s, before_s, _overheads_s(self.engine), strict=True)
             measured.timed_overheads_s = [sum_s + after - before for sum_s, before, after in ends_s]
 
@@ -156,9 +154,12 @@ class Contender:
         measured = self.measured
         profiling_s, planning_s, migrating_s = _largest(measured.timed_overheads_s, self.engine.device)
         resumed = ", ".join(map(str, measured.resumed_at))
+        all_windows = tuple((first, count, seconds) for first, count, seconds in measured.windows)
+        last = all_windows[-LAST_WINDOWS:]
+        batch_tokens = self.data.shape.tokens
         return RunSummary(
             label=self.label,
-            tokens=measured.timed_batches * self.data.shape.tokens,
+            tokens=batch_tokens * sum(count for _, count, _ in all_windows),
             seconds=_largest([measured.timed_s], self.engine.device)[0],
             losses=tuple(measured.losses),
             boundaries=tuple(self.engine.partition),
@@ -166,11 +167,20 @@ class Contender:
             profiling_s=profiling_s,
             planning_s=planning_s,
             migrating_s=migrating_s,
-            last_tokens_per_s=measured.last_tokens_per_s,
+            last_tokens_per_s=batch_tokens * sum(n for _, n, _ in last) / sum(s for *_, s in last) if last else None,
             num_rebalances=len(measured.rebalanced_at),
             validation_losses=tuple(found["loss"] for found in measured.validations),
+            windows=all_windows,
+            partitions=self._partitions(),
             notes=self.notes() | ({"resumed after batch": resumed} if resumed else {}),
         )
+
+
+    def _partitions(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Every partition of the run so far, with the first batch that it held for."""
+        events = self.measured.recording.rebalances
+        first = events[0]["before"] if events else self.engine.partition
+        return ((0, tuple(first)), *((event["batch"], tuple(event["after"])) for event in events))
 
 
 def _now_s() -> float:

@@ -132,10 +132,8 @@ class Measurements:
     Attributes:
         losses: loss of every batch.
         batches_s: seconds of every batch on this rank.
-        timed_s: seconds of all timed windows, from barrier to barrier.
-        timed_batches: number of batches in them.
+        windows: first batch, batches and seconds, from barrier to barrier, of every timed window.
         timed_overheads_s: seconds spent profiling, planning and migrating in them.
-        last_tokens_per_s: throughput of the last of them.
         bubbles: bubble ratio of every timed batch that was profiled.
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: batches after which the partition changed.
@@ -147,10 +145,8 @@ class Measurements:
 
     losses: list[float] = field(default_factory=list)
     batches_s: list[float] = field(default_factory=list)
-    timed_s: float = 0.0
-    timed_batches: int = 0
+    windows: list[list[Any]] = field(default_factory=list)
     timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    last_tokens_per_s: float | None = None
     bubbles: list[float] = field(default_factory=list)
     stages_s: list[list[float]] = field(default_factory=list)
     rebalanced_at: list[int] = field(default_factory=list)
@@ -159,11 +155,18 @@ class Measurements:
     recording: Recording = field(default_factory=Recording)
     validations: list[dict[str, float]] = field(default_factory=list)
 
+    @property
+    def timed_s(self) -> float:
+        """Seconds of all timed windows."""
+        return sum(seconds for _, _, seconds in self.windows)
+
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Measurements:
         """Undo ``dataclasses.asdict``.
 
         Args:
-            values: what it gave.
+            values: what it gave; of earlier versions' values, those that are still measured count.
         """
-        return cls(**{**values, "recording": Recording(**values["recording"])})
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in values.items() if name in known}
+        return cls(**{**kept, "recording": Recording(**values["recording"])})

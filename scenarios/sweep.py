@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from scenarios.launch import LaunchSettings, launch
+from scenarios.report.comparison import UNKNOWN
+from scenarios.report.interval import SAME_PARTITION, Estimate
 
 _HEAD = (
     "tokens/s static", "dynamic", "speedup", "bubble static", "dynamic", "slowest / mean stage static", "dynamic",
@@ -126,7 +128,7 @@ def figures(job: Job) -> dict[str, Any]:
     runs = {"static": static, "dynamic": dynamic}
     return {
         "tokens_per_s": {name: run["tokens_per_s"] for name, run in runs.items()},
-        "speedup": job.results["speedup"],
+        **{key: job.results[key] for key in ("same_partition", "speedup", "speedup_interval")},
         "bubble_ratio": {name: run["bubble_ratio"] for name, run in runs.items()},
         "slowest_to_mean_stage": {name: _slowest_to_mean(run["stages_s"]) for name, run in runs.items()},
         "num_rebalances": dynamic["num_rebalances"],
@@ -151,7 +153,7 @@ def table(jobs: Sequence[Job]) -> list[list[str]]:
             continue
         both = ("static", "dynamic")
         rows.append([
-            name, *(f"{found['tokens_per_s'][run]:,.0f}" for run in both), _format(found["speedup"], ".2f", "x"),
+            name, *(f"{found['tokens_per_s'][run]:,.0f}" for run in both), _speedup(found),
             *(_format(found["bubble_ratio"][run], ".1%") for run in both),
             *(_format(found["slowest_to_mean_stage"][run], ".2f") for run in both), str(found["num_rebalances"]),
             f"{found['final_loss']:.6f}", "equal" if found["losses_equal_bits"] else "DIFFER",
@@ -179,5 +181,11 @@ def _slowest_to_mean(stages_s: Sequence[Sequence[float]]) -> float | None:
     return statistics.median(last) if last else None
 
 
+def _speedup(found: Mapping[str, Any]) -> str:
+    if found["speedup"] is None:
+        return SAME_PARTITION if found["same_partition"] else UNKNOWN
+    return Estimate(found["speedup"], *found["speedup_interval"]).text()
+
+
 def _format(value: float | None, form: str, unit: str = "") -> str:
-    return "n/a" if value is None else f"{value:{form}}{unit}"
+    return UNKNOWN if value is None else f"{value:{form}}{unit}"

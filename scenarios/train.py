@@ -32,8 +32,9 @@ from dynpipe_ds.ranks import explaining_lost_ranks
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
+from scenarios.machine import Reading, as_values, busy_words, count, since
 from scenarios.ranks import hear_warnings, rank
-from scenarios.report.comparison import RunSummary, comparison_table, same_bits
+from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
 from scenarios.resume import InterruptedRunError, JobCheckpoints
 from scenarios.settings import SECTION, Settings, merge
@@ -154,18 +155,31 @@ def run_as_values(contender: Contender, summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def save(settings: Settings, contenders: Sequence[Contender], runs: Sequence[RunSummary]) -> None:
-    """Write the results and the picture into the output folder, and print table and paths."""
+def save(
+    settings: Settings, contenders: Sequence[Contender], runs: Sequence[RunSummary], machine: Reading
+) -> None:
+    """Write the results and the picture into the output folder, and print table and paths.
+
+    Args:
+        settings: the job.
+        contenders: the static and the dynamic run.
+        runs: their summaries.
+        machine: what others used of the first rank's machine while they trained.
+    """
     static, dynamic = contenders
     folder = Path(settings.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    found = speedup(*runs)
     results = describe(settings) | {
         "runs": [run_as_values(*pair) for pair in zip(contenders, runs, strict=True)],
-        "speedup": runs[1].tokens_per_s / runs[0].tokens_per_s if all(run.seconds for run in runs) else None,
+        "same_partition": same_partition(*runs),
+        "speedup": found and found.value,
+        "speedup_interval": found and [found.low, found.high],
         "losses_equal_bits": same_bits(runs[0].losses, runs[1].losses),
+        "machine": as_values(machine),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    table = comparison_table(runs[0], runs[1])
+    table = "\n\n".join([*busy_words(machine.reasons()), comparison_table(*runs)])
     (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}\n")
     if static.measured.stages_s and dynamic.measured.stages_s:
@@ -207,10 +221,12 @@ def run(settings: Settings) -> None:
         if trained is not None and dist.get_rank() == 0:
             after = " and ".join(dict.fromkeys(map(str, trained)))
             print(f"continuing an interrupted run after batch {after} of {settings.run.batches}", flush=True)
+        before = count()
         train(settings, contenders, checkpoints)
+        machine = since(before)
         runs = [contender.summary() for contender in contenders]
         if dist.get_rank() == 0:
-            save(settings, contenders, runs)
+            save(settings, contenders, runs, machine)
         checkpoints.discard()
     except RuntimeError:
         with explaining_lost_ranks("the job was trained", lambda: checkpoints.newest):

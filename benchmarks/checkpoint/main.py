@@ -24,9 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
 from benchmarks.overhead.migration import OPTIMIZERS
 from benchmarks.ranks import start_rank
+from benchmarks.record import environment, in_words
+from scenarios.report.interval import median_of_ratios
 
 COMPARED = ("AdamW", "ZeRO-1", "bf16 + ZeRO-1")
 
@@ -90,9 +92,8 @@ def measure(engine: Any, options: argparse.Namespace) -> tuple[dict[str, Times],
 
 
 def ratio(ours: Times, theirs: Times, what: int) -> str:
-    """Median of the ratios of pairs, with quartiles."""
-    low, median, high = statistics.quantiles((a[what] / b[what] for a, b in zip(ours, theirs, strict=True)), n=4)
-    return f"{median:.2f} ({low:.2f} ... {high:.2f})"
+    """Median of the ratios of pairs, with its 95% interval."""
+    return median_of_ratios([times[what] for times in ours], [times[what] for times in theirs]).text(unit="")
 
 
 def row(name: str, times: dict[str, Times], size: int) -> str:
@@ -112,14 +113,14 @@ def main() -> None:
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/dynpipe-checkpoints")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        print(environment())
+        print(in_words(environment()), flush=True)
         launch("benchmarks.checkpoint.main", 2, *(f"--{k}={v}" for k, v in vars(options).items()))
         return
     start_rank()
     first = dist.get_rank() == 0
     if first:
         print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")
-        print("ratios to DeepSpeed's: medians of pairs (quartiles)\n")
+        print("ratios to DeepSpeed's: medians of pairs (95% intervals)\n")
         print("| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |")
         print("|---|---|---|---|---|---|---|---|---|")
     for name in COMPARED:

@@ -13,11 +13,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
 from benchmarks.ranks import start_rank
+from benchmarks.record import environment, in_words
 from scenarios.gpt import GPTConfig
 from scenarios.moe import ExpertConfig, MoEMLP, set_expert_group
 from scenarios.moe.routing import Assignment, token_choice
+from scenarios.report.interval import median_of_ratios
 
 # Share of the tokens whose experts are on the first rank.
 SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
@@ -74,22 +76,23 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        print(environment())
+        print(in_words(environment()), flush=True)
         launch("benchmarks.expert_parallel.main", 2, *[f"--{k}={v}" for k, v in vars(options).items()])
         return
     start_rank()
     seconds = measure(options)
     if dist.get_rank() == 0:
         print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")
+        print("Ratios are medians of pairs, with their 95% intervals.\n")
         print("| busiest rank | shared, ms | CPU ms of the busiest | to even | each all, ms | CPU ms | to even |")
         print("|---|---|---|---|---|---|---|")
         for share in SHARES:
             cells = [f"{2 * share:.2f} of mean"]
             for shared in (True, False):
                 wall_s, cpu_s = (statistics.median(times) for times in zip(*seconds[shared, share], strict=True))
-                pairs = zip(seconds[shared, share], seconds[shared, SHARES[0]], strict=True)
-                ratio = statistics.median(own[1] / even[1] for own, even in pairs)
-                cells += [f"{1e3 * wall_s:.1f}", f"{1e3 * cpu_s:.1f}", f"{ratio:.2f}"]
+                own, even = ([cpu for _, cpu in seconds[shared, of]] for of in (share, SHARES[0]))
+                ratio = median_of_ratios(own, even)
+                cells += [f"{1e3 * wall_s:.1f}", f"{1e3 * cpu_s:.1f}", ratio.text(unit="")]
             print("| " + " | ".join(cells) + " |")
     dist.destroy_process_group()
 

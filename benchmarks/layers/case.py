@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scenarios.report.interval import Estimate, median_of_ratios
+
 
 @dataclass
 class Case:
@@ -57,7 +59,7 @@ def forward_backward_s(layer: nn.Module, activation: Any) -> float:
     return took_s
 
 
-def measure(case: Case, repeats: int) -> tuple[float, float, float]:
+def measure(case: Case, repeats: int) -> tuple[float, float, Estimate]:
     """Time a case and its dense layer in turns.
 
     Args:
@@ -65,15 +67,15 @@ def measure(case: Case, repeats: int) -> tuple[float, float, float]:
         repeats: timed pairs, after two that are not counted.
 
     Returns:
-        Median seconds of the layer, median seconds of the dense one, median of the pairs' ratios.
+        Median seconds of the layer, median seconds of the dense one, median of the pairs' ratios with its interval.
     """
     pairs = []
     for i in range(repeats + 2):
         pair = (forward_backward_s(case.layer, case.activation), forward_backward_s(case.dense, case.dense_activation))
         if i >= 2:
             pairs.append(pair)
-    layer_s, dense_s = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return layer_s, dense_s, statistics.median(layer / dense for layer, dense in pairs)
+    layers_s, denses_s = zip(*pairs, strict=True)
+    return statistics.median(layers_s), statistics.median(denses_s), median_of_ratios(layers_s, denses_s)
 
 
 def count_operations(layer: nn.Module, activation: Any) -> int:

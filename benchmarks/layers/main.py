@@ -10,8 +10,8 @@ import importlib
 
 import torch
 
-from benchmarks.launch import environment
 from benchmarks.layers.case import measure
+from benchmarks.record import environment, in_words
 from dynpipe_ds.reporting import format_table
 
 # Modules benchmarks.layers.<name>, each with cases() -> list[Case].
@@ -24,13 +24,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(environment())
-    rows = [["scenario", "amount", "operations", "time", "layer ms", "dense ms"]]
+    print(in_words(environment(threads=1)))
+    rows = [["scenario", "amount", "operations", "time (95% interval)", "layer ms", "dense ms"]]
     for name in [options.scenario] if options.scenario else SCENARIOS:
         for case in importlib.import_module(f"benchmarks.layers.{name}").cases():
             layer_s, dense_s, ratio = measure(case, options.repeats)
             rows.append([
-                name, case.amount, f"{case.operations():.2f}", f"{ratio:.2f}",
+                name, case.amount, f"{case.operations():.2f}", ratio.text(unit=""),
                 f"{1e3 * layer_s:.1f}", f"{1e3 * dense_s:.1f}",
             ])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)

@@ -19,7 +19,18 @@ import torch.distributed as dist
 
 from benchmarks.launch import launch
 from benchmarks.ranks import argument_list, leave, start_rank, take
-from benchmarks.record import COLOURS, HATCHES, RESULTS, environment, new_figure, save, save_figure, table
+from benchmarks.record import (
+    COLOURS,
+    HATCHES,
+    RESULTS,
+    add_force,
+    environment,
+    force,
+    new_figure,
+    save,
+    save_figure,
+    table,
+)
 from benchmarks.scenarios.contenders import read_settings
 
 NAME = "every_batch"
@@ -98,11 +109,10 @@ def report(values: dict[str, Any], folder: Path) -> None:
             *(f"{1e3 * row['overhead_s'][part] / count:.1f}" for part in PARTS),
             f"{share(row):.2%}", f"{share_at_goal(row):.2%}",
         ])
-    save(folder, NAME, values, table(head, rows))
-    draw(values, folder)
+    draw(values, save(folder, NAME, values, table(head, rows)))
 
 
-def draw(values: dict[str, Any], folder: Path) -> None:
+def draw(values: dict[str, Any], path: Path) -> None:
     """Stacked bars of what the overhead is made of."""
     figure = new_figure(8, 4)
     axes = figure.subplots()
@@ -118,7 +128,7 @@ def draw(values: dict[str, Any], folder: Path) -> None:
     axes.axhline(100 * GOAL, color="black", linestyle=":", label="goal")
     axes.set(ylabel="share of the training time (%)", title="Rebalancing after every batch", ylim=(0, None))
     axes.legend(frameon=False)
-    save_figure(figure, folder / f"{NAME}.png")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -127,7 +137,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer batches")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     if options.quick:
         options.batches = 4
     if "RANK" not in os.environ:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.launch import launch
 from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
-from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
+from scenarios.report.interval import Estimate, median_of_ratios
 
 NAME = "migration"
 LEAST_BYTES = 10 * 10**6  # of parameters; the goal is for layers as large as this
@@ -102,38 +103,37 @@ def timed(action: Callable[[], Any]) -> float:
     return now_s() - start_s
 
 
-def rate(row: dict[str, Any]) -> float:
+def rate(row: dict[str, Any]) -> Estimate:
     """Share of the plain messages' rate that moves reach: median of the pairs."""
-    return statistics.median(p / m for p, m in zip(row["plain_s"], row["move_s"], strict=True))
+    return median_of_ratios(row["plain_s"], row["move_s"])
 
 
 def report(values: dict[str, Any], folder: Path) -> None:
     """Write the table and the picture."""
     head = (
         "optimizer", "layer, MB", "moved, MB", "move, median ms (worst)", "send and recv, median ms",
-        "of the plain rate (goal 80%)",
+        "of the plain rate (95% interval; goal 80%)",
     )
     rows = [
         [
             row["optimizer"], f"{row['layer_bytes'] / 1e6:.1f}", f"{row['bytes_moved'] / 1e6:.1f}",
             f"{1e3 * statistics.median(row['move_s']):.1f} ({1e3 * max(row['move_s']):.1f})",
-            f"{1e3 * statistics.median(row['plain_s']):.1f}", f"{rate(row):.0%}",
+            f"{1e3 * statistics.median(row['plain_s']):.1f}", rate(row).text(".0%", ""),
         ]
         for row in values["rows"]
     ]
-    save(folder, NAME, values, table(head, rows))
-    draw(values, folder)
+    draw(values, save(folder, NAME, values, table(head, rows)))
 
 
-def draw(values: dict[str, Any], folder: Path) -> None:
+def draw(values: dict[str, Any], path: Path) -> None:
     """The share of the plain rate over the bytes moved, a line an optimizer."""
     figure = new_figure(7, 4)
     axes = figure.subplots()
     for number, name in enumerate(dict.fromkeys(row["optimizer"] for row in values["rows"])):
         rows = [row for row in values["rows"] if row["optimizer"] == name]
         axes.plot(
-            [row["bytes_moved"] / 1e6 for row in rows], [100 * rate(row) for row in rows], "osD^vP"[number % 6] + "-",
-            color=COLOURS[number % len(COLOURS)], label=name,
+            [row["bytes_moved"] / 1e6 for row in rows], [100 * rate(row).value for row in rows],
+            "osD^vP"[number % 6] + "-", color=COLOURS[number % len(COLOURS)], label=name,
         )
     axes.axhline(100 * GOAL, color="#555555", linestyle=":", label="goal, for layers of 10 MB or more")
     axes.set(xscale="log", ylim=(0, 110), xlabel="bytes moved (MB)", ylabel="share of the rate of send and recv (%)")
@@ -142,7 +142,7 @@ def draw(values: dict[str, Any], folder: Path) -> None:
     axes.minorticks_off()
     axes.set_title("Moving one layer with its optimizer state")
     axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, folder / f"{NAME}.png")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -152,9 +152,11 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--quick", action="store_true", help="two sizes, three optimizers")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     if options.quick:
-        options.hidden, options.optimizers, options.moves = [512, 1024], list(QUICK), 5
+        options.hidden, options.optimizers, options.moves = [512, 1024], list(QUICK), 7
     if "RANK" not in os.environ:
         values = {"environment": environment()}
         launch("benchmarks.overhead.migration", 2, *argument_list(options))

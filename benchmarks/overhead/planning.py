@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner.main import SIZES, fast_calls, random_costs, timed
-from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from dynpipe_ds.partition import balanced, simulated
 
 NAME = "planning"
@@ -51,7 +51,7 @@ def report(values: dict[str, Any], folder: Path) -> None:
         for row in values["rows"]
     ]
     words = "Milliseconds of processor time, medians; log-normal costs (sigma 1)"
-    save(folder, NAME, values, f"{words}\n\n{table(('layers', 'stages', *names), rows)}")
+    path = save(folder, NAME, values, f"{words}\n\n{table(('layers', 'stages', *names), rows)}")
     figure = new_figure(7, 4)
     axes = figure.subplots()
     for number, name in enumerate(names):
@@ -63,7 +63,7 @@ def report(values: dict[str, Any], folder: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="layers x stages", ylabel="planning (ms of processor time)")
     axes.set_title("Time to choose a partition")
     axes.legend(frameon=False, fontsize=8)
-    save_figure(figure, folder / f"{NAME}.png")
+    save_figure(figure, path)
 
 
 def _cell(seconds: float | None) -> str:
@@ -74,8 +74,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="DeepSpeed's only where it takes less than 0.5 s")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    add_force(parser)
     options = parser.parse_args()
-    values: dict[str, Any] = {"environment": environment()}
+    force(options)
+    values: dict[str, Any] = {"environment": environment(threads=1)}
     budget_s = 0.5 if options.quick else 60.0
     values["rows"] = measure(list(MORE_SIZES), 5 if options.quick else 20, budget_s)
     report(values, options.out)

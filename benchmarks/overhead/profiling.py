@@ -15,8 +15,9 @@ import torch
 
 from benchmarks.launch import launch
 from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
-from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
+from scenarios.report.interval import Estimate, median_of_ratios
 
 NAME = "profiling"
 WARM_UP = 4
@@ -66,27 +67,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def more(values: dict[str, Any]) -> Estimate:
+    """What a batch with profiling takes more than the one beside it without, as a share."""
+    return median_of_ratios(values["with_s"], values["without_s"]).change
+
+
 def report(values: dict[str, Any], folder: Path) -> None:
     """Write the table and the picture."""
     pairs = [100 * (a / b - 1) for a, b in zip(values["with_s"], values["without_s"], strict=True)]
-    low, median, high = statistics.quantiles(pairs, n=4)
     accounted = values["accounted_s"] / sum(values["with_s"])
     head = (
-        "layer, ms", "batch without profiling, ms", "with", "difference, median of pairs (quartiles)", "own accounting",
+        "layer, ms", "batch without profiling, ms", "with", "difference, median of pairs (95% interval)",
+        "own accounting",
     )
     row = [
         f"{1e3 * values['layer_s']:.1f}", f"{1e3 * statistics.median(values['without_s']):.1f}",
-        f"{1e3 * statistics.median(values['with_s']):.1f}", f"{median:+.2f}% ({low:+.2f}% to {high:+.2f}%)",
+        f"{1e3 * statistics.median(values['with_s']):.1f}", more(values).text("+.1%", ""),
         f"{accounted:.2%}",
     ]
-    save(folder, NAME, values, table(head, [row]))
+    path = save(folder, NAME, values, table(head, [row]))
     figure = new_figure(5, 3.5)
     axes = figure.subplots()
     axes.boxplot(pairs, orientation="horizontal", widths=0.5, medianprops={"color": COLOURS[2], "linewidth": 2})
     axes.plot(pairs, [1] * len(pairs), "|", color=COLOURS[1], markersize=12)
     axes.axvline(0, color="#555555", linestyle=":")
     axes.set(yticks=[], xlabel="batch with profiling against the next one without (%)", title="Profiling every batch")
-    save_figure(figure, folder / f"{NAME}.png")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -95,7 +101,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--quick", action="store_true", help="fewer batches")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     if options.quick:
         options.batches = 30
     if "RANK" not in os.environ:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.launch import launch
 from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
-from benchmarks.record import COLOURS, RESULTS, environment, new_figure, save, save_figure, table
+from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
+from scenarios.report.interval import Estimate, median_of_ratios
 
 NAME = "section"
 WARM_UP = 24  # times are steady after 8 profiles, and a first move may come before
@@ -103,25 +104,29 @@ def ratios(row: dict[str, Any], name: str, kind: str) -> list[float]:
     return [ours / plain - 1 for ours, plain in zip(row[kind][name], row[kind][PLAIN], strict=True)]
 
 
+def more(row: dict[str, Any], name: str, kind: str) -> Estimate:
+    """The median of :func:`ratios`, with its interval."""
+    return median_of_ratios(row[kind][name], row[kind][PLAIN]).change
+
+
 def report(values: dict[str, Any], folder: Path) -> None:
     """Write the table and the picture."""
     head = (
-        "model", "profiled", "DeepSpeed's batch, ms", "ours, ms", "difference, median of rounds (quartiles)",
+        "model", "profiled", "DeepSpeed's batch, ms", "ours, ms", "difference, median of rounds (95% interval)",
         "CPU time of both ranks", "batches profiled", f"own accounting: profiling (goal {GOAL:.1%}), deciding",
     )
     rows = []
     for row in values["rows"]:
         for name in SECTIONS:
-            low, median, high = statistics.quantiles(ratios(row, name, "wall_s"), n=4)
             profiling_s, planning_s = row["spent_s"][name]
             total_s, count = sum(row["wall_s"][name]), len(row["wall_s"][name])
             rows.append([
                 row["model"], name, f"{1e3 * statistics.median(row['wall_s'][PLAIN]):.1f}",
-                f"{1e3 * statistics.median(row['wall_s'][name]):.1f}", f"{median:+.1%} ({low:+.1%} to {high:+.1%})",
-                f"{statistics.median(ratios(row, name, 'cpu_s')):+.1%}", f"{row['num_profiles'][name]} of {count}",
+                f"{1e3 * statistics.median(row['wall_s'][name]):.1f}", more(row, name, "wall_s").text("+.1%", ""),
+                more(row, name, "cpu_s").text("+.1%", ""), f"{row['num_profiles'][name]} of {count}",
                 f"{profiling_s / total_s:.2%}, {planning_s / total_s:.2%}",
             ])
-    save(folder, NAME, values, table(head, rows))
+    path = save(folder, NAME, values, table(head, rows))
     figure = new_figure(7, 3.5)
     axes = figure.subplots()
     boxes = {f"{row['model']}\n{name}": ratios(row, name, "cpu_s") for row in values["rows"] for name in SECTIONS}
@@ -132,7 +137,7 @@ def report(values: dict[str, Any], folder: Path) -> None:
     axes.set_xticks(range(1, len(boxes) + 1), list(boxes), fontsize=7)
     axes.axhline(0, color="#555555", linestyle=":")
     axes.set(ylabel="CPU time beside DeepSpeed's class (%)", title="A model that does not change")
-    save_figure(figure, folder / f"{NAME}.png")
+    save_figure(figure, path)
 
 
 def main() -> None:
@@ -141,7 +146,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["12x64x32", "8x256x128"], help="blocks x hidden x length")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     if options.quick:
         options.rounds = 40
     if "RANK" not in os.environ:

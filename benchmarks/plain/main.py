@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import math
 import os
 import statistics
 import time
@@ -18,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
 from benchmarks.ranks import start_rank
+from benchmarks.record import environment, in_words
+from scenarios.report.interval import median_of_ratios
 
 WARMUP = 4  # pairs that are not counted
 
@@ -84,15 +85,12 @@ def compare(dynamic: Any, plain: Any, batches: Any, num_pairs: int) -> list[list
 
 def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
     """One line of the table: medians, the ratios' median with its 95% interval, and their quartiles."""
-    ratios = sorted(dynamic / plain - 1 for dynamic, plain in pairs)
-    margin = math.ceil(0.98 * math.sqrt(len(ratios)))
-    middle = len(ratios) // 2
-    low, high = ratios[max(0, middle - margin)], ratios[min(len(ratios) - 1, middle + margin)]
+    ratios = [dynamic / plain - 1 for dynamic, plain in pairs]
     quartiles = statistics.quantiles(ratios, n=4)
-    dynamic_s, plain_s = (statistics.median(times) for times in zip(*pairs, strict=True))
+    dynamic_s, plain_s = zip(*pairs, strict=True)
     return (
-        f"| {name} | {plain_s:.4f} | {dynamic_s:.4f} | {statistics.median(ratios):+.2%} | {low:+.2%} … {high:+.2%} | "
-        f"{quartiles[0]:+.2%} … {quartiles[2]:+.2%} |"
+        f"| {name} | {statistics.median(plain_s):.4f} | {statistics.median(dynamic_s):.4f} | "
+        f"{median_of_ratios(dynamic_s, plain_s).change.text('+.2%', '')} | {quartiles[0]:+.2%} … {quartiles[2]:+.2%} |"
     )
 
 
@@ -104,7 +102,7 @@ def main() -> None:
     parser.add_argument("--unprofiled", action="store_true", help="with profiling switched off on the dynamic engine")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        print(environment())
+        print(in_words(environment()), flush=True)
         values = {k: v for k, v in vars(options).items() if k != "unprofiled"}
         flags = ["--unprofiled"] if options.unprofiled else []
         launch("benchmarks.plain.main", 2, *[f"--{k}={v}" for k, v in values.items()], *flags)
@@ -120,8 +118,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         moved = "" if dynamic.partition == tuple(plain.module.parts) else f", moved to {dynamic.partition}"
         print(f"{options.deepspeed}, depth {options.depth}, hidden {options.hidden}, {options.pairs} pairs{moved}")
-        print("| | DeepSpeed's, s | dynamic, s | median of the pairs' ratios | 95% | quartiles of the pairs |")
-        print("|---|---|---|---|---|---|")
+        print("| | DeepSpeed's, s | dynamic, s | median of the pairs' ratios (95% interval) | quartiles of the pairs |")
+        print("|---|---|---|---|---|")
         print(row("wall time", wall))
         print(row("CPU time of both ranks", cpu))
         overhead = dynamic.overhead

@@ -9,16 +9,13 @@ Prints Markdown tables. It asserts nothing; the numbers belong in the README bes
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import environment, in_words
 from dynpipe_ds.partition import Plan, StageMemory, balanced, diffusion, optimal
 
 # (layers, stages) for all partitioners. DeepSpeed's takes about layers^2 * stages steps.
@@ -34,24 +31,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="runs of which the median is shown")
     parser.add_argument("--samples", type=int, default=100, help="random models a quality row")
     arguments = parser.parse_args()
-    print(environment(), end="\n\n")
+    print(in_words(environment(threads=1)), end="\n\n")
     balanced([1.0, 1.0], 2)  # loads DeepSpeed, which takes seconds the first time
     print_times(arguments.budget, arguments.repeats)
     print_quality(arguments.samples)
-
-
-def environment() -> str:
-    """One line on what the numbers depend on."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0].split(":")[1].strip() if names else model
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return (
-        f"{model}, {os.cpu_count()} CPUs{load}, one thread; Python {platform.python_version()}, "
-        f"NumPy {version('numpy')}, DeepSpeed {version('deepspeed')}"
-    )
 
 
 def print_times(budget_s: float, repeats: int) -> None:

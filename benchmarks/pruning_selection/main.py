@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
 from benchmarks.ranks import start_rank
+from benchmarks.record import environment, in_words
 from scenarios.pruning.gathering import keep_largest_by_gathering
 from scenarios.pruning.selection import Masks, keep_largest
 
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        print(environment())
+        print(in_words(environment()), flush=True)
         millions = [str(value) for value in options.millions]
         launch("benchmarks.pruning_selection.main", 2, "--millions", *millions, "--repeats", str(options.repeats))
         return

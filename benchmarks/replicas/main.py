@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
 from benchmarks.ranks import start_rank
+from benchmarks.record import environment, in_words
+from scenarios.report.interval import median_of_ratios
 
 LAYER_MEGABYTES = 4.2  # of 1024 x 1024 floats and as many biases as outputs
 
@@ -83,10 +85,10 @@ def rank_main(options: argparse.Namespace) -> None:
             (their_s, their_cpu_s), (our_s, our_cpu_s) = (
                 [statistics.median(times) for times in zip(*way, strict=True)] for way in (theirs, ours)
             )
-            ratio = statistics.median(o[0] / t[0] for o, t in zip(ours, theirs, strict=True))
+            ratio = median_of_ratios([wall_s for wall_s, _ in ours], [wall_s for wall_s, _ in theirs])
             print(
-                f"| {dist.get_world_size()} | {megabytes:g} | {1e3 * their_s:.1f} | {1e3 * our_s:.1f} | {ratio:.2f} | "
-                f"{1e3 * their_cpu_s:.1f} | {1e3 * our_cpu_s:.1f} |", flush=True,
+                f"| {dist.get_world_size()} | {megabytes:g} | {1e3 * their_s:.1f} | {1e3 * our_s:.1f} | "
+                f"{ratio.text(unit='')} | {1e3 * their_cpu_s:.1f} | {1e3 * our_cpu_s:.1f} |", flush=True,
             )  # fmt: skip
     dist.destroy_process_group()
 
@@ -100,8 +102,9 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(options)
         return
-    print(environment())
-    print("| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | median of the pairs' ratios | CPU ms | ours |")
+    print(in_words(environment(max(options.replicas))))
+    print("Ratios are medians of the pairs', with their 95% intervals.\n")
+    print("| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | ours / DeepSpeed's | CPU ms | ours |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for replicas in options.replicas:
         megabytes = [str(m) for m in options.megabytes]

@@ -62,29 +62,24 @@ class TimedRun:
 
     Attributes:
         contender: engine, scenario and data.
-        windows_s: seconds of every timed window.
         profiles: one a batch, warm-up included.
         hooks_s: seconds that the scenario's own hooks took around every batch, the same for all runs' code.
         micro_batches_s: of every batch, seconds of this rank's layers by micro-batch.
     """
 
     contender: Contender
-    windows_s: list[float] = field(default_factory=list)
     profiles: list[Any] = field(default_factory=list)
     hooks_s: list[float] = field(default_factory=list)
     micro_batches_s: list[list[list[list[float]]]] = field(default_factory=list)
 
     def train(self, window: range, *, timed: bool) -> None:
         """Train a window of batches."""
-        before_s = self.contender.measured.timed_s
         for _ in self.contender.train_window(window, timed=timed):
             profile = self.contender.engine.last_batch_profile
             self.profiles.append(profile)
             self.micro_batches_s.append(
                 of_all_layers(self.contender.engine, len(profile.layers), profile.num_micro_batches)
             )
-        if timed:
-            self.windows_s.append(self.contender.measured.timed_s - before_s)
 
 
 def build_runs(settings: Settings) -> dict[str, TimedRun]:
@@ -139,7 +134,7 @@ def as_values(run: TimedRun) -> dict[str, Any]:
     hooks_s = torch.tensor(run.hooks_s, dtype=torch.float64, device=contender.engine.device)
     dist.all_reduce(hooks_s, op=dist.ReduceOp.MIN)  # the others contain waiting
     return {
-        "windows_s": run.windows_s,
+        "windows_s": [seconds for _, _, seconds in contender.measured.windows],
         "losses": contender.measured.losses,
         "hooks_s": hooks_s.tolist(),
         "tokens_per_batch": contender.data.shape.tokens,

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.launch import launch
 from benchmarks.ranks import argument_list, leave, start_rank, take
-from benchmarks.record import RESULTS, environment, save
+from benchmarks.record import RESULTS, add_force, environment, force, save
 from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
 from benchmarks.scenarios.summary import text
@@ -53,13 +53,14 @@ def measure(scenario: str, options: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def report(values: dict[str, Any], folder: Path, newest: str) -> None:
-    """Write the table, and the pictures of the newest scenario."""
-    scenarios = values["scenarios"]
-    save(folder, NAME, values, text(scenarios))
-    save_rates(scenarios, folder / f"{NAME}.png")
-    save_heat_map(newest, scenarios[newest], folder / f"layers_{newest}.png")
-    save_timeline(newest, scenarios[newest], folder / f"timeline_{newest}.png")
+def report(values: dict[str, Any], folder: Path) -> None:
+    """Write the table and the pictures."""
+    path = save(folder, NAME, values, text(values["scenarios"]))
+    ending = path.name.removeprefix(NAME) + ".png"
+    save_rates(values["scenarios"], path)
+    for name, found in values["scenarios"].items():
+        save_heat_map(name, found, folder / f"layers_{name}{ending}")
+        save_timeline(name, found, folder / f"timeline_{name}{ending}")
 
 
 def main() -> None:
@@ -69,14 +70,20 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")
     parser.add_argument("--scenario", help=argparse.SUPPRESS)
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
     if "RANK" in os.environ:
         run_rank(options)
         return
     values: dict[str, Any] = {"environment": environment(), "scenarios": {}}
     for name in options.only:
         values["scenarios"][name] = measure(name, options)
-        report(values, options.out, name)  # after every one: a set that is interrupted leaves what it has
+        # After every one, since it may be interrupted, but not over what is kept: that has all scenarios.
+        save(options.out, f"{NAME}.part", values, text(values["scenarios"]))
+    report(values, options.out)
+    for partial in options.out.glob(f"{NAME}.part.*"):
+        partial.unlink()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from benchmarks.record import table
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s, window_s
 from scenarios.report.comparison import same_bits
+from scenarios.report.interval import SAME_PARTITION, Estimate, ratio_of_totals
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Summary:
         tokens_per_s: of each run, over the windows at the end.
         whole_tokens_per_s: of each run, over all timed windows.
         best_static: the static run with the greater throughput at the end.
-        speedup: ours over it at the end, window by window.
-        whole_speedup: ours over the best static of the whole run.
+        speedup: ours over it at the end, by windows; ``None`` where all layers lay as there.
+        whole_speedup: ours over the best static of the whole run; the same.
         ideal_tokens_per_s: of the best partition, at the end.
         share: of the ideal that ours reaches at the end, window by window, all overhead included.
         cut_share: what of it is left if only the cut counts: time of the ideal over that of ours' own cut, both on
@@ -56,8 +57,8 @@ class Summary:
     tokens_per_s: Mapping[str, Spread]
     whole_tokens_per_s: Mapping[str, float]
     best_static: str
-    speedup: Spread
-    whole_speedup: float
+    speedup: Estimate | None
+    whole_speedup: Estimate | None
     ideal_tokens_per_s: float
     share: Spread
     cut_share: Spread
@@ -91,8 +92,10 @@ def summarise(values: Mapping[str, Any]) -> Summary:
         tokens_per_s=at_end,
         whole_tokens_per_s=whole,
         best_static=best,
-        speedup=Spread.of([rates[OURS][i] / rates[best][i] for i in late]),
-        whole_speedup=whole[OURS] / max(whole[name] for name in statics),
+        speedup=speedup(runs[best], runs[OURS], windows, late),
+        whole_speedup=speedup(
+            runs[max(statics, key=lambda name: whole[name])], runs[OURS], windows, range(len(windows))
+        ),
         ideal_tokens_per_s=statistics.median(tokens * (windows[i][1] - windows[i][0]) / ideals[i][0] for i in late),
         share=Spread.of([ideals[i][0] / ours_s[i] for i in late]),
         cut_share=Spread.of([ideals[i][0] / _own_s(runs[OURS], windows[i]) for i in late]),
@@ -101,6 +104,23 @@ def summarise(values: Mapping[str, Any]) -> Summary:
         ideal_boundaries=ideals[-1][1],
         equal_bits=all(same_bits(runs[name]["losses"], runs[OURS]["losses"]) for name in statics),
     )
+
+
+def speedup(
+    static: Mapping[str, Any], ours: Mapping[str, Any], windows: Sequence[Sequence[int]], chosen: Sequence[int]
+) -> Estimate | None:
+    """How many times as fast ours was as a static run, by windows; ``None`` if both had the same partition throughout.
+
+    Args:
+        static: values of the static run.
+        ours: of ours.
+        windows: first batch, last batch + 1 of every timed window.
+        chosen: indices of the windows that count.
+    """
+    cuts = ([run["boundaries"][slice(*windows[i])] for i in chosen] for run in (static, ours))
+    if next(cuts) == next(cuts):
+        return None
+    return ratio_of_totals(*([run["windows_s"][i] for i in chosen] for run in (static, ours)))
 
 
 def ideal(run: Mapping[str, Any], window: Sequence[int]) -> tuple[float, tuple[int, ...]]:
@@ -131,9 +151,15 @@ def _num_batches(windows: Sequence[Sequence[int]]) -> int:
 
 HEAD = (
     "scenario", "dense, tokens/s", "static uniform", "static parameters", "ours", "ideal",
-    "ours / best static (least to greatest)", "ours / ideal (least to greatest)",
-    "of which the cut", "whole run: ours / best static", "whole run: ours / ideal", "own overhead", "losses",
+    "ours / best static (95% interval)", "ours / ideal (least to greatest)",
+    "of which the cut", "whole run: ours / best static (95% interval)", "whole run: ours / ideal",
+    "own overhead", "losses",
 )
+
+
+def told(found: Estimate | None) -> str:
+    """A speedup with its interval, or what is told in its place."""
+    return SAME_PARTITION if found is None else found.text()
 
 
 def row(name: str, values: Mapping[str, Any]) -> list[str]:
@@ -145,9 +171,9 @@ def row(name: str, values: Mapping[str, Any]) -> list[str]:
 
     return [
         name, rate(DENSE), rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
-        f"{s.speedup.median:.2f}x ({s.speedup.least:.2f} to {s.speedup.greatest:.2f})",
+        told(s.speedup),
         f"{s.share.median:.1%} ({s.share.least:.1%} to {s.share.greatest:.1%})",
-        f"{s.cut_share.median:.1%}", f"{s.whole_speedup:.2f}x", f"{s.whole_share:.1%}", f"{s.overhead:.2%}",
+        f"{s.cut_share.median:.1%}", told(s.whole_speedup), f"{s.whole_share:.1%}", f"{s.overhead:.2%}",
         "equal bits" if s.equal_bits else "DIFFER",
     ]
 
@@ -163,7 +189,8 @@ def text(all_values: Mapping[str, Mapping[str, Any]]) -> str:
     words = (
         f"Two stages of one thread, {first['num_batches']} batches each run, in turns of {late[0][1] - late[0][0]}. "
         f"Medians of the last {len(late)} windows, when the model has changed; *whole run* includes changing, "
-        "deciding and moving. *Ideal*: the partition that is best for the layer times as measured in the very "
+        "deciding and moving. *Ours / best static* is of those windows' seconds together; its interval takes each "
+        "window as one pair. *Ideal*: the partition that is best for the layer times as measured in the very "
         "window, micro-batch by micro-batch, chosen with hindsight, with the schedule's fill and drain, without any "
         "overhead. *Of which the cut*: the same if only our choice of boundaries counts, on paper; the rest are "
         "messages and overhead. *Dense* is the model without the dynamism, statically cut by parameters."

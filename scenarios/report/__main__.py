@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scenarios.report.comparison import UNKNOWN, comparison_table, share, spaced
+from scenarios.report.comparison import UNKNOWN, comparison_table, same_partition, share, spaced, speedup
 from scenarios.report.results import JobResults, Rebalance, load_results
 
 
@@ -40,23 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = load_results(options.folder)
-        from scenarios.report.page import OLD_FOLDER, save_report  # draws
+        from scenarios.report.page import notes, save_report  # draws
 
         default = (options.folder if options.folder.is_dir() else options.folder.parent) / "report.html"
         page = save_report(options.output or default, results, source=str(options.folder))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    notes = [] if results.has_recording else [OLD_FOLDER]
-    values = _values(results, page, notes)
-    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, notes))
+    told = notes(results)
+    values = _values(results, page, told)
+    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, told))
     return 0
 
 
 def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]:
     static, dynamic = results.static.summary, results.dynamic.summary
+    found = speedup(static, dynamic)
     return {
-        "page": str(page), "notes": notes,
+        "page": str(page), "notes": notes, "same_partition": same_partition(static, dynamic),
+        "speedup": found and found.value, "speedup_interval": found and [found.low, found.high],
         "static_tokens_per_s": static.tokens_per_s, "dynamic_tokens_per_s": dynamic.tokens_per_s,
         "static_bubble_ratio": static.bubble_ratio, "dynamic_bubble_ratio": dynamic.bubble_ratio,
         "rebalances": [asdict(rebalance) for rebalance in results.dynamic.rebalances],
@@ -64,9 +66,9 @@ def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]
 
 
 def _text(results: JobResults, page: Path, notes: list[str]) -> str:
-    lines = [comparison_table(results.static.summary, results.dynamic.summary), ""]
+    lines = [f"note: {note}" for note in notes]
+    lines += [comparison_table(results.static.summary, results.dynamic.summary), ""]
     lines += [_line(rebalance) for rebalance in results.dynamic.rebalances]
-    lines += [f"note: {note}" for note in notes]
     return "\n".join([*lines, f"written: {page}"])
 
 

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynpipe_ds.reporting import format_table
+from scenarios.report.interval import SAME_PARTITION, Estimate, ratio_of_totals
 
 UNKNOWN = "n/a"
+LAST_WINDOWS = 3
+"""Timed windows at the end that are looked at by themselves: as many as an interval needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,11 @@ class RunSummary:
         profiling_s: time spent on profiling, on the rank where it was most.
         planning_s: same, for planning.
         migrating_s: same, for moving layers.
-        last_tokens_per_s: throughput of the last timed window alone; ``None`` if unknown.
+        last_tokens_per_s: throughput of the last timed windows alone; ``None`` if unknown.
         num_rebalances: how often the partition changed.
         validation_losses: mean losses on data that is not trained on, one an evaluation.
+        windows: first batch, batches and seconds of every timed window; none in older results.
+        partitions: first batch of, and boundaries: every partition the run had; none in older results.
         notes: further named values, such as what a scenario reports.
     """
 
@@ -44,6 +49,8 @@ class RunSummary:
     last_tokens_per_s: float | None = None
     num_rebalances: int = 0
     validation_losses: tuple[float, ...] = ()
+    windows: tuple[tuple[int, int, float], ...] = ()
+    partitions: tuple[tuple[int, tuple[int, ...]], ...] = ()
     notes: Mapping[str, float | int | str] = field(default_factory=dict)
 
     @property
@@ -59,6 +66,59 @@ class RunSummary:
     def share(self, seconds: float) -> float:
         """Return a part of the run's time as a fraction of it."""
         return seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def same_partition(static: RunSummary, dynamic: RunSummary, *, at_end: bool = False) -> bool:
+    """Say whether no layer lay elsewhere in any timed batch, so that two runs differ by noise (and own overhead) alone.
+
+    Args:
+        static: the run that kept its first partition.
+        dynamic: the same job, re-partitioned while it ran.
+        at_end: look at the last timed windows alone.
+    """
+    if not dynamic.partitions and dynamic.num_rebalances and not at_end:
+        return False  # older results do not say which partitions there were in between
+    windows = dynamic.windows[-LAST_WINDOWS:] if at_end else dynamic.windows
+    first = windows[0][0] if windows else 0
+    partitions = dynamic.partitions or ((0, dynamic.boundaries),)
+    ends = [*(start for start, _ in partitions[1:]), max(len(dynamic.losses), first + 1)]
+    had = {parts for (start, parts), end in zip(partitions, ends, strict=True) if max(start, first) < end}
+    return had == {static.boundaries}
+
+
+def speedup(static: RunSummary, dynamic: RunSummary, *, at_end: bool = False) -> Estimate | None:
+    """Throughput of the dynamic run over that of the static one, with the interval that their windows tell.
+
+    Args:
+        static: the run that kept its first partition.
+        dynamic: the same job, re-partitioned while it ran.
+        at_end: in the last timed windows alone.
+
+    Returns:
+        ``None`` where nothing was timed, or where both had the same partition.
+    """
+    rates = [run.last_tokens_per_s if at_end else run.tokens_per_s for run in (static, dynamic)]
+    if not all(rates) or same_partition(static, dynamic, at_end=at_end):
+        return None
+    count = LAST_WINDOWS if at_end else len(static.windows)
+    static_s = {(first, batches): seconds for first, batches, seconds in static.windows[-count:]}
+    pairs = [(static_s[a, n], own_s) for a, n, own_s in dynamic.windows if (a, n) in static_s]
+    return ratio_of_totals(*zip(*pairs, strict=True)) if pairs else Estimate(rates[1] / rates[0])
+
+
+def speedup_text(static: RunSummary, dynamic: RunSummary, *, at_end: bool = False) -> str:
+    """The speedup with its interval, or what is told in its place.
+
+    Args:
+        static: the run that kept its first partition.
+        dynamic: the same job, re-partitioned while it ran.
+        at_end: in the last timed windows alone.
+    """
+    found = speedup(static, dynamic, at_end=at_end)
+    if found is not None:
+        return found.text()
+    rates = [run.last_tokens_per_s if at_end else run.tokens_per_s for run in (static, dynamic)]
+    return SAME_PARTITION if all(rates) else UNKNOWN
 
 
 def perplexity(loss: float) -> float:
@@ -93,7 +153,7 @@ def comparison_table(static: RunSummary, dynamic: RunSummary) -> str:
         dynamic: the same job, re-partitioned while it ran.
 
     Returns:
-        A table of throughput, speedup, bubble ratio, overheads, final loss and equality of bits.
+        A table of throughput, speedup with its 95% interval, bubble ratio, overheads, final loss and equality of bits.
     """
     return format_table(comparison_rows(static, dynamic))
 
@@ -106,12 +166,13 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
         dynamic: the same job, re-partitioned while it ran.
     """
     runs = (static, dynamic)
+    last = len(dynamic.windows[-LAST_WINDOWS:])
     rows = [
         ["", *(run.label for run in runs)],
         ["throughput (tokens/s)", *(_rate(run.tokens_per_s or None) for run in runs)],
-        ["speedup", "", _ratio(dynamic.tokens_per_s, static.tokens_per_s)],
-        ["  in the last window", *(_rate(run.last_tokens_per_s) for run in runs)],
-        ["  speedup there", "", _ratio(dynamic.last_tokens_per_s, static.last_tokens_per_s)],
+        ["speedup (95% interval)", "", speedup_text(static, dynamic)],
+        [f"  in the last {f'{last} windows' if last > 1 else 'window'}", *(_rate(r.last_tokens_per_s) for r in runs)],
+        ["  speedup there", "", speedup_text(static, dynamic, at_end=True)],
         ["bubble ratio (idle share)", *(_percent(run.bubble_ratio) for run in runs)],
         ["time spent profiling", *(_percent(run.share(run.profiling_s), 2) for run in runs)],
         ["time spent planning", *(_percent(run.share(run.planning_s), 2) for run in runs)],
@@ -139,10 +200,6 @@ def _percent(fraction: float | None, digits: int = 1) -> str:
 
 def _rate(tokens_per_s: float | None) -> str:
     return UNKNOWN if tokens_per_s is None else f"{tokens_per_s:,.0f}"
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return f"{value / base:.2f}x" if value is not None and base else UNKNOWN
 
 
 def spaced(boundaries: Sequence[int]) -> str:

@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 
 from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import Simulation, Workload, simulate
-from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced
+from scenarios.machine import busy_words
+from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced, speedup
 from scenarios.report.figures import batches_figure, heat_map_figure, stages_figure
+from scenarios.report.interval import SAME_PARTITION
 from scenarios.report.results import WINDOW, JobResults, Rebalance
 
 _STYLE = """
@@ -71,7 +73,7 @@ def render_report(results: JobResults, *, source: str = "") -> str:
     parts = [
         f"<h1>{scenario}: static against dynamic partition</h1>",
         f'<p class="lead">{_lead(results)}</p>',
-        "" if results.has_recording else f'<p class="note">{OLD_FOLDER}</p>',
+        *(f'<p class="note">{escape(line)}</p>' for line in notes(results)),
         _table(comparison_rows(results.static.summary, results.dynamic.summary)),
         "<h2>Throughput</h2>",
         _picture(
@@ -93,13 +95,25 @@ def render_report(results: JobResults, *, source: str = "") -> str:
     )
 
 
+def notes(results: JobResults) -> list[str]:
+    """What a reader has to know first.
+
+    Args:
+        results: of both runs.
+    """
+    return [*busy_words(results.busy), *([] if results.has_recording else [OLD_FOLDER])]
+
+
 def _lead(results: JobResults) -> str:
     """One sentence for somebody who reads nothing else."""
     static, dynamic = results.static.summary, results.dynamic.summary
     moves = len(results.dynamic.rebalanced_at)
     text = f"{moves} re-partition{'' if moves == 1 else 's'}"
-    if static.tokens_per_s and dynamic.tokens_per_s:
-        text = f"{dynamic.tokens_per_s / static.tokens_per_s:.2f}x the throughput with {text}"
+    found = speedup(static, dynamic)
+    if found is not None:
+        text = f"{found.text()} the throughput with {text}"
+    elif static.tokens_per_s and dynamic.tokens_per_s:
+        text = f"{text}, {SAME_PARTITION}"
     if static.bubble_ratio is not None and dynamic.bubble_ratio is not None:
         text += f"; idle share {static.bubble_ratio:.1%} → {dynamic.bubble_ratio:.1%}"
     return f"{escape(text)}."

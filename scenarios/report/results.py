@@ -114,6 +114,7 @@ class JobResults:
         tokens_a_batch: of one batch; ``None`` if the settings do not say.
         settings: the job's settings.
         environment: versions and device.
+        busy: why the machine was busy while they trained; empty if it was idle, or if older results do not say.
     """
 
     static: RunResults
@@ -121,6 +122,7 @@ class JobResults:
     tokens_a_batch: int | None
     settings: Mapping[str, Any]
     environment: Mapping[str, Any]
+    busy: tuple[str, ...] = ()
 
     @property
     def has_recording(self) -> bool:
@@ -154,12 +156,13 @@ def load_results(folder: str | Path) -> JobResults:
         raise ValueError(f"{file}: {what}; {remedy}") from error
     settings, environment = values.get("settings", {}), values.get("environment", {})
     tokens = _tokens_a_batch(settings, environment, len(static.summary.boundaries) - 1)
-    return JobResults(static, dynamic, tokens, settings, environment)
+    busy = tuple((values.get("machine") or {}).get("reasons", ()))
+    return JobResults(static, dynamic, tokens, settings, environment, busy)
 
 
 def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:
     known = {field.name for field in fields(RunSummary)}
-    summary: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items() if key in known}
+    summary: dict[str, Any] = {key: _as_tuples(value) for key, value in values.items() if key in known}
     recording = Recording(**(values.get("recording") or {}))
     batches_s = tuple(values["batches_s"])
     run = RunResults(
@@ -231,6 +234,10 @@ def _same_work_gain(
     rows = [recording.seconds(row) for row in recording.rows_of(batches)]
     slowest = [[max(fsum(row[a:b]) for a, b in pairwise(parts)) for parts in (before, after)] for row in rows]
     return median([1.0 - new / old if old else 0.0 for old, new in slowest]) if rows else None
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from benchmarks import ranks, readme, record
 from benchmarks.overhead import every_batch, migration
 from benchmarks.overhead.main import PARTS
 from benchmarks.run import EXPERIMENTS, Experiment, keep, run
+from benchmarks.scenarios.contenders import UNIFORM
+from scenarios import machine
+from tests.benchmarks.test_record import BUSY, IDLE
+from tests.benchmarks.test_scenarios import OURS_CUTS, example
 
 
 def test_every_command_can_be_started() -> None:
@@ -33,17 +38,40 @@ def test_full_is_quick_unless_it_says_otherwise() -> None:
 
 def test_output_is_kept_and_failures_are_told(tmp_path: Path) -> None:
     printing = Experiment("printing", "json.tool --help", writes=False)
-    done = run(printing, printing.command(full=False), tmp_path)
+    done = run(printing, printing.command(full=False), tmp_path, IDLE)
     failing = Experiment("failing", "json.tool /nowhere.json", writes=False)
-    failed = run(failing, failing.command(full=False), tmp_path)
+    failed = run(failing, failing.command(full=False), tmp_path, IDLE)
     assert done["exit_code"] == 0 and "usage" in (tmp_path / "printing" / "output.md").read_text()
     assert failed["exit_code"] != 0 and not (tmp_path / "failing").exists()
+    assert not done["busy"] and list(json.loads((tmp_path / "machines.json").read_text()).values()) == [IDLE.kernel_s]
+
+
+@pytest.mark.parametrize("told_by", ["the runner", "the benchmark"])
+def test_output_of_a_busy_machine_is_kept_beside(tmp_path: Path, told_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever of both found it busy; said at the top once, and an earlier output stays."""
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "output.md").write_text("of an idle machine", encoding="utf-8")
+    line = machine.busy_words(["others use 1.5 of 2 processors"])[0]
+    words = "hello" if told_by == "the runner" else line
+    command = [sys.executable, "-c", f"print({words!r})"]
+    printing = Experiment("some", "x", writes=False)
+    reading = BUSY if told_by == "the runner" else IDLE
+    assert run(printing, command, tmp_path, reading)["busy"]
+    text = (tmp_path / "some" / "output.busy.md").read_text(encoding="utf-8")
+    assert text.startswith("BUSY MACHINE: others use 1.5") and text.count("BUSY") == 1
+    assert (tmp_path / "some" / "output.md").read_text(encoding="utf-8") == "of an idle machine"
+    monkeypatch.setenv(record.FORCE, "1")
+    assert not run(printing, command, tmp_path, reading)["busy"]
+    assert (tmp_path / "some" / "output.md").read_text(encoding="utf-8").startswith("BUSY MACHINE: others")
+    writing = Experiment("some", "x")
+    monkeypatch.delenv(record.FORCE)
+    assert run(writing, command, tmp_path, reading)["busy"] == (told_by == "the benchmark"), "it has judged itself"
 
 
 def test_earlier_runs_are_remembered(tmp_path: Path) -> None:
-    environment = {"commit": "abc", "date": "2026-01-01", "load": 0.1}
+    environment = {"commit": "abc", "date": "2026-01-01", "load": 0.1, "cores": 2}
     first, second = (
-        {"name": e.name, "command": "x", "seconds": 60.0, "exit_code": 0, "environment": environment}
+        {"name": e.name, "command": "x", "seconds": 60.0, "exit_code": 0, "environment": environment, "busy": False}
         for e in EXPERIMENTS[:2]
     )
     keep([first, second], tmp_path)
@@ -51,6 +79,10 @@ def test_earlier_runs_are_remembered(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs.json").read_text())
     assert [(r["name"], r["exit_code"]) for r in kept] == [(first["name"], 0), (second["name"], 3)]
     assert "failed (3)" in (tmp_path / "README.md").read_text()
+    keep([{**second, "exit_code": 0, "busy": True}], tmp_path)
+    assert json.loads((tmp_path / "runs.json").read_text()) == kept, "what is kept is not what a busy machine ran"
+    keep([{**first, "environment": {**environment, "load": 40.4}}], tmp_path)
+    assert "yes, on a busy machine | abc" in (tmp_path / "README.md").read_text()
 
 
 def test_insert() -> None:
@@ -79,7 +111,7 @@ def moved(move_s: list[float], plain_s: list[float]) -> dict[str, Any]:
 
 
 def test_rate_of_a_move_is_of_pairs() -> None:
-    assert migration.rate(moved([2.0, 1.0, 40.0], [1.0, 1.0, 30.0])) == 0.75
+    assert migration.rate(moved([2.0, 1.0, 40.0], [1.0, 1.0, 30.0])).value == 0.75
 
 
 def test_share_at_20_ms_a_layer() -> None:
@@ -90,7 +122,7 @@ def test_share_at_20_ms_a_layer() -> None:
 
 
 def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
-    environment = record.environment()
+    environment = record.environment(reading=IDLE)
     folder = tmp_path / "overhead"
     migration.report({"environment": environment, "rows": [moved([0.05], [0.04])]}, folder)
     overhead_s = {"profiling": 0.01, "planning": 0.01, "migrating": 0.0}
@@ -101,6 +133,28 @@ def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
     }
     text = readme.performance(tmp_path)
     assert "AdamW 50 ms for 36 MB (80%)" in text and "moe 2.0%" in text
+
+
+def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:
+    """From windows, three and more; none where the best static run had the same partition, and of old replays."""
+    values = example()
+    slow = {**values, "runs": {**values["runs"], UNIFORM: {**values["runs"][UNIFORM], "boundaries": OURS_CUTS}}}
+    about = {**record.environment(reading=IDLE), "load": 0.1}
+    scenarios = {"environment": about, "scenarios": {"moved": values, "stayed": slow}}
+    row = {"scenario": "mod", "stages": 2, "speedups": {}, "reached": 0.9}
+    for name, found in (("scenarios/scenarios", scenarios), ("paper/throughput", {"values": [row]})):
+        path = tmp_path / f"{name}.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(found), encoding="utf-8")
+    text = readme.performance(tmp_path)
+    moved, stayed = (line for line in text.splitlines() if line.startswith(("| `moved`", "| `stayed`")))
+    assert "1.45x (no interval)" in moved and "1.14x (0.00 to 2.53)" in moved
+    assert stayed.count("same partition: the difference is noise") == 2
+    assert "kept without intervals: one run each" in text and "BUSY" not in text
+    about.pop("machine")
+    about["load"] = 40.4
+    (tmp_path / "scenarios" / "scenarios.json").write_text(json.dumps(scenarios), encoding="utf-8")
+    assert readme.performance(tmp_path).startswith("BUSY MACHINE: the load is 40.4 on ")
 
 
 def test_options_survive_the_launcher() -> None:

@@ -25,7 +25,8 @@ from benchmarks.scenarios.contenders import (
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
-from benchmarks.scenarios.summary import summarise
+from benchmarks.scenarios.summary import HEAD, row, summarise
+from tests.benchmarks.test_record import IDLE
 from tests.distributed.ranks import run_ranks
 
 EQUAL = [[1.0, 2.0]] * 4
@@ -72,23 +73,28 @@ def test_the_ideal_counts_steps_and_hooks_once() -> None:
     assert seconds == pytest.approx(2 * 24 + 0.5 + 0.5 + 0.3)
 
 
+OURS_CUTS = [[0, 2, 4]] * 4 + [[0, 1, 4]] * 2  # by batch
+
+
 def measured(windows_s: list[float], losses: list[float]) -> dict[str, Any]:
     return {
         "windows_s": windows_s, "losses": losses, "hooks_s": [0.0] * 6, "tokens_per_batch": 100,
         "profiling_s": 0.3, "planning_s": 0.2, "migrating_s": 0.5, "layers_s": [EQUAL] * 6,
         "micro_batches_s": [EQUAL] * 6, "steps_s": [[0.0, 0.0]] * 6, "num_micro_batches": 3,
-        "boundaries": [[0, 2, 4]] * 4 + [[0, 1, 4]] * 2,
+        "boundaries": OURS_CUTS,
     }
 
 
 def example() -> dict[str, Any]:
     """Windows of two batches; the ideal batch takes 24 s."""
     losses = [1.0, 2.0]
+    stays = {"boundaries": [[0, 2, 4]] * 6}
     return {
         "windows": [[0, 2], [2, 4], [4, 6]], "settled": 2, "num_batches": 6,
         "runs": {
-            DENSE: measured([100.0, 100.0, 100.0], [0.0]), UNIFORM: measured([80.0, 100.0, 60.0], losses),
-            PARAMETERS: measured([80.0, 90.0, 120.0], losses), OURS: measured([100.0, 50.0, 60.0], losses),
+            DENSE: measured([100.0, 100.0, 100.0], [0.0]) | stays,
+            UNIFORM: measured([80.0, 100.0, 60.0], losses) | stays,
+            PARAMETERS: measured([80.0, 90.0, 120.0], losses) | stays, OURS: measured([100.0, 50.0, 60.0], losses),
         },
     }
 
@@ -96,8 +102,10 @@ def example() -> dict[str, Any]:
 def test_summary() -> None:
     s = summarise(example())
     assert s.best_static == UNIFORM  # 2 and 10/3 tokens/s against 20/9 and 5/3
-    assert (s.speedup.least, s.speedup.greatest) == pytest.approx((1.0, 2.0))
-    assert s.whole_speedup == pytest.approx(240 / 210)
+    assert s.speedup is not None and s.whole_speedup is not None
+    assert (s.speedup.value, s.speedup.pairs, s.speedup.low) == (pytest.approx(160 / 110), 2, None)
+    assert s.whole_speedup.value == pytest.approx(240 / 210) and s.whole_speedup.low is not None
+    assert s.whole_speedup.low < 240 / 210 < (s.whole_speedup.high or 0)
     assert s.share.median == pytest.approx((48 / 50 + 48 / 60) / 2)
     one_side_s = 2 * batch_s(EQUAL, (0, 1, 4), 3, [0.0, 0.0])
     assert s.cut_share.greatest == 1 and s.cut_share.least == pytest.approx(48 / one_side_s) and one_side_s > 48
@@ -105,6 +113,17 @@ def test_summary() -> None:
     assert s.ideal_tokens_per_s == pytest.approx(200 / 48)
     assert s.overhead == pytest.approx(1.0 / 210)
     assert s.equal_bits
+
+
+def test_no_speedup_over_the_same_partition() -> None:
+    """Ours moved layers before the end, to where the best static run had them all the time."""
+    values = example()
+    values["runs"][OURS]["boundaries"] = [[0, 1, 4]] * 2 + [[0, 2, 4]] * 4
+    s = summarise(values)
+    assert s.speedup is None and s.whole_speedup is not None
+    cells = row("moe", values)
+    assert cells[HEAD.index("ours / best static (95% interval)")] == "same partition: the difference is noise"
+    assert cells[HEAD.index("whole run: ours / best static (95% interval)")].startswith("1.14x (")
 
 
 def test_other_losses_are_told() -> None:
@@ -156,7 +175,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     assert summary.equal_bits and 0 < summary.share.least <= summary.share.greatest < 1
     assert summary.share.least < summary.cut_share.least <= summary.cut_share.greatest <= 1
     scenarios = {"freezing": json.loads(json.dumps(values))}
-    report({"environment": environment(), "scenarios": scenarios}, tmp_path, "freezing")
+    report({"environment": environment(reading=IDLE), "scenarios": scenarios}, tmp_path)
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
     assert "the same cut" in (tmp_path / "scenarios.md").read_text()

@@ -69,7 +69,11 @@ def write_results(folder: Path, *, speed: float) -> None:
         }  # fmt: skip
 
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"runs": [run(1), run(1.5)], "speedup": 1.5, "losses_equal_bits": True}
+    moved = speed != 200
+    values = {
+        "runs": [run(1), run(1.5)], "same_partition": not moved, "speedup": 1.5 if moved else None,
+        "speedup_interval": [1.44, 1.56] if moved else None, "losses_equal_bits": True,
+    }  # fmt: skip
     (folder / "results.json").write_text(json.dumps(values), encoding="utf-8")
 
 
@@ -157,8 +161,10 @@ def test_a_sweep_makes_one_table(start: Entry, tmp_path: Path, capsys: pytest.Ca
     assert text in capsys.readouterr().out
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines()]
     assert rows[2] == [
-        "partition=uniform seed=1", "100", "150", "1.50x", "25.0%", "25.0%", "1.50", "1.50", "2", "2.500000", "equal"
+        "partition=uniform seed=1", "100", "150", "1.50x (1.44 to 1.56)", "25.0%", "25.0%", "1.50", "1.50", "2",
+        "2.500000", "equal",
     ]
+    assert rows[3][:4] == ["partition=uniform seed=2", "200", "300", "same partition: the difference is noise"]
     assert [row[0] for row in rows[3:]] == [
         "partition=uniform seed=2", "partition=optimal seed=1", "partition=optimal seed=2"
     ]
@@ -211,7 +217,7 @@ def test_a_real_sweep_prints_nothing_of_deepspeeds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     jobs = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
     assert [job["overrides"][-2] for job in jobs] == ["partition=uniform", "partition=optimal"]
-    assert all(job["losses_equal_bits"] and job["speedup"] > 0 for job in jobs)
+    assert all(job["losses_equal_bits"] and (job["same_partition"] or job["speedup"] > 0) for job in jobs)
     assert jobs[0]["final_loss"] == jobs[1]["final_loss"], "the cut does not change it"
     dynamic = json.loads((tmp_path / "0" / "results.json").read_text(encoding="utf-8"))["runs"][1]
     assert dynamic["boundaries"] == [0, 3, 6] and dynamic["num_rebalances"] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
 from scenarios import recording
-from scenarios.recording import Recording
+from scenarios.recording import Measurements, Recording
 
 
 def profile(batch: int, boundaries: tuple[int, ...]) -> PipelineProfile:
@@ -48,3 +48,12 @@ def test_size_is_bounded_and_means_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert [row[0] for row in values.forward_s] == [3.5, 11.5]
     assert len(values.open_rows) == 5
     assert values.partitions == [[0, [0, 2]]]
+
+
+def test_measurements_of_an_earlier_version_are_continued() -> None:
+    """They had no windows: what was timed then does not count, what comes does."""
+    measured = Measurements(losses=[2.0], windows=[[2, 6, 1.5], [8, 4, 1.0]])
+    assert measured.timed_s == 2.5 and Measurements.from_values(asdict(measured)) == measured
+    old = {**asdict(measured), "timed_s": 2.5, "timed_batches": 10, "last_tokens_per_s": 3.0}
+    del old["windows"]
+    assert Measurements.from_values(old) == Measurements(losses=[2.0])

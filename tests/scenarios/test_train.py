@@ -71,9 +71,17 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
     assert static["num_rebalances"] == 0 < dynamic["num_rebalances"]
     assert 0 < static["bubble_ratio"] < 1 and dynamic["profiling_s"] > 0
     assert dynamic["tokens"] == 8 * 16 * 32
+    for run in (static, dynamic):
+        assert [window[:2] for window in run["windows"]] == [[2, 2], [4, 2], [6, 2], [8, 2]]
+        assert run["seconds"] == pytest.approx(sum(seconds for *_, seconds in run["windows"]), rel=0.05)
+        assert [run["partitions"][0], run["partitions"][-1][1]] == [[0, [0, 1, 6]], run["boundaries"]]
+        assert [first for first, _ in run["partitions"][1:]] == [batch + 1 for batch in run["rebalanced_at"]]
+    low, high = results["speedup_interval"]
+    assert not results["same_partition"] and low < results["speedup"] < high
+    assert results["machine"]["others"] >= 0, "read while it trained"
     assert (tmp_path / "out" / "stage_times.png").stat().st_size > 10_000
     table = (tmp_path / "out" / "table.txt").read_text(encoding="utf-8")
-    assert "speedup" in table and "validation perplexity" in table
+    assert f"{results['speedup']:.2f}x ({low:.2f} to {high:.2f})" in table and "validation perplexity" in table
     assert re.search(r"validation losses +equal bits \(3\)", table), table
     assert [found["after"] for found in static["validations"]] == [4, 8, 10]
     assert static["validations"] == dynamic["validations"]

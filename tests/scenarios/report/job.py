@@ -21,31 +21,44 @@ def job_profile(batch: int, boundaries: tuple[int, ...]) -> PipelineProfile:
     return PipelineProfile(batch, boundaries, 4, tuple(layers), ())
 
 
-def write_job(folder: str, *, recorded: bool = True) -> dict[str, Any]:
-    """Write results as the training entry does; the machine takes twice as long from the move on."""
+def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict[str, Any]:
+    """Write results as the training entry does; the machine takes twice as long from the move on.
+
+    Args:
+        folder: where.
+        recorded: as it is done now; else as before layer times, windows and partitions were recorded.
+        moves: whether the dynamic run moves a layer; if not, it is faster all the same, by luck.
+    """
     runs = []
     for label in ("static", "dynamic"):
         recording = Recording()
         stages_s, batches_s = [], []
         for batch in range(NUM_BATCHES):
-            moved = label == "dynamic" and batch >= MOVED_AT
+            moved = label == "dynamic" and batch >= MOVED_AT and moves
             profile = job_profile(batch, (0, 5, 8) if moved else (0, 4, 8))
             recording.add_profile(batch, profile)
             slowness = 2.0 if batch >= MOVED_AT else 1.0
             busy_s = [4 * slowness * s for s in profile.stage_seconds()]
             stages_s.append(busy_s)
-            batches_s.append(max(busy_s) + 0.001)
-        moves = [MOVED_AT - 1] if label == "dynamic" else []
-        if moves:
+            batches_s.append((max(busy_s) + 0.001) * (0.65 if label == "dynamic" and not moves else 1.0))
+        moved_at = [MOVED_AT - 1] if label == "dynamic" and moves else []
+        if moved_at:
             event = RebalanceEvent(MOVED_AT, (0, 4, 8), (0, 5, 8), 0.25, 2**20, 0.001, 0.002)
             recording.add_rebalance(event)
         summary = RunSummary(
             label=label, tokens=NUM_BATCHES * 64, seconds=sum(batches_s), losses=tuple(3.0 - i / 10 for i in range(24)),
-            boundaries=(0, 5, 8) if moves else (0, 4, 8), bubble_ratio=0.3, num_rebalances=len(moves),
+            boundaries=(0, 5, 8) if moved_at else (0, 4, 8), bubble_ratio=0.3, num_rebalances=len(moved_at),
         )
-        values = dataclasses.asdict(summary) | {
-            "tokens_per_s": summary.tokens_per_s, "batches_s": batches_s, "stages_s": stages_s, "rebalanced_at": moves,
-        }
+        values = dataclasses.asdict(summary)
+        if recorded:
+            values["windows"] = [[first, 6, sum(batches_s[first : first + 6])] for first in range(0, NUM_BATCHES, 6)]
+            values["partitions"] = [[0, [0, 4, 8]], *([[MOVED_AT, [0, 5, 8]]] if moved_at else [])]
+        else:
+            del values["windows"], values["partitions"]
+        values |= {
+            "tokens_per_s": summary.tokens_per_s, "batches_s": batches_s, "stages_s": stages_s,
+            "rebalanced_at": moved_at,
+        }  # fmt: skip
         runs.append(values | ({"recording": dataclasses.asdict(recording)} if recorded else {}))
     settings = {
         "scenario": "freezing", "model": {"seq_len": 32},

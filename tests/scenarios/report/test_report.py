@@ -153,6 +153,45 @@ def test_a_folder_without_recordings(told: Told) -> None:
     assert "note: " in told("old/results.json")
 
 
+def test_speedups_have_intervals(told: Told) -> None:
+    """By windows of six, on the page and as JSON. Half of them are before the move, which counts as scatter."""
+    found = json.loads(told("outputs/freezing", "--json"))
+    low, high = found["speedup_interval"]
+    assert not found["same_partition"] and found["speedup"] == pytest.approx(found["dynamic_tokens_per_s"] /
+                                                                             found["static_tokens_per_s"])  # fmt: skip
+    assert low < 1.15 < found["speedup"] < 1.25 < high
+    text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
+    words = f"{found['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+    assert f'class="lead">{words} the throughput with 1 re-partition' in text and f"<td>{words}</td>" in text
+    write_job("old", recorded=False)
+    json.loads(told("old", "--json"))
+    assert "x (no interval) the throughput" in Path("old/report.html").read_text(encoding="utf-8")
+
+
+def test_a_busy_machine_is_told_first(told: Told) -> None:
+    values = write_job("busy")
+    values["machine"] = {"reasons": ["others use 1.5 of 2 processors"]}
+    Path("busy/results.json").write_text(json.dumps(values), encoding="utf-8")
+    line = "BUSY MACHINE: others use 1.5 of 2 processors. Times are not those of an idle machine."
+    assert told("busy").startswith(f"note: {line}\n")
+    text = Path("busy/report.html").read_text(encoding="utf-8")
+    assert f'<p class="note">{line}</p>' in text and text.index(line) < text.index("<table>")
+    assert "BUSY" not in told("outputs/freezing")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_that_never_moved_is_not_faster(told: Told, recorded: bool) -> None:
+    """1.54x once, between two runs of one partition: seconds are kept, no speedup is told."""
+    write_job("luck", moves=False, recorded=recorded)
+    found = json.loads(told("luck", "--json"))
+    assert found["dynamic_tokens_per_s"] == pytest.approx(found["static_tokens_per_s"] / 0.65)
+    assert found["same_partition"] and found["speedup"] is None and found["speedup_interval"] is None
+    noise = "same partition: the difference is noise"
+    text = Path("luck/report.html").read_text(encoding="utf-8")
+    assert f"0 re-partitions, {noise}" in text and f"<td>{noise}</td>" in text and "1.54" not in text
+    assert noise in (printed := told("luck")) and "1.54" not in printed
+
+
 @pytest.mark.parametrize(
     ("folder", "why"),
     [
