@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import pytest
 
 _FILE = "GPU_TEST_RESULTS"
-_MARK = "mark.cuda"
+_MARKS = ("mark.cuda", "ON_DEVICES")
 
 
 def files(root: Path) -> list[str]:
     """Test files in which something is marked."""
     found = (root / "tests").rglob("test_*.py")
-    return sorted(str(path.relative_to(root)) for path in found if _MARK in path.read_text(encoding="utf-8"))
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in found}
+    return sorted(name for name, text in texts.items() if any(mark in text for mark in _MARKS))
 
 
 def measure(job: Job) -> dict[str, Any]:

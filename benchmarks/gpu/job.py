@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+_FEW = 4
+
 
 @dataclass(frozen=True)
 class Job:
@@ -50,6 +52,10 @@ class Job:
     def left_s(self) -> float:
         """Seconds until the processes are ended."""
         return self.until_s - time.time()
+
+    def at_most(self, number: int) -> int:
+        """How often to repeat something: a few times in a rehearsal."""
+        return min(number, _FEW) if self.small else number
 
     @property
     def values_path(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-REHEARSE = "to rehearse on the CPU: DEVICE=cpu make gpu"
+REHEARSE = "rehearse on the CPU: DEVICE=cpu make gpu"
 
 
 def num_devices() -> int:

@@ -79,7 +79,7 @@ MEASUREMENTS = (
         tuple(Part(name, 35, size, {"cut": name}) for name, size in NUM_PROCESSES.items()),
     ),
     Measurement("profiling", "Profiling by events", "profiling", (Part("profiling", 45),)),
-    Measurement("one stage", "A pipeline of one stage", "one_stage", (Part("one stage", 45),)),
+    Measurement("engines", "A pipeline of one stage", "engines", (Part("engines", 45),)),
     Measurement("moving", "Moving layers", "moving", (Part("moving", 60, 2),)),
     Measurement("tests", "Tests on CUDA", "cuda_tests", (Part("tests", 90),)),
     Measurement(
@@ -100,7 +100,8 @@ def run(measurement: Measurement, options: argparse.Namespace, folder: Path, bac
         told = {"backend": backend, **part.options} if part.num_processes > 1 else part.options
         outcomes[part.name] = outcome = processes.run(
             measurement.module, device=options.device, small=options.device == "cpu", size=part.num_processes,
-            budget_s=min(options.patience * part.budget_s, left_s), folder=folder / measurement.name / part.name, options=told,
+            budget_s=min(options.patience * part.budget_s, left_s), folder=folder / measurement.name / part.name,
+            options=told,
         )
         name = measurement.name if part.name == measurement.name else f"{measurement.name}, {part.name}"
         how = f"FAILED: {' '.join(outcome.error.split())[:160]}" if outcome.error else "done"

@@ -33,12 +33,14 @@ def measure(job: Job) -> dict[str, Any]:
     for number, (precision, hidden) in enumerate(cases):
         share_s = (job.left_s - _RESERVE_S) / (len(cases) - number)
         size = SMALL if job.small else Size(4, hidden, 8, seq_len=64, micro_batch=1, num_micro_batches=2)
-        found["rows"].append(_of(size, precision, torch.device(job.device), time.time() + share_s))
+        found["rows"].append(_of(
+            size, precision, torch.device(job.device), time.time() + share_s, job.at_most(_MOST_MOVES)
+        ))
         job.keep(found)
     return found
 
 
-def _of(size: Size, precision: str, device: torch.device, until_s: float) -> dict[str, Any]:
+def _of(size: Size, precision: str, device: torch.device, until_s: float, most_moves: int) -> dict[str, Any]:
     made = engine(size, num_stages=2, precision=precision, section={"rebalance_every": "never"})
     data = batches(size)
     start = made.partition
@@ -49,7 +51,7 @@ def _of(size: Size, precision: str, device: torch.device, until_s: float) -> dic
         "layer_bytes": made.profile.layers[start[1] - 1].parameter_bytes,
     }
     peaks: list[int] = []
-    for number in range(_WARM_UP + _MOST_MOVES):
+    for number in range(_WARM_UP + most_moves):
         if number > _WARM_UP + 1 and _is_late(until_s, device):
             break
         source = number % 2

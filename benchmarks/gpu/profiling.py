@@ -30,18 +30,18 @@ def measure(job: Job) -> dict[str, Any]:
     for number, (name, size) in enumerate(SIZES.items()):
         size = SMALL if job.small else size
         share_s = (job.left_s - _RESERVE_S) / (len(SIZES) - number)
-        found[name] = _of(size, torch.device(job.device), time.time() + share_s)
+        found[name] = _of(size, torch.device(job.device), time.time() + share_s, job.at_most(_MOST_PAIRS))
         job.keep(found)
     return found
 
 
-def _of(size: Size, device: torch.device, until_s: float) -> dict[str, Any]:
+def _of(size: Size, device: torch.device, until_s: float, most_pairs: int) -> dict[str, Any]:
     made = engine(size, num_stages=1, precision="bf16", section={"rebalance_every": "never", "profile_every": 1})
     data = batches(size)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     peaks: dict[bool, int] = {True: 0, False: 0}
     before_s = 0.0
-    for number in range(_WARM_UP + 2 * _MOST_PAIRS):
+    for number in range(_WARM_UP + 2 * most_pairs):
         if number == _WARM_UP:
             before_s = made.overhead.profiling_s
         if number > _WARM_UP + 8 and number % 4 == _WARM_UP % 4 and time.time() > until_s:

@@ -30,7 +30,7 @@ class _Waiting(dist.Work):
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__()
-        self._work = work
+        self._work: dist.Work | None = work
         self._finish = finish
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -39,14 +39,15 @@ class _Waiting(dist.Work):
         Args:
             timeout: ignored; gloo's own holds.
         """
-        self._work.wait()
-        self._finish()
-        self._finish = _nothing
+        work, self._work = self._work, None
+        if work is not None:  # gloo would wait for another message
+            work.wait()
+            self._finish()
         return True
 
     def is_completed(self) -> bool:
         """Whether gloo is through; what came in is in its place only after :meth:`wait`."""
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
 
 def _nothing() -> None:

@@ -48,8 +48,9 @@ def _case(shape: Shape, layer: nn.Module, share: float, amount: str) -> Case:
     exits = torch.full((stream[..., 0].numel(),), STILL_IN).index_fill(0, left, 0).view(shape.batch, shape.seq_len)
     slots = (shape.batch, shape.seq_len, 1)
     state = ExitState(
-        stream=stream, tokens=torch.randint(shape.model().vocab_size, exits.shape), exits=exits, loss=torch.zeros(()),
-        confidences=torch.zeros(slots), predictions=torch.zeros(slots, dtype=torch.int64),
+        stream=stream, tokens=torch.randint(shape.model().vocab_size, exits.shape), exits=exits,
+        loss=torch.zeros((), dtype=torch.float32), confidences=torch.zeros(slots, dtype=torch.float32),
+        predictions=torch.zeros(slots, dtype=torch.int64),
     )  # fmt: skip
     dense_operations = count_operations(dense, stream)
     return Case(amount, layer, dense, state, stream,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import cuda_tests, exactness, kernels, look, main, moving, one_stage, processes, profiling, staged
+from benchmarks.gpu import (
+    cuda_tests,
+    engines,
+    exactness,
+    install,
+    kernels,
+    look,
+    main,
+    moving,
+    processes,
+    profiling,
+    staged,
+    wheels,
+)
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.timing import Spread
@@ -38,7 +52,7 @@ def alone(rank: int, folder: str) -> dict[str, Any]:
     return {
         exactness.ONE: exactness.measure(job("exactness", rank, 1, folder, cut=exactness.ONE)),
         "profiling": profiling.measure(job("profiling", rank, 1, folder)),
-        "one stage": one_stage.measure(job("one_stage", rank, 1, folder)),
+        "engines": engines.measure(job("engines", rank, 1, folder)),
         **{name: kernels.measure(job("kernels", rank, 1, folder, scenario=name)) for name in kernels.SCENARIOS},
     }
 
@@ -91,10 +105,10 @@ def test_profiling_is_measured_in_pairs(parts: dict[str, Outcome]) -> None:
 
 
 def test_engines_are_measured_in_turns(parts: dict[str, Outcome]) -> None:
-    found = parts["one stage"].values
+    found = parts["engines"].values
     assert len({len(seconds) for seconds in found["seconds"].values()}) == 1 and found["overhead_s"]["profiling"] > 0
-    lines = one_stage.text(parts).splitlines()
-    assert sum(name in line for name in one_stage.SECTIONS for line in lines) == len(one_stage.SECTIONS)
+    lines = engines.text(parts).splitlines()
+    assert sum(name in line for name in engines.SECTIONS for line in lines) == len(engines.SECTIONS)
 
 
 def test_a_move_is_compared_with_as_many_plain_bytes(parts: dict[str, Outcome]) -> None:
@@ -196,14 +210,15 @@ def test_what_a_process_measures_comes_back(told: Any) -> None:
 
 
 def test_what_was_measured_before_a_failure_counts(told: Any) -> None:
-    code = "def measure(job):\n job.keep({'half': 1})\n if job.rank: raise ValueError('no such kernel')\n while True: pass"
+    failing = "if job.rank: raise ValueError('no such kernel')"
+    code = f"def measure(job):\n job.keep({{'half': 1}})\n {failing}\n while True: pass"
     done = told(code, size=2)
     assert done.values == {"half": 1} and done.error == "process 1: ValueError: no such kernel"
 
 
 def test_a_process_that_hangs_or_dies_is_told(told: Any) -> None:
-    hung = told("import time\ndef measure(job):\n job.keep({'half': 1}); time.sleep(600)", budget_s=5.0)
-    assert hung.error == "not done in 5 s and ended" and hung.seconds < 30 and hung.values in ({}, {"half": 1})
+    hung = told("import time\ndef measure(job):\n job.keep({'half': 1}); time.sleep(600)", budget_s=2.0)
+    assert hung.error == "not done in 2 s and ended" and hung.seconds < 30 and hung.values in ({}, {"half": 1})
     died = told("import os\ndef measure(job): print('last words', flush=True); os.abort()")
     assert "ended with -6" in died.error and "last words" in died.error
 
@@ -221,12 +236,13 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Outcome]) -> No
 def test_one_that_fails_is_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: dict[str, Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stubbed(monkeypatch, {"moving": parts["moving"], "one_stage": Outcome({"half": 1}, "CUDA error:\nout of memory", 3.0)})
+    failed = Outcome({"half": 1}, "CUDA error:\nout of memory", 3.0)
+    stubbed(monkeypatch, {"moving": parts["moving"], "engines": failed})
     assert main.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     report, values = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert report.splitlines()[0] == "# One GPU, rehearsed" and "says nothing about a GPU" in report
     assert [line[3:] for line in report.splitlines() if line.startswith("## ")] == [m.title for m in main.MEASUREMENTS]
-    assert "- *one stage* failed: CUDA error: out of memory" in report and "of the plain rate" in report
+    assert "- *engines* failed: CUDA error: out of memory" in report and "of the plain rate" in report
     assert "Used below: **staged**" in report, "no back-end worked here"
     assert values["rehearsal"] and values["measurements"]["moving"]["moving"]["values"] == parts["moving"].values
     assert values["environment"].keys() == environment().keys() and values["command"].endswith(str(tmp_path))
@@ -283,3 +299,56 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + (tmp_path / "report.md").read_text()
     report = (tmp_path / "report.md").read_text()
     assert report.count("the same bits") == 4 and "failed" not in report
+
+
+# -- the machine without network -----------------------------------------------------------------
+
+
+def test_what_is_gathered_has_no_torch() -> None:
+    names = {pin.split("==")[0] for pin in wheels.pins()}
+    assert {"deepspeed", "numpy", "pytest", "ninja", "hydra-core", "omegaconf"} <= names
+    assert not names & {"torch", "triton", "dynpipe-ds", "ruff"} and all("==" in pin for pin in wheels.pins())
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    """A package with one module that says who it is."""
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "here = 'from a wheel'\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        kind = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{info}/WHEEL", kind)
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_a_torch_with_cuda_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    for name in ("torch", "triton", "nvidia_cublas", "hjson"):
+        make_wheel(tmp_path, name)
+    assert [Path(path).name.split("-")[0] for path in install.chosen(tmp_path, with_torch=False)] == ["hjson"]
+    assert len(install.chosen(tmp_path, with_torch=True)) == 4
+
+
+def test_missing_wheels_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "packages_with_torch", list)
+    assert "make wheels WHEELS=" in install.install(tmp_path, tmp_path / "venv")
+    make_wheel(tmp_path, "hjson")
+    assert "CUDA_TORCH=torch==" in install.install(tmp_path, tmp_path / "venv")
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_environment_is_made_of_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    """Torch comes from its wheel, or from where it is; both without network."""
+    gathered, elsewhere = tmp_path / "wheels", tmp_path / "site-packages"
+    gathered.mkdir()
+    elsewhere.mkdir()
+    for name in ("torch", "hjson"):
+        make_wheel(gathered, name)
+        (elsewhere / f"{name}.py").write_text("here = 'elsewhere'\n")
+    monkeypatch.setattr(install, "packages_with_torch", lambda: [str(elsewhere)] if is_there else [])
+    assert install.install(gathered, tmp_path / "venv") == ""
+    code = "import hjson, torch; print(hjson.here, '/', torch.here)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run([tmp_path / "venv/bin/python", "-c", code], capture_output=True, text=True, env=environment)
+    assert said.stdout.strip() == f"from a wheel / {'elsewhere' if is_there else 'from a wheel'}", said.stderr

@@ -36,15 +36,16 @@ def measure(job: Job) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     peaks = dict.fromkeys(engines, 0)
     names = list(engines)
-    for number in range(_WARM_UP + _MOST_ROUNDS):
-        if number > _WARM_UP + 2 and time.time() > job.until_s - _RESERVE_S:
+    warm_up = job.at_most(_WARM_UP)
+    for number in range(warm_up + job.at_most(_MOST_ROUNDS)):
+        if number > warm_up + 2 and time.time() > job.until_s - _RESERVE_S:
             break
         order = names[number % 3 :] + names[: number % 3]
         for name in order if number % 2 == 0 else reversed(order):
             forget_peak(device)
             before = allocated_bytes(device)
             took_s = wall_s(lambda name=name: engines[name].train_batch(data), device)
-            if number >= _WARM_UP:
+            if number >= warm_up:
                 seconds[name].append(took_s)
                 peaks[name] = max(peaks[name], own_bytes[name] + peak_bytes(device) - before)
     tokens = size.num_micro_batches * size.micro_batch * size.seq_len
@@ -57,7 +58,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 def text(parts: dict[str, Outcome]) -> str:
     """The table of the report."""
-    found = parts["one stage"].values
+    found = parts["engines"].values
     plain, rows = found["seconds"][PLAIN], []
     for name, seconds in found["seconds"].items():
         ratios = [100 * (ours / theirs - 1) for ours, theirs in zip(seconds, plain, strict=True)]
