@@ -56,7 +56,7 @@ def install(wheels: Path, folder: Path) -> str:
     if not files:
         return f"{wheels} holds no wheels; make wheels WHEELS={wheels} gathers them on a machine with network"
     if not there and not list(wheels.glob("torch-*.whl")):
-        return f"neither this Python nor {wheels} has a torch with CUDA; gather one: make wheels CUDA_TORCH=torch==<version>"
+        return f"neither this Python nor {wheels} has a torch with CUDA; make wheels CUDA_TORCH=torch==<version>"
     venv.create(folder, clear=True, with_pip=True, symlinks=True)
     python = folder / "bin" / "python"
     command = [str(python), "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]

@@ -16,7 +16,7 @@ class Mixed(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(5, 3, device=device).t())
-        self.half = nn.Parameter(torch.randn(7, device=device).bfloat16()[1:], requires_grad=False)
+        self.halves = nn.Parameter(torch.randn(7, device=device).bfloat16()[1:], requires_grad=False)
         self.register_buffer("on_host", torch.arange(4))
         self.register_buffer("on_device", torch.randn(2, device=device))
         self.scale = 0.5
