@@ -17,7 +17,7 @@ OF_DEEPSPEED = {
     "benchmarks/replay/run.py": {"_INSTRUCTION_MAP"},
     "benchmarks/replicas/main.py": {"_reduce_non_expert_gradients"},
 }
-OF_PYTHON = {"_replace", "_fields", "_asdict"}  # of named tuples
+OF_PYTHON = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples, and of os
 
 
 PUBLIC_VALUES = frozenset(name for name, _ in api.names())

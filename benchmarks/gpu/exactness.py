@@ -7,6 +7,7 @@ Deterministic kernels are on (``torch.use_deterministic_algorithms``, ``CUBLAS_W
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _MOVE_BEFORE = {2: -2, 4: 3}
 
 def measure(job: Job) -> dict[str, Any]:
     """Losses, and digests of what there is at the end, by layer."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first product; it may make products slower
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
     join(job)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +13,7 @@ import torch
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.timing import in_turns
-from benchmarks.record import table
+from benchmarks.record import environment, table
 
 _QUERY = (
     "driver_version", "memory.total", "memory.used", "utilization.gpu", "clocks.sm", "clocks.max.sm", "power.limit",
@@ -27,9 +25,7 @@ def measure(job: Job) -> dict[str, Any]:
     """Ask torch and the driver; multiply and copy."""
     device = torch.device(job.device)
     found: dict[str, Any] = {
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "deepspeed": _version("deepspeed"), "numpy": _version("numpy"), "triton": _version("triton"),
-        "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1),
+        "environment": environment(), "cuda": torch.version.cuda, "triton": _version("triton"),
     }
     if job.device == "cuda":
         found |= _of_cuda(device)
@@ -87,5 +83,5 @@ def text(parts: dict[str, Outcome]) -> str:
     """The table of the report."""
     found = parts["facts"].values
     rows = [[name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
-            for name, value in found.items() if value is not None]  # fmt: skip
+            for name, value in found.items() if value is not None and name != "environment"]  # fmt: skip
     return table(("what", "value"), rows)

@@ -71,7 +71,7 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, "DS_ACCELERATOR": job.device, "OMP_NUM_THREADS": "1", "RANK": str(job.rank), "LOCAL_RANK": "0",
         "WORLD_SIZE": str(job.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT),
     }
     with open(_log(job), "wb") as log:
         return subprocess.Popen(

@@ -41,17 +41,17 @@ class _Moment:
     """A moment on the device's stream, or on the clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
+        self.event: Any = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        self._time_s = time.perf_counter()
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        self.time_s = time.perf_counter()
 
     def until(self, later: _Moment) -> float:
         """Seconds to a later moment; the device must have come to both."""
-        if self._event is None:
-            return later._time_s - self._time_s
-        return float(self._event.elapsed_time(later._event)) / 1e3
+        if self.event is None:
+            return later.time_s - self.time_s
+        return float(self.event.elapsed_time(later.event)) / 1e3
 
 
 def settle(device: torch.device) -> None:
