@@ -118,7 +118,7 @@ gpu:
 	@$(GPU_BIN)/python -m benchmarks.gpu.main --started $(STARTED) $(ARGS)
 
 wheels: $(READY)
-	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),wheels) $(CUDA_TORCH)
+	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),wheels) $(if $(CUDA_TORCH),--torch $(CUDA_TORCH)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(LOWEST) $(GPU_VENV) wheels build dist *.egg-info outputs docs/_build

@@ -55,7 +55,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write one line for a test that ended."""
     if report.when == "call" or report.outcome != "passed" and report.when == "setup":
-        why = "" if report.outcome == "passed" else str(report.longrepr).strip().splitlines()[-1][:300]
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+        why = "".join(why.strip().splitlines()[-1:])[:300]
         line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
         with open(os.environ[_FILE], "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

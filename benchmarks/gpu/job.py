@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FEW = 4
+_FEW = 2
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from benchmarks.record import table
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 DTYPES = ("bfloat16", "float16")
 _LARGE_BYTES = 40 * 10**9
-_ROUNDS = 20
+_WARM_UP, _ROUNDS = 3, 20
 _RESERVE_S = 3.0
 
 
@@ -37,7 +37,7 @@ def measure(job: Job) -> dict[str, Any]:
         shape = Shape(hidden=1024, heads=16, seq_len=1024, batch=4)
     cases = importlib.import_module(f"benchmarks.layers.{job.options['scenario']}").cases
     found: dict[str, Any] = {"shape": asdict(shape), "kernels": {}, "rows": []}
-    for dtype in DTYPES[:1] if job.small else DTYPES:
+    for dtype in DTYPES:
         with _default(device, getattr(torch, dtype)):
             found["kernels"][dtype] = _kernels(job.options["scenario"], device, getattr(torch, dtype), shape)
             try:
@@ -90,7 +90,8 @@ def _of(case: Any, device: torch.device, job: Job) -> dict[str, Any]:
         peaks = [_peak(run, device) for run in (layer, dense)]
         share_s = max(0.5, min(4.0, (job.left_s - _RESERVE_S) / 8))
         seconds = in_turns(
-            (layer, dense), device, rounds=3 if job.small else _ROUNDS, warm_up=3, until_s=time.time() + share_s
+            (layer, dense), device, rounds=job.at_most(_ROUNDS), warm_up=job.at_most(_WARM_UP),
+            until_s=time.time() + share_s,
         )
     except Exception as error:  # noqa: BLE001 - the other cases may work
         return {"error": f"{type(error).__name__}: {error}"}

@@ -116,7 +116,8 @@ def measure_all(options: argparse.Namespace, save: Callable[[dict[str, Any]], No
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         for measurement in MEASUREMENTS:
             if not options.only or measurement.name in (FACTS, *options.only):
-                backend = transports.chosen(done.get("transports", {}))
+                found = done.get("transports", {}) if options.device == "cuda" else {}  # rehearsed is what CUDA needs
+                backend = transports.chosen(found)
                 done[measurement.name] = run(measurement, options, Path(folder), backend)
                 save(done)
     return done
