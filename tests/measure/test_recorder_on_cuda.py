@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, DeviceClock, HostClock
 from tests.devices import ON_DEVICES, device_of
 
@@ -72,6 +73,40 @@ def test_seconds_are_those_of_the_device(kind: str, request: pytest.FixtureReque
     if kind == "cuda":  # what sleeps on the host may sleep longer
         assert found == pytest.approx([UNIT_S * count for count in units], rel=0.1, abs=2e-3)
         assert told_s < 6 * UNIT_S, "the host waited"
+
+
+class FakeEvent:
+    """A moment of the host's clock, where there is no stream."""
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        self.is_awaited = True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        return 1e3 * (later.time_s - self.time_s)
+
+
+def test_an_asynchronous_device_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds between them become seconds; only the last one is waited for, at the end of the batch."""
+    made: list[FakeEvent] = []
+
+    def event() -> FakeEvent:
+        made.append(FakeEvent())
+        return made[-1]
+
+    monkeypatch.setattr(accelerator, "is_synchronous", lambda: False)
+    monkeypatch.setattr(accelerator, "event", event)
+    recorder = BatchRecorder()
+    made.clear()
+    recorder.start()
+    recorder.instruction(FORWARD, 0)
+    recorder.run(0, lambda x: wait(x, 2, None), torch.ones(2))
+    assert not any(hasattr(one, "is_awaited") for one in made)
+    times = recorder.stop()
+    assert 0.95 * 2 * UNIT_S <= times.forward_s[0] <= times.batch_s
+    assert [hasattr(one, "is_awaited") for one in made] == [False] * (len(made) - 1) + [True]
 
 
 @ON_DEVICES
