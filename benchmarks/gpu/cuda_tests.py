@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pytest
 
 _FILE = "GPU_TEST_RESULTS"
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARKS = ("mark.cuda", "ON_DEVICES")
 
 
@@ -34,7 +35,8 @@ def measure(job: Job) -> dict[str, Any]:
         sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "benchmarks.gpu.cuda_tests", "-p", "no:cacheprovider",
         *(files(ROOT)[:1] if job.small else files(ROOT)),
     ]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, _FILE: str(results)})
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+    process = subprocess.Popen(command, cwd=ROOT, env={**environment, _FILE: str(results)})
     while True:
         try:
             code = process.wait(timeout=0.5)

@@ -15,6 +15,8 @@ from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.timing import in_turns
 from benchmarks.record import environment, table
 
+_IDLE_PERCENT = 5
+_IDLE_BYTES = 2 * 10**9  # one's own context among them
 _QUERY = (
     "driver_version", "memory.total", "memory.used", "utilization.gpu", "clocks.sm", "clocks.max.sm", "power.limit",
     "temperature.gpu", "mig.mode.current",
@@ -84,4 +86,12 @@ def text(parts: dict[str, Outcome]) -> str:
     found = parts["facts"].values
     rows = [[name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
             for name, value in found.items() if value is not None and name != "environment"]  # fmt: skip
-    return table(("what", "value"), rows)
+    return busy(found) + table(("what", "value"), rows)
+
+
+def busy(found: dict[str, Any]) -> str:
+    """What to say first where others used the device before."""
+    used, taken = found.get("utilization.gpu", "0 %"), found.get("taken_bytes", 0)
+    if int(used.split()[0]) <= _IDLE_PERCENT and taken <= _IDLE_BYTES:
+        return ""
+    return f"**The device was busy before:** {used} in use, {taken / 1e9:.1f} GB taken.\n\n"

@@ -78,7 +78,8 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ, "DS_ACCELERATOR": job.device, "OMP_NUM_THREADS": "1", "RANK": str(job.rank), "LOCAL_RANK": "0",
         "WORLD_SIZE": str(job.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port),
-        "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
     with open(_log(job), "wb") as log:
         return subprocess.Popen(

@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     cuda_tests,
     engines,
     exactness,
+    facts,
     install,
     kernels,
     look,
@@ -249,6 +250,14 @@ def test_one_that_fails_is_reported_and_the_others_go_on(
     assert "moving: done" in capsys.readouterr().out
 
 
+def test_a_device_that_others_use_is_told() -> None:
+    idle = {"device": "X", "utilization.gpu": "0 %", "taken_bytes": 5 * 10**8, "environment": {}}
+    busy = {**idle, "utilization.gpu": "97 %", "taken_bytes": 3 * 10**10}
+    assert "busy" not in facts.text({"facts": Outcome(idle, "", 1.0)})
+    text = facts.text({"facts": Outcome(busy, "", 1.0)})
+    assert "**The device was busy before:** 97 % in use, 30.0 GB taken" in text and "| device | X |" in text
+
+
 def test_when_the_time_is_up_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stubbed(monkeypatch, {})
     assert main.main(["--device", "cpu", "--started", "1000", "--out", str(tmp_path)]) == 1
@@ -298,7 +307,7 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + (tmp_path / "report.md").read_text()
     report = (tmp_path / "report.md").read_text()
-    assert report.count("the same bits") == 4 and "failed" not in report
+    assert report.count("the same bits") == 4 and "failed:" not in report
 
 
 # -- the machine without network -----------------------------------------------------------------
