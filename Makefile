@@ -9,6 +9,9 @@
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, 9 to 10 minutes; rewrites benchmarks/results and the README's table
 # make bench-full  all benchmarks, hours
+# make gpu     all that one CUDA device can say, in at most ten minutes and without network; writes benchmarks/results/gpu.
+#              WHEELS=folder: in a fresh environment made from wheels; DEVICE=cpu: a rehearsal, in outputs/gpu
+# make wheels  gathers those wheels in WHEELS (by default: wheels); CUDA_TORCH= leaves torch out
 # Each makes the environment in .venv first if it is missing.
 
 PYTHON   ?= python3
@@ -21,6 +24,9 @@ JOBS     ?= 2
 ARGS     ?=
 # The quickstart with fewer batches: layers freeze early, and are moved after every fourth batch if that pays.
 LOWEST_ARGS ?= run.batches=12 run.window=4 'scenario.batches=[2,4]' ds.dynamic_pipeline.rebalance_every=4
+# Of wheels that `make gpu` installs; the torch that `make wheels` puts beside them, none if empty.
+WHEELS     ?=
+CUDA_TORCH ?= $(TORCH)
 VENV     := .venv
 BIN      := $(VENV)/bin
 READY    := $(VENV)/.ready
@@ -30,10 +36,13 @@ version   = $(shell $(PYTHON) -c 'import runpy; print(runpy.run_path("dynpipe_ds
 TORCH_LOWEST     ?= torch==$(call version,LEAST_TORCH).0
 DEEPSPEED_LOWEST ?= deepspeed==$(call version,LEAST_DEEPSPEED)
 
+GPU_VENV := .venv-gpu
+GPU_BIN   = $(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))
+
 # A file's tests share fixtures. In the order of collection the long files do not come last.
 PARALLEL  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full clean
+.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full gpu wheels clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -100,5 +109,16 @@ bench: $(READY)
 bench-full: $(READY)
 	$(BIN)/python -m benchmarks.run --full $(ARGS)
 
+# Nothing is made or downloaded where there is no device.
+gpu: STARTED := $(shell date +%s)
+gpu: export PATH := $(CURDIR)/$(GPU_BIN):$(PATH)
+gpu:
+	@$(if $(filter cpu,$(DEVICE)),,$(PYTHON) -m benchmarks.gpu.look)
+	@$(if $(WHEELS),$(PYTHON) -m benchmarks.gpu.install $(WHEELS) $(GPU_VENV),$(MAKE) --no-print-directory env)
+	@$(GPU_BIN)/python -m benchmarks.gpu.main --started $(STARTED) $(ARGS)
+
+wheels: $(READY)
+	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),wheels) $(if $(CUDA_TORCH),--torch $(CUDA_TORCH)) $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist *.egg-info outputs docs/_build
+	rm -rf $(VENV) $(LOWEST) $(GPU_VENV) wheels build dist *.egg-info outputs docs/_build

@@ -11,7 +11,32 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from scenarios.report.interval import Estimate, median_of_ratios
+=======
+from scenarios.gpt import GPTConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the layers are, and what they are given.
+
+    Attributes:
+        hidden: width.
+        heads: of attention.
+        seq_len: tokens of a sample.
+        batch: samples.
+    """
+
+    hidden: int
+    heads: int
+    seq_len: int
+    batch: int
+
+    def model(self) -> GPTConfig:
+        """The GPT that has such blocks."""
+        return GPTConfig(depth=3, hidden=self.hidden, heads=self.heads, seq_len=self.seq_len)
+>>>>>>> gpu
 
 
 @dataclass

@@ -5,26 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.layers.case import Case, count_operations
+from benchmarks.layers.case import Case, Shape, count_operations
 from scenarios.early_exit import EarlyExit
 from scenarios.early_exit.blocks import ExitBlock
 from scenarios.early_exit.state import STILL_IN, ExitState
-from scenarios.gpt import Block, GPTConfig
+from scenarios.gpt import Block
 from scenarios.scenario import build_layers
 
-MODEL = GPTConfig(depth=3, hidden=384, heads=6, seq_len=384)
-BATCH = 2
+SHAPE = Shape(hidden=384, heads=6, seq_len=384, batch=2)
 
 
-def cases() -> list[Case]:
+def cases(shape: Shape = SHAPE) -> list[Case]:
     """Offer blocks in which half, a quarter and a tenth of the tokens are left, and one that has an exit."""
-    found = []
+    found, model = [], shape.model()
     for left_tokens in ("invisible", "visible"):
-        scenario = EarlyExit(first_exit=1, exit_interval=MODEL.depth, left_tokens=left_tokens)
-        specs = build_layers(scenario, MODEL)
-        found += [_case(specs[2].build(), share, f"{share:.0%} of tokens, others {left_tokens}")
+        scenario = EarlyExit(first_exit=1, exit_interval=model.depth, left_tokens=left_tokens)
+        specs = build_layers(scenario, model)
+        found += [_case(shape, specs[2].build(), share, f"{share:.0%} of tokens, others {left_tokens}")
                   for share in (1.0, 0.75, 0.5, 0.25, 0.1)]  # fmt: skip
-    found.append(_case(_WithLoss(specs[1].build()), 1.0, "100% of tokens, and an exit"))
+    found.append(_case(shape, _WithLoss(specs[1].build()), 1.0, "100% of tokens, and an exit"))
     return found
 
 
@@ -40,17 +39,18 @@ class _WithLoss(nn.Module):
         return state.stream + state.loss
 
 
-def _case(layer: nn.Module, share: float, amount: str) -> Case:
+def _case(shape: Shape, layer: nn.Module, share: float, amount: str) -> Case:
     """Time a block of which a random share of the tokens is active, in rows of different lengths."""
     torch.manual_seed(0)
-    dense = Block(MODEL)
-    stream = torch.randn(BATCH, MODEL.seq_len, MODEL.hidden)
+    dense = Block(shape.model())
+    stream = torch.randn(shape.batch, shape.seq_len, shape.hidden)
     left = torch.randperm(stream[..., 0].numel())[round(share * stream[..., 0].numel()):]
-    exits = torch.full((stream[..., 0].numel(),), STILL_IN).index_fill(0, left, 0).view(BATCH, MODEL.seq_len)
-    slots = (BATCH, MODEL.seq_len, 1)
+    exits = torch.full((stream[..., 0].numel(),), STILL_IN).index_fill(0, left, 0).view(shape.batch, shape.seq_len)
+    slots = (shape.batch, shape.seq_len, 1)
     state = ExitState(
-        stream=stream, tokens=torch.randint(MODEL.vocab_size, exits.shape), exits=exits, loss=torch.zeros(()),
-        confidences=torch.zeros(slots), predictions=torch.zeros(slots, dtype=torch.int64),
+        stream=stream, tokens=torch.randint(shape.model().vocab_size, exits.shape), exits=exits,
+        loss=torch.zeros((), dtype=torch.float32), confidences=torch.zeros(slots, dtype=torch.float32),
+        predictions=torch.zeros(slots, dtype=torch.int64),
     )  # fmt: skip
     dense_operations = count_operations(dense, stream)
     return Case(amount, layer, dense, state, stream,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.layers.case import Case, count_operations
+from benchmarks.layers.case import Case, Shape, count_operations
 from scenarios.freezing import set_frozen
 from scenarios.freezing.cache import CacheableBlock, Role
 from scenarios.gpt import Block, GPTConfig
 
-MODEL = GPTConfig(hidden=256, heads=4, seq_len=256)
-BATCH = 4
+SHAPE = Shape(hidden=256, heads=4, seq_len=256, batch=4)
 
 
 class Prefix(nn.Module):
@@ -31,26 +30,27 @@ class Prefix(nn.Module):
         return output.detach().requires_grad_(True)
 
 
-def frozen_block(role: Role = Role.COMPUTE) -> CacheableBlock:
+def frozen_block(model: GPTConfig, role: Role = Role.COMPUTE) -> CacheableBlock:
     """Build a block that is frozen."""
-    block = CacheableBlock(MODEL)
+    block = CacheableBlock(model)
     set_frozen(block, True)
     block.activations.begin(role, 0)
     return block
 
 
-def cases() -> list[Case]:
+def cases(shape: Shape = SHAPE) -> list[Case]:
     """List a block that trains, and three frozen ones."""
     torch.manual_seed(0)
-    x, dense = torch.randn(BATCH, MODEL.seq_len, MODEL.hidden), Block(MODEL)
+    model = shape.model()
+    x, dense = torch.randn(shape.batch, shape.seq_len, shape.hidden), Block(model)
     operations = count_operations(dense, x)
 
     def case(amount: str, layer: nn.Module) -> Case:
         return Case(amount, layer, dense, x, x, lambda: count_operations(layer, x) / operations)
 
     return [
-        case("trains", Block(MODEL)),
-        case("frozen, gradients pass", frozen_block()),
-        case("frozen prefix", Prefix(frozen_block())),
-        case("frozen prefix, cached", Prefix(frozen_block(Role.SKIP))),
+        case("trains", Block(model)),
+        case("frozen, gradients pass", frozen_block(model)),
+        case("frozen prefix", Prefix(frozen_block(model))),
+        case("frozen prefix, cached", Prefix(frozen_block(model, Role.SKIP))),
     ]

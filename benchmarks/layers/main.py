@@ -14,7 +14,7 @@ from benchmarks.layers.case import measure
 from benchmarks.record import environment, in_words
 from dynpipe_ds.reporting import format_table
 
-# Modules benchmarks.layers.<name>, each with cases() -> list[Case].
+# Modules benchmarks.layers.<name>, each with cases(), which gives its Case objects.
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 
 

@@ -6,11 +6,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from benchmarks.layers.case import Case, count_operations
-from scenarios.gpt import Block, GPTConfig
+from benchmarks.layers.case import Case, Shape, count_operations
+from scenarios.gpt import Block
 from scenarios.mod import RoutedBlock
 
-BATCH = 4
+SHAPES = tuple(Shape(hidden=size, heads=4, seq_len=size, batch=4) for size in (256, 512))
 
 
 class WithLoss(nn.Module):
@@ -26,18 +26,18 @@ class WithLoss(nn.Module):
         return stream + extra_loss
 
 
-def cases() -> list[Case]:
+def cases(*shapes: Shape) -> list[Case]:
     """12.5, 25 and 50% of the tokens, at two sizes."""
     found = []
-    for hidden, seq_len in ((256, 256), (512, 512)):
-        config = GPTConfig(hidden=hidden, heads=4, seq_len=seq_len)
+    for shape in shapes or SHAPES:
+        config = shape.model()
         torch.manual_seed(0)
-        x = torch.randn(BATCH, seq_len, hidden)
+        x = torch.randn(shape.batch, shape.seq_len, shape.hidden)
         for capacity in (1.0, 0.5, 0.25, 0.125):
             layer = WithLoss(RoutedBlock(config, LayerSpec(Block, config), capacity=capacity))
             dense = Block(config)
             found.append(Case(
-                amount=f"capacity {capacity:.1%}, hidden {hidden}, sequence {seq_len}",
+                amount=f"capacity {capacity:.1%}, hidden {shape.hidden}, sequence {shape.seq_len}",
                 layer=layer, dense=dense, activation=x, dense_activation=x,
                 operations=lambda layer=layer, dense=dense, x=x: (
                     count_operations(layer, x) / count_operations(dense, x)

@@ -6,16 +6,17 @@ end in "of a dense MLP" are compared with the plain block whose one MLP is as wi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.layers.case import Case, count_operations
+from benchmarks.layers.case import Case, Shape, count_operations
 from scenarios.gpt import Block, GPTConfig
 from scenarios.moe import ExpertConfig, MoEBlock, MoEMLP
 
-HIDDEN, SEQ_LEN, BATCH, NUM_EXPERTS = 256, 256, 2, 8
-MODEL = GPTConfig(hidden=HIDDEN, heads=4, seq_len=SEQ_LEN)
+SHAPE, NUM_EXPERTS = Shape(hidden=256, heads=4, seq_len=256, batch=2), 8
 
 
 class DenseMixture(MoEMLP):
@@ -39,18 +40,19 @@ class DenseMixtureBlock(MoEBlock):
         return DenseMixture(config, self._experts)
 
 
-def _case(amount: str, dense: nn.Module, settings: ExpertConfig) -> Case:
+def _case(shape: Shape, amount: str, dense: nn.Module, settings: ExpertConfig) -> Case:
     torch.manual_seed(1)
-    layer, x = MoEBlock(MODEL, settings), torch.randn(BATCH, SEQ_LEN, HIDDEN)
+    layer, x = MoEBlock(shape.model(), settings), torch.randn(shape.batch, shape.seq_len, shape.hidden)
     return Case(
         amount=amount, layer=layer, dense=dense, activation=x, dense_activation=x,
         operations=lambda: count_operations(layer, x) / count_operations(dense, x),
     )  # fmt: skip
 
 
-def cases() -> list[Case]:
+def cases(shape: Shape = SHAPE) -> list[Case]:
     """List the routings, dropless and with a capacity."""
-    mixture = DenseMixtureBlock(MODEL, ExpertConfig(num_experts=NUM_EXPERTS))
+    model = shape.model()
+    mixture = DenseMixtureBlock(model, ExpertConfig(num_experts=NUM_EXPERTS))
     points: dict[str, ExpertConfig] = {
         "all 8 of 8": ExpertConfig(top_k=8),
         "top-4 of 8": ExpertConfig(top_k=4),
@@ -62,8 +64,8 @@ def cases() -> list[Case]:
         "top-1 of 8": ExpertConfig(top_k=1),
         "S-BASE, 1 of 8": ExpertConfig(top_k=1, routing="s_base"),
     }
-    found = [_case(amount, mixture, settings) for amount, settings in points.items()]
+    found = [_case(shape, amount, mixture, settings) for amount, settings in points.items()]
     for top_k in (1, 2):
-        wide = Block(GPTConfig(hidden=HIDDEN, heads=4, seq_len=SEQ_LEN, mlp_ratio=4 * top_k))
-        found.append(_case(f"top-{top_k}, of a dense MLP", wide, ExpertConfig(top_k=top_k)))
+        wide = Block(replace(model, mlp_ratio=4 * top_k))
+        found.append(_case(shape, f"top-{top_k}, of a dense MLP", wide, ExpertConfig(top_k=top_k)))
     return found

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks.layers.case import Case, count_operations, forward_backward_s
-from scenarios.gpt import Block, GPTConfig
+from benchmarks.layers.case import Case, Shape, count_operations, forward_backward_s
+from scenarios.gpt import Block
 from scenarios.pruning import Form, make_prunable, prunable_weights
 from scenarios.pruning.linear import Structure
 from scenarios.pruning.selection import keep_largest
 
-MODEL = GPTConfig(depth=1, hidden=256, heads=4, seq_len=256)
-BATCH = 2
+SHAPE = Shape(hidden=256, heads=4, seq_len=256, batch=2)
 POINTS: dict[Structure, tuple[float, ...]] = {
     "unstructured": (0.0, 0.52, 0.75, 0.79, 0.9, 0.95), "block": (0.5, 0.75, 0.9),
 }  # fmt: skip
@@ -48,10 +47,11 @@ def counter(block: nn.Module, activation: torch.Tensor, dense: nn.Module) -> Cal
     return operations
 
 
-def cases() -> list[Case]:
+def cases(shape: Shape = SHAPE) -> list[Case]:
+    """List a block at every sparsity."""
     torch.manual_seed(0)
-    dense = Block(MODEL)
-    activation = torch.randn(BATCH, MODEL.seq_len, MODEL.hidden)
+    dense = Block(shape.model())
+    activation = torch.randn(shape.batch, shape.seq_len, shape.hidden)
     found = []
     for structure, sparsities in POINTS.items():
         for sparsity in sparsities:

@@ -20,7 +20,8 @@ def draw_directions(heads: int, head_dim: int, buckets: int, *, seed: int) -> Te
         ``[heads, head_dim, buckets / 2]`` in float32 on the CPU, normally distributed, unit length.
     """
     generator = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(heads, head_dim, buckets // 2, generator=generator), dim=1)
+    shape = heads, head_dim, buckets // 2
+    return F.normalize(torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu"), dim=1)
 
 
 @torch.no_grad()

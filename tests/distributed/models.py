@@ -174,13 +174,13 @@ def digest(engine: Any) -> dict[str, str]:
             if not isinstance(tensor, Tensor):  # get_extra_state()
                 h.update(repr(tensor).encode())
                 continue
-            h.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            h.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         for name, parameter in sorted(module.named_parameters()):
             state = engine.stage_optimizer.export([parameter])[0] if engine.stage_optimizer else {}
             for key, value in sorted(state.items()):
                 h.update(f"{name}.{key}".encode())
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value or 0))
-                h.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                h.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         found[f"layer {layer}"] = h.hexdigest()
     return found
 

@@ -41,6 +41,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240.0,
     may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
+    shares_device: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -53,6 +54,7 @@ def run_ranks(
             stopped (SIGSTOP).
         may_leave: ranks that may end without an answer, with exit code 0.
         collective_s: timeout of the process group; by default DeepSpeed's.
+        shares_device: whether all ranks use device 0, and what they send goes through host memory on its way to gloo.
 
     Returns:
         What the ranks returned, by rank; ``None`` for one that died or left and was allowed to.
@@ -62,7 +64,7 @@ def run_ranks(
     """
     with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         stay = not may_die
-        world = _World(num_ranks, port, collective_s)
+        world = _World(num_ranks, port, collective_s, shares_device)
         ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks)]
         _collect(ranks, timeout_s, may_die, may_leave)
         failures = [r.failure() for r in ranks if r.rank not in may_die]
@@ -87,6 +89,7 @@ class _World(NamedTuple):
     num_ranks: int
     port: int
     collective_s: float | None
+    shares_device: bool
 
 
 class _Rank:
@@ -203,6 +206,11 @@ def _init(rank: int, world: _World) -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(1234)
+    if world.shares_device:
+        from benchmarks.gpu import staged
+
+        staged.start(staged.NAME, rank, world.num_ranks, world.port)
+        return init_distributed(staged.NAME)
     if world.collective_s is not None:  # meeting may take longer; gloo takes no other timeout later
         store = torch.distributed.TCPStore("127.0.0.1", world.port, world.num_ranks, rank == 0)
         torch.distributed.init_process_group(

@@ -181,7 +181,7 @@ def test_both_ways_to_attend_agree(visible: bool) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: FlashAttention over packed rows")
+@pytest.mark.cuda  # FlashAttention over packed rows
 def test_a_block_on_cuda() -> None:
     """Every kernel that CUDA chooses gives the dense reference."""
     for left_tokens, dtype in itertools.product(("invisible", "visible"), (torch.float32, torch.bfloat16)):

@@ -229,7 +229,7 @@ def test_grouped_product_equals_the_loop(counts: list[int]) -> None:
         torch.testing.assert_close(grouped, loop, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_on_cuda_in_bf16() -> None:
     """The grouped kernel is chosen, and two runs give the same bits."""
     mlp = make(top_k=2).cuda().bfloat16()

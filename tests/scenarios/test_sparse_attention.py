@@ -168,7 +168,20 @@ def test_flex_attention_computes_the_same(hashing: Any) -> None:
         assert_close([flex(x)], [sparse(x)])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: compiled FlexAttention has no CPU backward")
+def test_directions_are_the_same_wherever_layers_are_made() -> None:
+    """In float32 on the CPU, also where new tensors go elsewhere, in another type."""
+    wanted = draw_directions(2, 8, 4, seed=3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = draw_directions(2, 8, 4, seed=3)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found, wanted) and found.dtype == torch.float32
+
+
+@pytest.mark.cuda  # compiled FlexAttention has no backward on a CPU
 @HASHINGS
 def test_compiled_flex_attention_on_cuda(hashing: Any) -> None:
     """Chosen by itself, and equal to the dense way within its tensor cores' precision."""

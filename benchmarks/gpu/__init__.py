@@ -1,0 +1,1 @@
+"""What can be measured on a machine with one CUDA device, in ten minutes: ``make gpu``."""
