@@ -75,13 +75,12 @@ def _replay(report: dict[str, Any] | None) -> str:
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
     stages = sorted({count for cells in by_scenario.values() for count in cells})
     rows = [[f"`{name}`", *(cells.get(s, "") for s in stages)] for name, cells in by_scenario.items()]
-    known = all("intervals" in row for row in report["values"])
     words = (
         "More stages than cores by **replay**: the real engine with real messages, decisions and moves, in virtual "
-        "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the best static partition, the same of "
-        "the best of the paper's balancers, and ours as a share of the ideal (every batch on its best partition, no "
-        "overhead). All tables: [benchmarks/results/paper](benchmarks/results/paper)."
-        + ("" if known else " These results were kept without intervals: one run each.")
+        "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the "
+        "best static partition, the same of the best of the paper's balancers, and ours as a share of the ideal (every "
+        "batch on its best partition, no overhead). Two runs give the same table, so there are no intervals. All "
+        "tables: [benchmarks/results/paper](benchmarks/results/paper)."
     )
     return f"{words}\n\n{table(('load model', *(f'{s} stages' for s in stages)), rows)}"
 

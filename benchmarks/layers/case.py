@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from scenarios.report.interval import Estimate, median_of_ratios
-=======
 from scenarios.gpt import GPTConfig
+from scenarios.report.interval import Estimate, median_of_ratios
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,6 @@ class Shape:
     def model(self) -> GPTConfig:
         """The GPT that has such blocks."""
         return GPTConfig(depth=3, hidden=self.hidden, heads=self.heads, seq_len=self.seq_len)
->>>>>>> gpu
 
 
 @dataclass

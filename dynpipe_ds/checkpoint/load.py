@@ -31,13 +31,8 @@ from dynpipe_ds.host.optimizer_files import (
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
-<<<<<<< HEAD
-from dynpipe_ds.placement import check_boundaries
-from dynpipe_ds.ranks.agreement import from_first, together
-=======
 from dynpipe_ds.placement import Placement, check_boundaries
-from dynpipe_ds.ranks.agreement import first_error
->>>>>>> core
+from dynpipe_ds.ranks.agreement import from_first, together
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
