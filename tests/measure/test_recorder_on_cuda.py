@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds.host import accelerator
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, DeviceClock, HostClock
+from dynpipe_ds.measure.clock import DeviceClock, HostClock
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder
 from tests.devices import ON_DEVICES, device_of
 
 UNIT_S = 0.02
