@@ -143,7 +143,7 @@ def _failure(outcome: Outcome, code: int | None, log: Path) -> str:
         )
     if outcome.complete:
         return "" if outcome.num_batches else "the script trained no batch: train_batch of its engine was not called"
-    so_far = f"after batch {outcome.num_batches}"
+    so_far = f"after batch {outcome.num_batches};"
     if not outcome.ranks:
-        so_far = "and no pipeline engine was built in a Python process that reads PYTHONPATH"
-    return f"the command ended with code {code} {so_far}; last lines: {last_lines(log)}"
+        so_far = "and no pipeline engine was built in a Python process that reads PYTHONPATH;"
+    return f"the command ended with code {code} {so_far} last lines: {last_lines(log)}"
