@@ -37,12 +37,14 @@ TORCH_LOWEST     ?= torch==$(call version,LEAST_TORCH).0
 DEEPSPEED_LOWEST ?= deepspeed==$(call version,LEAST_DEEPSPEED)
 
 GPU_VENV := .venv-gpu
+# By its path, since environments go in front of PATH below, and the one that is made anew must not make itself.
+BASE_PYTHON := $(shell command -v $(PYTHON))
 GPU_BIN   = $(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))
 
 # A file's tests share fixtures. In the order of collection the long files do not come last.
 PARALLEL  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full gpu wheels clean
+.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full gpu gpu-device gpu-env wheels clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -112,13 +114,17 @@ bench-full: $(READY)
 # Nothing is made or downloaded where there is no device.
 gpu: STARTED := $(shell date +%s)
 gpu: export PATH := $(CURDIR)/$(GPU_BIN):$(PATH)
-gpu:
-	@$(if $(filter cpu,$(DEVICE)),,$(PYTHON) -m benchmarks.gpu.look)
-	@$(if $(WHEELS),$(PYTHON) -m benchmarks.gpu.install $(WHEELS) $(GPU_VENV),$(MAKE) --no-print-directory env)
+gpu: gpu-device $(if $(WHEELS),gpu-env,$(READY))
 	@$(GPU_BIN)/python -m benchmarks.gpu.main --started $(STARTED) $(ARGS)
+
+gpu-device:
+	@$(if $(filter cpu,$(DEVICE)),,$(PYTHON) -m benchmarks.gpu.look)
+
+gpu-env:
+	@$(BASE_PYTHON) -m benchmarks.gpu.install $(WHEELS) $(GPU_VENV)
 
 wheels: $(READY)
 	$(BIN)/python -m benchmarks.gpu.wheels $(or $(WHEELS),wheels) $(if $(CUDA_TORCH),--torch $(CUDA_TORCH)) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(GPU_VENV) wheels build dist *.egg-info outputs docs/_build
+	rm -rf $(VENV) $(LOWEST) $(GPU_VENV) build dist *.egg-info outputs docs/_build

@@ -64,6 +64,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             file.write(json.dumps(line) + "\n")
 
 
+def is_wrong(parts: dict[str, Outcome]) -> bool:
+    """Whether a test failed."""
+    return any(test["outcome"] == "failed" for test in parts["tests"].values.get("tests", []))
+
+
 def text(parts: dict[str, Outcome]) -> str:
     """The table of the report."""
     tests = parts["tests"].values.get("tests", [])

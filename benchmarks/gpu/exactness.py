@@ -107,6 +107,13 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return found
 
 
+def is_wrong(parts: dict[str, Outcome]) -> bool:
+    """Whether some bits that were compared differ."""
+    one = parts[ONE].values
+    others = [parts[name].values for name in (TWO, MOVING) if name in parts]
+    return any(differences(one[kind], other[kind]) for other in others for kind in one if kind in other)
+
+
 def text(parts: dict[str, Outcome]) -> str:
     """The table of the report."""
     rows, size = [], ""

@@ -21,8 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import look, processes, transports
-from benchmarks.gpu.exactness import NUM_PROCESSES
+from benchmarks.gpu import cuda_tests, exactness, look, processes, transports
 from benchmarks.gpu.kernels import SCENARIOS
 from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.report import write
@@ -77,7 +76,7 @@ MEASUREMENTS = (
     ),
     Measurement(
         "exactness", "Exactness", "exactness",
-        tuple(Part(name, 35, size, {"cut": name}) for name, size in NUM_PROCESSES.items()),
+        tuple(Part(name, 35, size, {"cut": name}) for name, size in exactness.NUM_PROCESSES.items()),
     ),
     Measurement("profiling", "Profiling by events", "profiling", (Part("profiling", 45),)),
     Measurement("engines", "A pipeline of one stage", "engines", (Part("engines", 45),)),
@@ -88,6 +87,9 @@ MEASUREMENTS = (
         tuple(Part(name, 60 if name == "sparse_attention" else 22, 1, {"scenario": name}) for name in SCENARIOS),
     ),
 )
+
+CHECKS = {"exactness": exactness, "tests": cuda_tests}
+"""What may end well and still find something wrong."""
 
 
 def run(measurement: Measurement, options: argparse.Namespace, folder: Path, backend: str) -> dict[str, Outcome]:
@@ -158,7 +160,7 @@ def main(words: list[str] | None = None) -> int:
     """Measure and report.
 
     Returns:
-        0, or 1 if something failed, or 2 without a device.
+        0, or 1 if something failed or bits differ, or 2 without a device.
     """
     options = arguments(words)
     if options.device == "cuda" and (line := look.why_not() or look.why_not_torch()):
@@ -170,7 +172,6 @@ def main(words: list[str] | None = None) -> int:
         "command": shlex.join(["python", "-m", "benchmarks.gpu.main", *given]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that all processes are ended
 
     def save(done: dict[str, dict[str, Outcome]]) -> None:
         sections = [(m.title, section(m, done[m.name])) for m in MEASUREMENTS if m.name in done]
@@ -182,8 +183,12 @@ def main(words: list[str] | None = None) -> int:
     done = measure_all(options, save)
     print(f"the report: {options.out / 'report.md'}", flush=True)
     failed = [name for name, parts in done.items() if name != "transports" and any(o.error for o in parts.values())]
+    failed += [name for name, module in CHECKS.items() if name in done and module.is_wrong(done[name])]
+    if failed:
+        print(f"not well: {', '.join(dict.fromkeys(failed))}", flush=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that all processes are ended
     sys.exit(main())

@@ -86,6 +86,9 @@ def test_the_bits_of_one_stage_and_of_moving_layers_are_compared(parts: dict[str
         assert [text.split(":")[0] for text in exactness.differences(one[precision], spoilt)] == [
             "the loss of batch 3", "the optimizer state of 1 of 8 layers (5)"
         ]
+    assert not exactness.is_wrong(parts)
+    other = Outcome({"bf16": {**moved["bf16"], "losses": ["0x0"] * 6}}, "", 1.0)
+    assert exactness.is_wrong({**parts, exactness.MOVING: other})
     text = exactness.text(parts)
     assert text.count("the same bits") == 2 and text.count("not measured") == 2, "one run was left out here"
 
@@ -258,6 +261,15 @@ def test_a_device_that_others_use_is_told() -> None:
     assert "**The device was busy before:** 97 % in use, 30.0 GB taken" in text and "| device | X |" in text
 
 
+def test_bits_that_differ_are_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    failing = {"tests": [{"test": "tests/test_x.py::test", "outcome": "failed", "seconds": 1.0, "why": "assert a | b"}]}
+    stubbed(monkeypatch, {"cuda_tests": Outcome(failing, "", 1.0), "facts": Outcome({}, "", 1.0)})
+    assert main.main(["--device", "cpu", "--only", "tests", "--out", str(tmp_path)]) == 1
+    assert "1 failed" in (tmp_path / "report.md").read_text()
+    stubbed(monkeypatch, {"cuda_tests": Outcome({"tests": []}, "", 1.0), "facts": Outcome({}, "", 1.0)})
+    assert main.main(["--device", "cpu", "--only", "tests", "--out", str(tmp_path)]) == 0
+
+
 def test_when_the_time_is_up_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stubbed(monkeypatch, {})
     assert main.main(["--device", "cpu", "--started", "1000", "--out", str(tmp_path)]) == 1
@@ -302,6 +314,7 @@ def test_the_files_with_tests_for_a_device_are_found() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 def test_the_whole_rehearsal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.main", "--device", "cpu", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
