@@ -12,7 +12,9 @@ import torch.distributed as dist
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.measure import HostClock
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.placement import Placement
 
 Calls = list[tuple[Any, ...]]
 """Who was told what, in order."""
@@ -90,16 +92,18 @@ class FakeRun:
         self.balancer = Balancer(self.config)
         self.profiler = Profiler(self.calls)
         self.overhead = Overhead()
+        self.clock = HostClock()
         self.num_batches = 0
         self.repacking = Repacking()
         self.move_fails: Exception | None = None
         self.warned: list[tuple[str, str]] = []
 
-    def move_layers(self, boundaries: Sequence[int]) -> None:
-        self.calls.append(("move", tuple(boundaries)))
+    def move_layers(self, placement: Placement) -> int:
+        self.calls.append(("move", placement.boundaries))
         if self.move_fails is not None:
             raise self.move_fails
-        self.stage.partition = tuple(boundaries)
+        self.stage.partition = placement.boundaries
+        return 0
 
     def notice_frozen_layers(self) -> None:
         self.calls.append(("notice frozen layers",))

@@ -155,6 +155,9 @@ class VirtualClock:
         """
         return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
 
+    def settle(self) -> None:
+        """Do nothing: layers are done when they say so."""
+
     @contextmanager
     def work(self, kind: Work) -> Iterator[Span]:
         """Charge what the library does inside, its messages included; those still wait for whom they are from.

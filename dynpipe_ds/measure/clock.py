@@ -48,6 +48,9 @@ class Clock(Protocol):
             stamps: what :meth:`stamp` gave, in order.
         """
 
+    def settle(self) -> None:
+        """Wait until the device has done all that it was told."""
+
     def work(self, kind: Work) -> AbstractContextManager[Span]:
         """Time what the library does inside.
 
@@ -78,6 +81,9 @@ class HostClock:
         """
         return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
 
+    def settle(self) -> None:
+        """Do nothing: a computation is done when its call returns."""
+
     @contextmanager
     def work(self, kind: Work) -> Iterator[Span]:
         """Time what the library does inside.
@@ -103,6 +109,10 @@ class DeviceClock(HostClock):
         event = accelerator.event()
         event.record()
         return event
+
+    def settle(self) -> None:
+        """Wait for the current stream."""
+        self.stamp().synchronize()
 
     def durations_s(self, stamps: Sequence[Any]) -> list[float]:
         """Seconds between successive stamps; waits for the last one.

@@ -182,13 +182,13 @@ class Repacker:
         with guard.no_way_back(doing):
             if not shrink.stays:
                 shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
-        with clock.work("regroup") as regrouping:
-            with guard.no_way_back(doing):
+            regrouping_s = clock.now_s()
+            with clock.work("regroup"):
                 shrink.go_on()
-            with guard.no_way_back(doing):  # among the ranks that stay
-                self._forget_old_stages(chosen.surviving_stages)
-                self.giving_back.give_back(chosen, shrink.world)
-        event = replace(event, regroup_s=regrouping.seconds)
+        with guard.no_way_back(doing):  # among the ranks that stay
+            self._forget_old_stages(chosen.surviving_stages)
+            self.giving_back.give_back(chosen, shrink.world)
+        event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds
         tell_all(self.callbacks, event, "on_repack")
         return event

@@ -12,6 +12,7 @@ import pytest
 
 from dynpipe_ds import MigrationError, RepackError
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking import live, repacker
 from dynpipe_ds.repacking.decision import Repacking
@@ -41,6 +42,10 @@ class Stage:
     @property
     def num_stages(self) -> int:
         return len(self.partition) - 1
+
+    @property
+    def module(self) -> Any:
+        return SimpleNamespace(placement=Placement.from_boundaries(self.partition))
 
     def settle(self) -> None:
         self.calls.append(("settle",))
@@ -78,17 +83,18 @@ class FakeShrink:
     """Does what the survivors would see, and notes what it is told."""
 
     def __init__(
-        self, stage: Stage, move: Callable[[Sequence[int]], None], staying: Sequence[int], boundaries: Sequence[int]
+        self, stage: Stage, move: Callable[[Placement], int], staying: Sequence[int], boundaries: Sequence[int]
     ) -> None:
         self._stage, self._boundaries = stage, tuple(boundaries)
         self.stays, self.world = stage.stage_id in staying, "the world before"
 
-    def prepare(self, checks: Callable[[], None]) -> None:
+    def prepare(self, checks: Callable[[], None]) -> int:
         try:
             checks()
         except Exception as error:
             raise RepackError(str(error)) from error
         self._stage.calls.append(("voted",))
+        return 0
 
     def leave(self, last_words: Callable[[], None], end: Any) -> None:
         last_words()
@@ -312,10 +318,11 @@ def test_until_all_have_voted_everything_can_be_undone(fault: str) -> None:
         if fault == "checks":
             raise ReleaseError("not now")
 
-    def move(boundaries: Sequence[int]) -> None:
-        moves.append(tuple(boundaries))
+    def move(placement: Placement) -> int:
+        moves.append(placement.boundaries)
         if fault == "move":
             raise MigrationError("no memory")
+        return 8
 
     failure = OSError("no store") if fault == "vote" else None
     with patch.object(live, "World", World), patch.object(World, "fails", failure):
@@ -325,7 +332,7 @@ def test_until_all_have_voted_everything_can_be_undone(fault: str) -> None:
             with pytest.raises(RepackError, match="training goes on with all ranks .*(not now|no memory|store)"):
                 shrink.prepare(checks)
         else:
-            shrink.prepare(checks)
+            assert shrink.prepare(checks) == 8
     wide, before = (0, 3, 3, 4, 4), (0, 1, 2, 3, 4)
     assert moves == {"": [wide], "checks": [], "move": [wide], "vote": [wide, before]}[fault]
     assert stage.calls == ([("start reading",)] if fault in ("", "vote") else []), "it will be the last stage"
