@@ -156,7 +156,9 @@ def rank_that(tmp_path: Path, code: str) -> tuple[str, ...]:
             "no progress for 1 s: fp32",
         ),
         (
-            "open(f'progress-{rank}', 'w').write(f'fp32, batch {rank}')\nrank or os.kill(os.getpid(), 9)\n"
+            "print(file=open(f'progress-{rank}', 'w'), end=f'fp32, batch {rank}', flush=True)\n"
+            "while not os.path.exists('progress-1') or not open('progress-1').read(): time.sleep(0.01)\n"
+            "rank or os.kill(os.getpid(), 9)\n"
             "time.sleep(1e6)",
             "rank 0 at fp32, batch 0; rank 1 at fp32, batch 1: rank 0 ended with code -9: it printed nothing",
         ),
