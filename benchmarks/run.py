@@ -67,8 +67,8 @@ EXPERIMENTS = (
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),
-    Experiment("replay", "", "benchmarks.replay.validate", writes=False),
-    Experiment("paper", "", "benchmarks.paper.main all"),
+    Experiment("replay", "", "benchmarks.replay.validate"),
+    Experiment("paper", "benchmarks.paper.main throughput --quick", "benchmarks.paper.main all"),
 )
 
 

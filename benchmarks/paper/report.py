@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from benchmarks.launch import environment
 from benchmarks.paper.plots import plot_predictions
+from benchmarks.record import commit, ended, head, stem
 
 __all__ = ["Report", "plot_predictions"]
 
@@ -22,18 +22,6 @@ KINDS = {
     "sleeping replay": "SLEEPING REPLAY: the same on the machine's own time; layers wait",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
 }
-
-
-def commit() -> str:
-    """The checkout's commit, marked if files differ from it; "unknown" outside of one."""
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 @dataclass
@@ -51,6 +39,7 @@ class Report:
         notes: lines below it.
         values: all numbers.
         pictures: further pictures, by file name.
+        machine: what :func:`benchmarks.record.environment` found, for numbers that depend on the machine's load.
     """
 
     name: str
@@ -63,20 +52,22 @@ class Report:
     notes: list[str] = field(default_factory=list)
     values: Any = None
     pictures: list[str] = field(default_factory=list)
+    machine: dict[str, Any] | None = None
     began: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.timezone.utc))
     load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
     def stem(self) -> str:
-        """File name without ending."""
-        return f"{self.name}_quick" if self.quick else self.name
+        """File name without ending; another one for what a busy machine measured."""
+        name = f"{self.name}_quick" if self.quick else self.name
+        return name if self.machine is None else stem(name, self.machine)
 
     def environment(self) -> dict[str, Any]:
         """What the numbers depend on."""
         return {
             "kind": KINDS[self.kind], "machine": environment(), "commit": commit(),
             "date": f"{self.began:%Y-%m-%d %H:%M} UTC", "load_before": round(self.load_before, 1),
-            "load_after": round(os.getloadavg()[0], 1), "quick": self.quick,
+            "load_after": round(os.getloadavg()[0], 1), "quick": self.quick, "readings": self.machine,
         }
 
     def save(self, plot: Callable[[Path], None] | None = None) -> None:
@@ -86,6 +77,7 @@ class Report:
             plot: draws the picture into a file; None for no picture.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.machine = None if self.machine is None else ended(self.machine)
         if plot is not None:
             plot(self.folder / f"{self.stem}.png")
             self.pictures.insert(0, f"{self.stem}.png")
@@ -94,7 +86,8 @@ class Report:
         (self.folder / f"{self.stem}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         quick = "\n\n*Quick run: few batches, few pipelines; the numbers are rough.*" if self.quick else ""
         lines = [
-            f"# {self.title}{quick}", f"**{about['kind']}.**", self.text, self.table,
+            *(head(self.machine) if self.machine else []), f"# {self.title}{quick}", f"**{about['kind']}.**",
+            self.text, self.table,
             "\n".join(f"- {note}" for note in self.notes), "\n".join(f"![]({name})" for name in self.pictures),
             f"{about['machine']}; commit {about['commit']}; {about['date']}; load of the machine "
             f"{about['load_before']} before, {about['load_after']} after (the run's own included).",

@@ -11,7 +11,6 @@ simulated and the measured batch. The speed of moved bytes is not measured but s
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from dataclasses import asdict
 from itertools import pairwise
@@ -20,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.launch import environment
+from benchmarks.record import add_force, ended, environment, force, head, in_words, stem
 from benchmarks.replay.case import CALIBRATION, WARM_UP, Case, Result
 from benchmarks.replay.clocks import Costs
 from benchmarks.replay.run import run_cases
@@ -105,13 +104,16 @@ def _message_s(case: Case, boundaries: list[int], known: Costs, batch_s: float) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=CALIBRATION)
+    parser.add_argument("--out", type=Path, default=CALIBRATION.parent, help="folder")
+    add_force(parser)
     options = parser.parse_args()
+    force(options)
+    found = environment()
     costs = costs_of(list(run_cases(cases())))
-    now = datetime.datetime.now(datetime.timezone.utc)
-    text = json.dumps({"machine": environment(), "date": f"{now:%Y-%m-%d}", "costs": asdict(costs)}, indent=2)
-    options.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    found = ended(found)
+    text = json.dumps({"environment": found, "costs": asdict(costs)}, indent=2)
+    (options.out / f"{stem(CALIBRATION.stem, found)}.json").write_text(text + "\n", encoding="utf-8")
+    print(*head(found), in_words(found), text, sep="\n")
 
 
 if __name__ == "__main__":

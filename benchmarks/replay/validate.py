@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.paper.report import Report, plot_predictions
+from benchmarks.record import add_force, environment, force
 from benchmarks.replay.case import WARM_UP, Case, Result
 from benchmarks.replay.run import run_cases
 from dynpipe_ds.simulation import simulate
@@ -122,8 +123,10 @@ def main() -> None:
     parser.add_argument("--layer-ms", type=float)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
+    add_force(parser)
     options = parser.parse_args()
-    report = Report("simulator", options.out, "replay", quick=options.quick)
+    force(options)
+    report = Report("simulator", options.out, "replay", quick=options.quick, machine=environment())
     print(HEADER)
     found = []
     for comparison in run(

@@ -72,3 +72,12 @@ def test_intervals_follow_the_scenario() -> None:
     cases = {name: experiments.case(f"model:{name}:24", "optimal:time", 2, SIZE) for name in experiments.SCENARIOS}
     every = {name: case.every for name, case in cases.items()}
     assert every == {"pruning": 4, "freezing": 4, "early_exit": 4, "moe": 1, "mod": 1, "sparse_attention": 1}
+
+
+@pytest.mark.parametrize(("reasons", "name"), [([], "simulator_quick"), (["a neighbour"], "simulator_quick.busy")])
+def test_what_sleeps_on_a_busy_machine_is_written_beside(tmp_path: Path, reasons: list[str], name: str) -> None:
+    report = _report(tmp_path, "simulator")
+    report.machine = {"machine": {"reasons": reasons}, "cores": 2}
+    report.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.json", f"{name}.md"]
+    assert (tmp_path / f"{name}.md").read_text().startswith("BUSY MACHINE: a neighbour") == bool(reasons)
