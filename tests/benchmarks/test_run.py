@@ -136,7 +136,7 @@ def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:
-    """From windows, three and more; none where the best static run had the same partition, and of old replays."""
+    """From windows, three and more; none where the best static run had the same partition, and of replays."""
     values = example()
     slow = {**values, "runs": {**values["runs"], UNIFORM: {**values["runs"][UNIFORM], "boundaries": OURS_CUTS}}}
     about = {**record.environment(reading=IDLE), "load": 0.1}
@@ -150,7 +150,7 @@ def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path:
     moved, stayed = (line for line in text.splitlines() if line.startswith(("| `moved`", "| `stayed`")))
     assert "1.45x (no interval)" in moved and "1.14x (0.00 to 2.53)" in moved
     assert stayed.count("same partition: the difference is noise") == 2
-    assert "kept without intervals: one run each" in text and "BUSY" not in text
+    assert "Two runs give the same table" in text and "BUSY" not in text
     about.pop("machine")
     about["load"] = 40.4
     (tmp_path / "scenarios" / "scenarios.json").write_text(json.dumps(scenarios), encoding="utf-8")
