@@ -232,8 +232,8 @@ def overhead(report: Report, results: Sequence[Result]) -> None:
     report.notes += [
         f"Figure 4: {published.OVERHEAD_SETTING}. Table 1: {published.ITERATIONS_SETTING}; goal: ours below 1.",
         f"Largest of all {len(costs)} re-balances: {max(costs):.3f} iterations." if costs else "No re-balance here.",
-        f"Replay layers hold {scale:.3g} of the trace's parameter bytes, so bytes cost less than they would; the cost "
-        "of moving real sizes: python -m benchmarks.overhead.migration.",
+        f"Replay layers hold {scale:.3g} of the trace's parameter bytes; moved bytes are charged as the trace's, at "
+        "the stated speed. What moving real sizes takes here: python -m benchmarks.overhead.migration.",
     ]
     report.save(lambda path: plot_bars(
         path, panels, ylabel="share of the\ntraining time (%)", title=report.title, xlabel="scenario, stages (replay)",
