@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.timing import in_turns
-from benchmarks.record import environment, table
+from benchmarks.record import ended, environment, table
 
 _IDLE_PERCENT = 5
 _IDLE_BYTES = 2 * 10**9  # one's own context among them
@@ -27,7 +27,7 @@ def measure(job: Job) -> dict[str, Any]:
     """Ask torch and the driver; multiply and copy."""
     device = torch.device(job.device)
     found: dict[str, Any] = {
-        "environment": environment(), "cuda": torch.version.cuda, "triton": _version("triton"),
+        "environment": ended(environment()), "cuda": torch.version.cuda, "triton": _version("triton"),
     }
     if job.device == "cuda":
         found |= _of_cuda(device)

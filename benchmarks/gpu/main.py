@@ -25,7 +25,7 @@ from benchmarks.gpu import cuda_tests, exactness, look, processes, transports
 from benchmarks.gpu.kernels import SCENARIOS
 from benchmarks.gpu.processes import Outcome
 from benchmarks.gpu.report import write
-from benchmarks.record import RESULTS, ROOT, environment
+from benchmarks.record import RESULTS, ROOT, ended, environment
 
 MINUTES = 10.0
 FACTS = "facts"  # always the first
@@ -176,7 +176,7 @@ def main(words: list[str] | None = None) -> int:
     def save(done: dict[str, dict[str, Outcome]]) -> None:
         sections = [(m.title, section(m, done[m.name])) for m in MEASUREMENTS if m.name in done]
         # Asked for in another process: this one would take memory of the device.
-        found = done[FACTS][FACTS].values.get("environment") or environment()
+        found = done[FACTS][FACTS].values.get("environment") or ended(environment())
         seconds = time.time() - options.started_s
         write(options.out, about | {"environment": found, "seconds": seconds}, sections, done)
 

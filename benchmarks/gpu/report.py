@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.gpu.processes import Outcome
-from benchmarks.record import in_words
 
 REHEARSAL = "**A rehearsal on a CPU: it shows that the program runs, and says nothing about a GPU.**"
 
@@ -39,12 +39,12 @@ def write(
 
 def markdown(about: Mapping[str, Any], sections: Sequence[tuple[str, str]], *, is_rehearsal: bool) -> str:
     """The report to read."""
-    head = ["# One GPU" + (", rehearsed" if is_rehearsal else "")]
+    head = ["# One GPU" + (", rehearsed" if is_rehearsal else ""), *record.head(about["environment"])]
     if is_rehearsal:
         head.append(REHEARSAL)
     head.append(
         f"`{about['command']}`, {about['date']}, {about['seconds']:.0f} s. How each number is taken: "
-        f"benchmarks/gpu/README.md.\n\n{in_words(about['environment'])}"
+        f"benchmarks/gpu/README.md.\n\n{record.in_words(about['environment'])}"
     )
     return "\n\n".join([*head, *(f"## {title}\n\n{text}" for title, text in sections)]) + "\n"
 
