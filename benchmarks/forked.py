@@ -18,7 +18,7 @@ _TAIL = 3000  # characters of a failed rank's output
 
 
 class RankError(RuntimeError):
-    """A rank that failed, with the end of what it wrote."""
+    """Ranks that failed, with the end of what each wrote."""
 
 
 def run_forked(function: Callable[..., None], num_ranks: int, port: int, *args: Any) -> Iterator[Any]:
@@ -50,12 +50,13 @@ def run_forked(function: Callable[..., None], num_ranks: int, port: int, *args: 
                 if ours in ready:
                     yield from _received(ours)
                 for sentinel in running.keys() & set(ready):
-                    ended = running.pop(sentinel)  # type: ignore[index]
-                    ended.join()
-                    if ended.exitcode:
-                        number = ranks.index(ended)
-                        text = logs[number].read_text(errors="replace")[-_TAIL:]
-                        raise RankError(f"rank {number} of {num_ranks} ended with code {ended.exitcode}:\n{text}")
+                    running.pop(sentinel).join()  # type: ignore[index]
+                failed = [number for number, rank in enumerate(ranks) if rank.exitcode]
+                if failed:  # one by itself, or others already by its connections: all tell
+                    raise RankError("\n".join(
+                        f"rank {number} of {num_ranks} ended with code {ranks[number].exitcode}:\n"
+                        + logs[number].read_text(errors="replace")[-_TAIL:] for number in failed
+                    ))
             if not ours.closed:
                 while ours.poll():
                     yield ours.recv()

@@ -1,34 +1,13 @@
-"""Run a benchmark's ranks under the real launcher and print its environment."""
+"""Run a benchmark's ranks under the real launcher."""
 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
-import deepspeed
-import torch
-
 from scenarios.launch import free_port
-
-
-def environment() -> str:
-    """One line with what the numbers depend on."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return (
-        f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, "
-        f"DeepSpeed {deepspeed.__version__}"
-    )
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
 
 
 def launch(module: str, num_ranks: int, *args: str) -> None:

@@ -37,24 +37,14 @@ FORCE = "BENCHMARKS_FORCE"
 """Environment variable that ``--force`` of the runner sets for the benchmarks it starts."""
 
 
-def environment(threads: int = 2, *, reading: Reading | None = None, machines: Path = MACHINES) -> dict[str, Any]:
-    """What the numbers depend on: processor or accelerator, versions, commit, date, and how busy the machine is.
-
-    Looks at the machine for a second and computes the calibration kernel, so call it first, before anything is started;
-    prints what is wrong with the machine.
-
-    Args:
-        threads: how many compute at the same time in the benchmark; at most the processors are tried.
-        reading: of the machine, if it is known already.
-        machines: file of the calibration kernel's seconds on idle machines.
-    """
+def installed() -> dict[str, Any]:
+    """What the numbers depend on and no load changes: processor or accelerator, versions, commit, date."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     host = accelerator.device_name() == "cpu"
-    threads = min(threads, os.cpu_count() or 1)
-    values = {
+    return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "accelerator": None if host else torch.cuda.get_device_name() if torch.cuda.is_available() else
@@ -65,8 +55,22 @@ def environment(threads: int = 2, *, reading: Reading | None = None, machines: P
         "numpy": version("numpy"),
         "commit": commit(),
         "date": date.today().isoformat(),
-        "forced": bool(os.environ.get(FORCE)),
     }
+
+
+def environment(threads: int = 2, *, reading: Reading | None = None, machines: Path = MACHINES) -> dict[str, Any]:
+    """The same, and how busy the machine is.
+
+    Looks at the machine for a second and computes the calibration kernel, so call it first, before anything is started;
+    prints what is wrong with the machine.
+
+    Args:
+        threads: how many compute at the same time in the benchmark; at most the processors are tried.
+        reading: of the machine, if it is known already.
+        machines: file of the calibration kernel's seconds on idle machines.
+    """
+    threads = min(threads, os.cpu_count() or 1)
+    values = {**installed(), "forced": bool(os.environ.get(FORCE))}
     if reading is None:
         values["began"] = machine.count()
         reading = machine.look(threads, _known(machines).get(_machine(values, threads)))
@@ -194,15 +198,16 @@ def in_words(values: Mapping[str, Any]) -> str:
     """An environment as one line of text.
 
     Args:
-        values: of :func:`environment`.
+        values: of :func:`environment`, or of :func:`installed`.
     """
     where = f"{values['cpu']}, {values['cores']} cores"
     if values.get("accelerator"):
         where = f"{values['accelerator']} ({where})"
-    found = machine.in_words(values.get("machine", {}))
-    load = f"load {values['load']} before{f', {found}' if found else ''}"
+    if "load" in values:
+        found = machine.in_words(values.get("machine", {}))
+        where += f", load {values['load']} before{f', {found}' if found else ''}"
     return (
-        f"{where}, {load}; Python {values['python']}, torch {values['torch']}, "
+        f"{where}; Python {values['python']}, torch {values['torch']}, "
         f"DeepSpeed {values['deepspeed']}; commit {values['commit']}, {values['date']}"
     )
 

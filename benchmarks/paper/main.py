@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.launch import environment
 from benchmarks.paper import experiments, tables
 from benchmarks.paper.report import KINDS, Report
+from benchmarks.record import in_words, installed
 from benchmarks.replay.record import FOLDER
 from benchmarks.traces import Trace
 
@@ -118,7 +118,7 @@ def main() -> None:
         few = tuple(s for s in size.few if s in options.stages)
         size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages}, few=few)
     options.size = replace(size, batches=options.batches or size.batches, methods=options.methods or size.methods)
-    print(environment(), *KINDS.values(), sep="\n", flush=True)
+    print(in_words(installed()), *KINDS.values(), sep="\n", flush=True)
     chosen = list(TABLES) if options.table == "all" else [options.table]
     if options.table == "all" and not any(FOLDER.glob("*.json")):
         chosen.remove("recorded")

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import environment
 from benchmarks.paper.plots import plot_predictions
-from benchmarks.record import commit, ended, head, stem
+from benchmarks.record import ended, head, in_words, installed, stem
 
 __all__ = ["Report", "plot_predictions"]
 
@@ -65,7 +64,7 @@ class Report:
     def environment(self) -> dict[str, Any]:
         """What the numbers depend on."""
         return {
-            "kind": KINDS[self.kind], "machine": environment(), "commit": commit(),
+            "kind": KINDS[self.kind], "machine": in_words(installed()),
             "date": f"{self.began:%Y-%m-%d %H:%M} UTC", "load_before": round(self.load_before, 1),
             "load_after": round(os.getloadavg()[0], 1), "quick": self.quick, "readings": self.machine,
         }
@@ -89,7 +88,7 @@ class Report:
             *(head(self.machine) if self.machine else []), f"# {self.title}{quick}", f"**{about['kind']}.**",
             self.text, self.table,
             "\n".join(f"- {note}" for note in self.notes), "\n".join(f"![]({name})" for name in self.pictures),
-            f"{about['machine']}; commit {about['commit']}; {about['date']}; load of the machine "
+            f"{about['machine']}; begun {about['date']}; load of the machine "
             f"{about['load_before']} before, {about['load_after']} after (the run's own included).",
         ]
         text = "\n\n".join(line for line in lines if line) + "\n"

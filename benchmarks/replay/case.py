@@ -236,10 +236,12 @@ def load_trace(spec: str) -> Trace:
         spec: which.
 
     Raises:
-        ValueError: for a model that does not exist.
+        ValueError: for a file or model that does not exist, and for a file that is no trace.
     """
     kind, _, rest = spec.partition(":")
     if kind != "model":
+        if not Path(spec).is_file():
+            raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(MODELS)}>:<blocks>")
         return Trace.load(spec)
     name, _, depth = rest.partition(":")
     if name not in MODELS or not depth.isdigit():

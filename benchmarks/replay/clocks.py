@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from dynpipe_ds.measure import Clock, HostClock, Span, Work, current_clock
 
@@ -122,7 +122,7 @@ class Costs:
                 raise ValueError(f"costs: {name} = {value} must not be negative" + " or 0" * (name == "bytes_per_s"))
 
 
-class VirtualClock:
+class VirtualClock(HostClock):
     """Time that passes only where it is told to.
 
     Args:
@@ -143,21 +143,6 @@ class VirtualClock:
         """Seconds since the clock was made."""
         return self._now_s
 
-    def stamp(self) -> float:
-        """The same."""
-        return self._now_s
-
-    def durations_s(self, stamps: Sequence[Any]) -> list[float]:
-        """Seconds between successive stamps.
-
-        Args:
-            stamps: what :meth:`stamp` gave, in order.
-        """
-        return [b - a for a, b in zip(stamps, stamps[1:], strict=False)]
-
-    def settle(self) -> None:
-        """Do nothing: layers are done when they say so."""
-
     @contextmanager
     def work(self, kind: Work) -> Iterator[Span]:
         """Charge what the library does inside, its messages included; those still wait for whom they are from.
@@ -165,16 +150,15 @@ class VirtualClock:
         Args:
             kind: what it is.
         """
-        span, started_s, works = Span(), self._now_s, self._works
-        self._works = True
-        try:
-            yield span
-        finally:
-            self._works = works
-            if span.was_needed:
-                self.advance(self.costs.work_s.get(kind, 0.0))
-                self.advance(span.num_bytes * self.byte_scale / self.costs.bytes_per_s)
-            span.seconds = self._now_s - started_s
+        with super().work(kind) as span:
+            works, self._works = self._works, True
+            try:
+                yield span
+            finally:
+                self._works = works
+                if span.was_needed:
+                    self.advance(self.costs.work_s.get(kind, 0.0))
+                    self.advance(span.num_bytes * self.byte_scale / self.costs.bytes_per_s)
 
     # -- how it passes ------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from benchmarks.launch import environment, launch
+from benchmarks.launch import launch
+from benchmarks.record import in_words, installed
 from benchmarks.traces import Source, Trace, TraceBatch
 from dynpipe_ds import PipelineProfile
 from scenarios.settings import Settings, config_folder
@@ -111,7 +112,7 @@ def record(settings: Settings, command: str) -> Trace:
     busy = "others computed as well, so times are too long and noisy" if load > ranks + QUIET_LOAD else "quiet"
     source = Source(
         kind,
-        f"{command}; {environment()}; {get_accelerator().device_name()}; "
+        f"{command}; {in_words(installed())}; {get_accelerator().device_name()}; "
         f"{ranks} ranks of {torch.get_num_threads()} thread, partition "
         f"{list(engine.partition)}, {engine.gradient_accumulation_steps()} micro-batches; load {load:.1f} ({busy}); "
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",

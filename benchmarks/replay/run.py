@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.forked import run_forked
-from benchmarks.launch import environment
 from benchmarks.ranks import start_rank
+from benchmarks.record import in_words, installed
 from benchmarks.replay.case import (
     CLOCKS,
     COSTS,
@@ -315,7 +315,8 @@ def main() -> None:
     parser.add_argument("--jitter", type=float, default=0.0, help="relative, of every layer and micro-batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--leave", type=_pair, nargs="+", default=[], metavar="BATCH:STAGES", help="after BATCH only STAGES are left"
+        "--leave", type=_leave_at, nargs="+", default=[], metavar="BATCH:STAGES",
+        help="after BATCH only STAGES are left",
     )
     parser.add_argument("--clock", choices=CLOCKS, default=CLOCKS[0])
     parser.add_argument("--costs", choices=COSTS, default=COSTS[0])
@@ -336,7 +337,7 @@ def main() -> None:
             case.load_trace()
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(environment(), IN_WORDS[options.clock], sep="\n", flush=True)
+    print(in_words(installed()), IN_WORDS[options.clock], sep="\n", flush=True)
     for result in run_cases(cases):
         print(describe(result), flush=True)
         if options.save:
@@ -344,8 +345,10 @@ def main() -> None:
                 file.write(json.dumps(result.as_values()) + "\n")
 
 
-def _pair(text: str) -> tuple[int, int]:
+def _leave_at(text: str) -> tuple[int, int]:
     batch, _, stages = text.partition(":")
+    if not (batch.isdigit() and stages.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be BATCH:STAGES, such as 20:3")
     return int(batch), int(stages)
 
 

@@ -1,6 +1,6 @@
 """Replay in virtual time against the simulator, and against sleeping replay, on 2 and 4 stages.
 
-    python -m benchmarks.replay.validate            # 8 minutes on two idle cores
+    python -m benchmarks.replay.validate            # 6 minutes on two idle cores
     python -m benchmarks.replay.validate --quick    # 2 minutes
 
 Every run is made three times. In virtual time without overheads, each batch is compared with what the simulator says
@@ -120,7 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batches", type=int)
-    parser.add_argument("--layer-ms", type=float)
+    parser.add_argument("--layer-ms", type=float, default=15.0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/paper"))
     add_force(parser)
@@ -130,8 +130,8 @@ def main() -> None:
     print(HEADER)
     found = []
     for comparison in run(
-        options.stages, options.batches or (8 if options.quick else 14),
-        options.layer_ms or (15.0 if options.quick else 30.0), SCENARIOS[:3] if options.quick else SCENARIOS,
+        options.stages, options.batches or (8 if options.quick else 10),
+        options.layer_ms, SCENARIOS[:3] if options.quick else SCENARIOS,
     ):
         found.append(comparison)
         print(row(comparison), flush=True)
