@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -49,7 +50,7 @@ def run_ranks(
         function: importable by name from a test module.
         num_ranks: world size.
         *args: picklable arguments.
-        timeout_s: after which the ranks that are still running are named and killed.
+        timeout_s: seconds without an answer after which the ranks that are still running are named and killed.
         may_die: ranks whose end is part of the test; when all others have answered, nobody waits for one that is
             stopped (SIGSTOP).
         may_leave: ranks that may end without an answer, with exit code 0.
@@ -146,18 +147,20 @@ def _collect(
     ranks: list[_Rank], timeout_s: float, may_die: Collection[int], may_leave: Collection[int]
 ) -> None:
     pending = {r.pipe: r for r in ranks}
-    deadline = time.monotonic() + timeout_s
+    deadline, grace = time.monotonic() + timeout_s, math.inf
     while pending and (left := deadline - time.monotonic()) > 0:
         if all(rank.rank in may_die and rank.is_stopped() for rank in pending.values()):
             break
         for pipe in wait(list(pending), timeout=min(left, _LOOK_S) if may_die else left):
             rank = pending.pop(pipe)  # type: ignore[call-overload]
             good = rank.receive()
+            deadline = time.monotonic() + timeout_s
             if not good and rank.rank in may_leave and rank.process.exitcode == 0:
                 rank.error = ""
             elif not good and rank.rank not in may_die:
                 # The others may wait for it for ever; a short grace shows errors of their own.
-                deadline = min(deadline, time.monotonic() + 5)
+                grace = time.monotonic() + 5
+        deadline = min(deadline, grace)
     for r in pending.values():
         if r.rank in may_die:
             continue
