@@ -1,4 +1,4 @@
-"""Record layer times of a real model, half of which freezes, for tests/decide/test_balancer.py.
+"""Record layer times of a real model, half of which freezes, for tests/decide/test_intervals.py.
 
     OMP_NUM_THREADS=1 python tests/data/record_freezing.py tests/data/recorded_freezing.json
 
