@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from scenarios.launch import free_port
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["benchmarks.preload"])
 _TAIL = 3000  # characters of a failed rank's output
@@ -21,18 +23,18 @@ class RankError(RuntimeError):
     """Ranks that failed, with the end of what each wrote."""
 
 
-def run_forked(function: Callable[..., None], num_ranks: int, port: int, *args: Any) -> Iterator[Any]:
+def run_forked(function: Callable[..., None], num_ranks: int, *args: Any) -> Iterator[Any]:
     """Call ``function(send, *args)`` in processes that have the environment of a launcher's ranks.
 
     Args:
         function: importable by name; what the first rank hands to its ``send`` is yielded here, as it comes.
         num_ranks: how many.
-        port: free on this machine, for the ranks to meet.
         *args: picklable arguments.
 
     Raises:
         RankError: if a rank raises or dies; the others are ended.
     """
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(num_ranks)]
         ours, theirs = _context.Pipe(duplex=False)

@@ -11,8 +11,6 @@ nothing left to be written and with the files of the turn before it removed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import shutil
 import statistics
@@ -24,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
 from benchmarks.overhead.migration import OPTIMIZERS
-from benchmarks.ranks import start_rank
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import environment, in_words
 from scenarios.report.interval import median_of_ratios
 
@@ -106,29 +103,25 @@ def row(name: str, times: dict[str, Times], size: int) -> str:
     )
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank; the first tells."""
+    for name in COMPARED:
+        send(row(name, *measure(build(name, options), options)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("depth", 8), ("hidden", 512), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/dynpipe-checkpoints")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        print(in_words(environment()), flush=True)
-        launch("benchmarks.checkpoint.main", 2, *(f"--{k}={v}" for k, v in vars(options).items()))
-        return
-    start_rank()
-    first = dist.get_rank() == 0
-    if first:
-        print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")
-        print("ratios to DeepSpeed's: medians of pairs (95% intervals)\n")
-        print("| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |")
-        print("|---|---|---|---|---|---|---|---|---|")
-    for name in COMPARED:
-        with contextlib.redirect_stdout(io.StringIO()):
-            times, size = measure(build(name, options), options)
-        if first:
-            print(row(name, times, size), flush=True)
-    dist.destroy_process_group()
+    print(in_words(environment()), flush=True)
+    print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")
+    print("ratios to DeepSpeed's: medians of pairs (95% intervals)\n")
+    print("| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for line in on_ranks(2, run_rank, options):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

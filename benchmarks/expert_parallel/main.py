@@ -6,15 +6,13 @@ python -m benchmarks.expert_parallel.main [--tokens 1024 --hidden 256 --experts 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
-from benchmarks.ranks import start_rank
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import environment, in_words
 from scenarios.gpt import GPTConfig
 from scenarios.moe import ExpertConfig, MoEMLP, set_expert_group
@@ -70,31 +68,31 @@ def measure(options: argparse.Namespace) -> dict[tuple[bool, float], list[tuple[
     return seconds
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank; the first tells."""
+    seconds = measure(options)
+    for share in SHARES:
+        cells = [f"{2 * share:.2f} of mean"]
+        for shared in (True, False):
+            wall_s, cpu_s = (statistics.median(times) for times in zip(*seconds[shared, share], strict=True))
+            own, even = ([cpu for _, cpu in seconds[shared, of]] for of in (share, SHARES[0]))
+            ratio = median_of_ratios(own, even)
+            cells += [f"{1e3 * wall_s:.1f}", f"{1e3 * cpu_s:.1f}", ratio.text(unit="")]
+        send("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("tokens", 1024), ("hidden", 256), ("experts", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        print(in_words(environment()), flush=True)
-        launch("benchmarks.expert_parallel.main", 2, *[f"--{k}={v}" for k, v in vars(options).items()])
-        return
-    start_rank()
-    seconds = measure(options)
-    if dist.get_rank() == 0:
-        print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")
-        print("Ratios are medians of pairs, with their 95% intervals.\n")
-        print("| busiest rank | shared, ms | CPU ms of the busiest | to even | each all, ms | CPU ms | to even |")
-        print("|---|---|---|---|---|---|---|")
-        for share in SHARES:
-            cells = [f"{2 * share:.2f} of mean"]
-            for shared in (True, False):
-                wall_s, cpu_s = (statistics.median(times) for times in zip(*seconds[shared, share], strict=True))
-                own, even = ([cpu for _, cpu in seconds[shared, of]] for of in (share, SHARES[0]))
-                ratio = median_of_ratios(own, even)
-                cells += [f"{1e3 * wall_s:.1f}", f"{1e3 * cpu_s:.1f}", ratio.text(unit="")]
-            print("| " + " | ".join(cells) + " |")
-    dist.destroy_process_group()
+    print(in_words(environment()), flush=True)
+    print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")
+    print("Ratios are medians of pairs, with their 95% intervals.\n")
+    print("| busiest rank | shared, ms | CPU ms of the busiest | to even | each all, ms | CPU ms | to even |")
+    print("|---|---|---|---|---|---|---|")
+    for line in on_ranks(2, run_rank, options):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ layer goes to the other stage or back after every batch.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
-from benchmarks.ranks import argument_list, leave, start_rank, take
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import (
     COLOURS,
     HATCHES,
@@ -131,6 +129,12 @@ def draw(values: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank."""
+    rows = [measure(name, options, always=always) for name in SCENARIOS for always in (False, True)]
+    send({"rows": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=20)
@@ -142,14 +146,9 @@ def main() -> None:
     force(options)
     if options.quick:
         options.batches = 4
-    if "RANK" not in os.environ:
-        values = {"environment": environment()}
-        launch("benchmarks.overhead.every_batch", 2, *argument_list(options))
-        report(values | take(options.out, NAME), options.out)
-        return
-    start_rank()
-    rows = [measure(name, options, always=always) for name in SCENARIOS for always in (False, True)]
-    leave(options.out, NAME, {"rows": rows})
+    found = environment()
+    [values] = on_ranks(2, run_rank, options)
+    report({"environment": found} | values, options.out)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@ python -m benchmarks.overhead.main [--quick]
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
-PARTS = ("planning", "profiling", "section", "migration", "every_batch")
+from benchmarks.overhead import every_batch, migration, planning, profiling, section
+
+PARTS: dict[str, Callable[[], None]] = {
+    "planning": planning.main, "profiling": profiling.main, "section": section.main, "migration": migration.main,
+    "every batch": every_batch.main,
+}
 
 
 def main() -> None:
-    for part in PARTS:
-        print(f"\n## {part.replace('_', ' ')}\n", flush=True)
-        subprocess.run([sys.executable, "-m", f"benchmarks.overhead.{part}", *sys.argv[1:]], check=True)
+    for name, measure in PARTS.items():  # by one process: their ranks share what is imported
+        print(f"\n## {name}\n", flush=True)
+        measure()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ bytes travel by one send and one recv between buffers that exist already: the le
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
-from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import Send, now_s, on_ranks
 from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
 from scenarios.report.interval import Estimate, median_of_ratios
@@ -145,6 +143,12 @@ def draw(values: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank."""
+    rows = [measure(name, hidden, options.moves) for name in options.optimizers for hidden in options.hidden]
+    send({"rows": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512, 1024])
@@ -157,14 +161,9 @@ def main() -> None:
     force(options)
     if options.quick:
         options.hidden, options.optimizers, options.moves = [512, 1024], list(QUICK), 7
-    if "RANK" not in os.environ:
-        values = {"environment": environment()}
-        launch("benchmarks.overhead.migration", 2, *argument_list(options))
-        report(values | take(options.out, NAME), options.out)
-        return
-    start_rank()
-    rows = [measure(name, hidden, options.moves) for name in options.optimizers for hidden in options.hidden]
-    leave(options.out, NAME, {"rows": rows})
+    found = environment()
+    [values] = on_ranks(2, run_rank, options)
+    report({"environment": found} | values, options.out)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ python -m benchmarks.overhead.profiling [--batches 100 --hidden 256 --quick]
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.launch import launch
-from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import Send, now_s, on_ranks
 from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
 from scenarios.report.interval import Estimate, median_of_ratios
@@ -95,6 +93,11 @@ def report(values: dict[str, Any], folder: Path) -> None:
     save_figure(figure, path)
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank."""
+    send(measure(options))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("depth", 4), ("hidden", 256), ("length", 128), ("batches", 100)):
@@ -106,13 +109,9 @@ def main() -> None:
     force(options)
     if options.quick:
         options.batches = 30
-    if "RANK" not in os.environ:
-        values = {"environment": environment()}
-        launch("benchmarks.overhead.profiling", 2, *argument_list(options))
-        report(values | take(options.out, NAME), options.out)
-        return
-    start_rank()
-    leave(options.out, NAME, measure(options))
+    found = environment()
+    [values] = on_ranks(2, run_rank, options)
+    report({"environment": found} | values, options.out)
 
 
 if __name__ == "__main__":

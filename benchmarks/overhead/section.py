@@ -9,7 +9,6 @@ so what is left are our instructions, the norm, and the question whether anythin
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from pathlib import Path
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
-from benchmarks.ranks import argument_list, leave, now_s, start_rank, take
+from benchmarks.ranks import Send, now_s, on_ranks
 from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 from scenarios.compare import silence
 from scenarios.report.interval import Estimate, median_of_ratios
@@ -140,6 +138,11 @@ def report(values: dict[str, Any], folder: Path) -> None:
     save_figure(figure, path)
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank."""
+    send({"rows": [measure(model, options.rounds) for model in options.models]})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=150)
@@ -151,13 +154,9 @@ def main() -> None:
     force(options)
     if options.quick:
         options.rounds = 40
-    if "RANK" not in os.environ:
-        values = {"environment": environment()}
-        launch("benchmarks.overhead.section", 2, *argument_list(options))
-        report(values | take(options.out, NAME), options.out)
-        return
-    start_rank()
-    leave(options.out, NAME, {"rows": [measure(model, options.rounds) for model in options.models]})
+    found = environment()
+    [values] = on_ranks(2, run_rank, options)
+    report({"environment": found} | values, options.out)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ python -m benchmarks.plain.main [--pairs 60 --deepspeed zero1_adamw]
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.launch import launch
-from benchmarks.ranks import start_rank
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import environment, in_words
 from scenarios.report.interval import median_of_ratios
 
@@ -94,6 +90,24 @@ def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
     )
 
 
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Compare on this rank; the first tells."""
+    dynamic, plain = (build(options, dynamic=kind) for kind in (True, False))
+    dynamic.profiling = not options.unprofiled
+    micro_batch = dynamic.train_micro_batch_size_per_gpu()
+    tokens = torch.randint(256, (micro_batch, options.length + 1), generator=torch.Generator().manual_seed(0))
+    batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
+    wall, cpu = compare(dynamic, plain, batches, options.pairs)
+    moved = "" if dynamic.partition == tuple(plain.module.parts) else f", moved to {dynamic.partition}"
+    send(f"{options.deepspeed}, depth {options.depth}, hidden {options.hidden}, {options.pairs} pairs{moved}")
+    send("| | DeepSpeed's, s | dynamic, s | median of the pairs' ratios (95% interval) | quartiles of the pairs |")
+    send("|---|---|---|---|---|")
+    send(row("wall time", wall))
+    send(row("CPU time of both ranks", cpu))
+    overhead = dynamic.overhead
+    send(f"own accounting: profiling {overhead.profiling_s / sum(d for d, _ in wall):.2%}, planning "
+          f"{overhead.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("depth", 8), ("hidden", 256), ("length", 128), ("pairs", 60)):
@@ -101,31 +115,9 @@ def main() -> None:
     parser.add_argument("--deepspeed", default="fp32_adamw", help="a DeepSpeed JSON, or a name in conf/deepspeed_json")
     parser.add_argument("--unprofiled", action="store_true", help="with profiling switched off on the dynamic engine")
     options = parser.parse_args()
-    if "RANK" not in os.environ:
-        print(in_words(environment()), flush=True)
-        values = {k: v for k, v in vars(options).items() if k != "unprofiled"}
-        flags = ["--unprofiled"] if options.unprofiled else []
-        launch("benchmarks.plain.main", 2, *[f"--{k}={v}" for k, v in values.items()], *flags)
-        return
-    start_rank()
-    with contextlib.redirect_stdout(io.StringIO()):
-        dynamic, plain = (build(options, dynamic=kind) for kind in (True, False))
-    dynamic.profiling = not options.unprofiled
-    micro_batch = dynamic.train_micro_batch_size_per_gpu()
-    tokens = torch.randint(256, (micro_batch, options.length + 1), generator=torch.Generator().manual_seed(0))
-    batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
-    wall, cpu = compare(dynamic, plain, batches, options.pairs)
-    if dist.get_rank() == 0:
-        moved = "" if dynamic.partition == tuple(plain.module.parts) else f", moved to {dynamic.partition}"
-        print(f"{options.deepspeed}, depth {options.depth}, hidden {options.hidden}, {options.pairs} pairs{moved}")
-        print("| | DeepSpeed's, s | dynamic, s | median of the pairs' ratios (95% interval) | quartiles of the pairs |")
-        print("|---|---|---|---|---|")
-        print(row("wall time", wall))
-        print(row("CPU time of both ranks", cpu))
-        overhead = dynamic.overhead
-        print(f"own accounting: profiling {overhead.profiling_s / sum(d for d, _ in wall):.2%}, planning "
-              f"{overhead.planning_s / sum(d for d, _ in wall):.2%}")  # fmt: skip
-    dist.destroy_process_group()
+    print(in_words(environment()), flush=True)
+    for line in on_ranks(2, run_rank, options):
+        print(line)
 
 
 if __name__ == "__main__":

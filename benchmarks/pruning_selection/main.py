@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.launch import launch
-from benchmarks.ranks import start_rank
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import environment, in_words
 from scenarios.pruning.gathering import keep_largest_by_gathering
 from scenarios.pruning.selection import Masks, keep_largest
@@ -60,21 +58,9 @@ def measure(select: Callable[[], Masks], repeats: int) -> tuple[float, int, Mask
     return statistics.median(times), total[0], masks
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        print(in_words(environment()), flush=True)
-        millions = [str(value) for value in options.millions]
-        launch("benchmarks.pruning_selection.main", 2, "--millions", *millions, "--repeats", str(options.repeats))
-        return
-    start_rank()
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank; the first tells."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    if rank == 0:
-        print("| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |")
-        print("|---|---|---|---|---|---|")
     for millions in options.millions:
         torch.manual_seed(rank)
         scores = {rank: [torch.randn(millions * 500_000).abs()]}
@@ -83,10 +69,20 @@ def main() -> None:
             radix = measure(lambda: keep_largest(scores, keep, 2, group, CPU)[0], options.repeats)  # noqa: B023
             gathered = measure(lambda: keep_largest_by_gathering(scores, keep, group), options.repeats)  # noqa: B023
             assert torch.equal(radix[2][rank][0], gathered[2][rank][0])
-            if rank == 0:
-                cells = [f"{value[1] / 1e3:,.0f} | {value[0] * 1e3:,.0f}" for value in (radix, gathered)]
-                print(f"| {millions} | {sparsity:.0%} | {cells[0]} | {cells[1]} |", flush=True)
-    dist.destroy_process_group()
+            cells = [f"{value[1] / 1e3:,.0f} | {value[0] * 1e3:,.0f}" for value in (radix, gathered)]
+            send(f"| {millions} | {sparsity:.0%} | {cells[0]} | {cells[1]} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(in_words(environment()), flush=True)
+    print("| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |")
+    print("|---|---|---|---|---|---|")
+    for line in on_ranks(2, run_rank, options):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,33 +2,33 @@
 
     python -m benchmarks.replay.record scenario=freezing
     python -m benchmarks.replay.record all             # the six scenarios, default model, about 10 minutes
-    python -m benchmarks.replay.record scenario=moe model.depth=8 run.batches=40 +record.out=moe_8.json
+    python -m benchmarks.replay.record scenario=moe model.depth=8 run.batches=40 --out moe_8.json
 
 Overrides are those of ``scenarios.train``. The trace says which machine it is from, and its load.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from benchmarks.launch import launch
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import in_words, installed
+from benchmarks.scenarios.contenders import read_settings
 from benchmarks.traces import Source, Trace, TraceBatch
 from dynpipe_ds import PipelineProfile
-from scenarios.settings import Settings, config_folder
+from scenarios.settings import Settings
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 FOLDER = Path(__file__).parents[1] / "traces" / "recorded"
@@ -107,7 +107,7 @@ def record(settings: Settings, command: str) -> Trace:
             # Hooks see a device's launches, not its work, so only a CPU's dispersion is known.
             batches.append(trace_batch(batch, profile, spread.tolist() if kind == "cpu" else ()))
         loads.append(os.getloadavg()[0])
-    ranks = torch.distributed.get_world_size()
+    ranks = dist.get_world_size()
     load = statistics.median(loads)
     busy = "others computed as well, so times are too long and noisy" if load > ranks + QUIET_LOAD else "quiet"
     source = Source(
@@ -123,33 +123,25 @@ def record(settings: Settings, command: str) -> Trace:
     return Trace(name, source, names, settings.run.batches, tuple(batches))
 
 
-@hydra.main(version_base=None, config_path=str(config_folder()), config_name="config")
-def _rank(config: DictConfig) -> None:
-    from scenarios.train import choose_threads, start_distributed
-
-    values: Any = OmegaConf.to_container(config, resolve=True)
-    out = (values.pop("record", None) or {}).get("out")
-    settings = Settings.from_mapping(values)
-    choose_threads(settings.run.threads)
-    start_distributed()
-    overrides = " ".join(word for word in sys.argv[1:] if "record.out" not in word)
-    trace = record(settings, f"python -m benchmarks.replay.record {overrides}")
-    if torch.distributed.get_rank() == 0:
-        print(trace.save(out or FOLDER / f"{settings.scenario}.json"), flush=True)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+def run_rank(send: Send, overrides: list[str], out: Path | None) -> None:
+    """Record on this rank; the first says where the trace is."""
+    settings = read_settings(overrides)
+    trace = record(settings, f"python -m benchmarks.replay.record {' '.join(overrides)}")
+    if dist.get_rank() == 0:
+        send(trace.save(out or FOLDER / f"{settings.scenario}.json"))
 
 
 def main() -> None:
-    if "RANK" in os.environ:
-        _rank()
-        return
-    overrides = sys.argv[1:]
-    if overrides[:1] == ["all"]:
-        for scenario in SCENARIOS:
-            launch("benchmarks.replay.record", 2, f"scenario={scenario}", *overrides[1:])
-        return
-    launch("benchmarks.replay.record", 2, *overrides)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="as of scenarios.train; 'all': every scenario")
+    parser.add_argument("--out", type=Path, help="file of the trace; default: benchmarks/traces/recorded/SCENARIO.json")
+    options = parser.parse_args()
+    first, *others = options.overrides
+    if first == "all" and options.out:
+        parser.error("--out: one file for six traces; record them one by one, or leave it out")
+    for scenario in [f"scenario={name}" for name in SCENARIOS] if first == "all" else [first]:
+        for path in on_ranks(2, run_rank, [scenario, *others], options.out):
+            print(path, flush=True)
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[Result]:
     for number, case in enumerate(cases):  # who has left is missing in the next run
         launches.setdefault((case.num_stages, case.replicas, number if case.leaves else ""), []).append(case)
     for (num_stages, replicas, _), here in launches.items():
-        yield from run_forked(replay_all, num_stages * replicas, free_port(), here)
+        yield from run_forked(replay_all, num_stages * replicas, here)
 
 
 def describe(result: Result) -> str:

@@ -6,9 +6,6 @@ python -m benchmarks.replicas.main [--replicas 3 4 --megabytes 10 30 100 --repea
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.launch import launch
-from benchmarks.ranks import start_rank
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import environment, in_words
 from scenarios.report.interval import median_of_ratios
 
@@ -75,22 +71,19 @@ def measure(engine: Any, megabytes: float, num_repeats: int) -> list[list[tuple[
     return found
 
 
-def rank_main(options: argparse.Namespace) -> None:
-    start_rank()
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine = build()
+def run_rank(send: Send, options: argparse.Namespace) -> None:
+    """Measure on this rank; the first tells."""
+    engine = build()
     for megabytes in options.megabytes:
         theirs, ours = measure(engine, megabytes, options.repeats)
-        if dist.get_rank() == 0:
-            (their_s, their_cpu_s), (our_s, our_cpu_s) = (
-                [statistics.median(times) for times in zip(*way, strict=True)] for way in (theirs, ours)
-            )
-            ratio = median_of_ratios([wall_s for wall_s, _ in ours], [wall_s for wall_s, _ in theirs])
-            print(
-                f"| {dist.get_world_size()} | {megabytes:g} | {1e3 * their_s:.1f} | {1e3 * our_s:.1f} | "
-                f"{ratio.text(unit='')} | {1e3 * their_cpu_s:.1f} | {1e3 * our_cpu_s:.1f} |", flush=True,
-            )  # fmt: skip
-    dist.destroy_process_group()
+        (their_s, their_cpu_s), (our_s, our_cpu_s) = (
+            [statistics.median(times) for times in zip(*way, strict=True)] for way in (theirs, ours)
+        )
+        ratio = median_of_ratios([wall_s for wall_s, _ in ours], [wall_s for wall_s, _ in theirs])
+        send(
+            f"| {dist.get_world_size()} | {megabytes:g} | {1e3 * their_s:.1f} | {1e3 * our_s:.1f} | "
+            f"{ratio.text(unit='')} | {1e3 * their_cpu_s:.1f} | {1e3 * our_cpu_s:.1f} |"
+        )
 
 
 def main() -> None:
@@ -99,16 +92,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[10, 30, 100])
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(options)
-        return
     print(in_words(environment(max(options.replicas))))
     print("Ratios are medians of the pairs', with their 95% intervals.\n")
     print("| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | ours / DeepSpeed's | CPU ms | ours |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for replicas in options.replicas:
-        megabytes = [str(m) for m in options.megabytes]
-        launch("benchmarks.replicas.main", replicas, f"--repeats={options.repeats}", "--megabytes", *megabytes)
+        for line in on_ranks(replicas, run_rank, options):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

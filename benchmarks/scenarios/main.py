@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import launch
-from benchmarks.ranks import argument_list, leave, start_rank, take
+from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import RESULTS, add_force, environment, force, save
 from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
@@ -25,30 +24,27 @@ SETTLED_FULL, SETTLED_QUICK = 32, 8
 """First batch of the windows at the end: all changes are over, and ours had time to notice."""
 
 
-def run_rank(options: argparse.Namespace) -> None:
-    """Train one scenario's runs on this rank; the first writes what came out."""
-    start_rank()
-    overrides = [f"scenario={options.scenario}", *(QUICK if options.quick else FULL)]
+def run_rank(send: Send, scenario: str, options: argparse.Namespace) -> None:
+    """Train one scenario's runs on this rank."""
+    overrides = [f"scenario={scenario}", *(QUICK if options.quick else FULL)]
     if options.quick:
-        overrides += EARLY[options.scenario]
+        overrides += EARLY[scenario]
     settings = read_settings([*overrides, *options.set])
     runs = build_runs(settings)
     train_in_turns(runs, settings)
     _, *windows = settings.run.windows()
-    values = {
+    send({
         "windows": [[window.start, window.stop] for window in windows],
         "settled": SETTLED_QUICK if options.quick else SETTLED_FULL,
         "num_batches": settings.run.batches,
         "runs": {name: as_values(run) for name, run in runs.items()},
-    }
-    leave(options.out, f"{NAME}.{options.scenario}", values)
+    })
 
 
 def measure(scenario: str, options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks for one scenario and read what they measured."""
     started = time.perf_counter()
-    launch("benchmarks.scenarios.main", 2, "--scenario", scenario, *argument_list(options))
-    values = take(options.out, f"{NAME}.{scenario}")
+    [values] = on_ranks(2, run_rank, scenario, options)
     print(f"{scenario}: {time.perf_counter() - started:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)
     return values
 
@@ -69,13 +65,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")
-    parser.add_argument("--scenario", help=argparse.SUPPRESS)
     add_force(parser)
     options = parser.parse_args()
     force(options)
-    if "RANK" in os.environ:
-        run_rank(options)
-        return
     values: dict[str, Any] = {"environment": environment(), "scenarios": {}}
     for name in options.only:
         values["scenarios"][name] = measure(name, options)

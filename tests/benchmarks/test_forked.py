@@ -12,7 +12,6 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.forked import RankError, run_forked
-from tests.distributed.ranks import reserved_port
 
 Send = Callable[[object], None]
 
@@ -35,8 +34,7 @@ def _fail(_: Send, how: str) -> None:
 
 
 def test_the_first_rank_is_heard() -> None:
-    with reserved_port() as port:
-        assert list(run_forked(_tell, 3, port, 5)) == [("0", "3", 5), ("0", "3", 6)]
+    assert list(run_forked(_tell, 3, 5)) == [("0", "3", 5), ("0", "3", 6)]
     assert not multiprocessing.active_children()
 
 
@@ -45,6 +43,6 @@ def test_the_first_rank_is_heard() -> None:
     ("dies", "rank 2 of 3 ended with code -9:\nlast words"),
 ])  # fmt: skip
 def test_a_rank_that_fails_alone_is_named_and_ends_the_others(how: str, said: str) -> None:
-    with reserved_port() as port, pytest.raises(RankError, match=said) as caught:
-        list(run_forked(_fail, 3, port, how))
+    with pytest.raises(RankError, match=said) as caught:
+        list(run_forked(_fail, 3, how))
     assert "rank 0" not in str(caught.value) and not multiprocessing.active_children()

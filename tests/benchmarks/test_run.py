@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ranks, readme, record
+from benchmarks import readme, record
 from benchmarks.overhead import every_batch, migration
 from benchmarks.overhead.main import PARTS
 from benchmarks.run import EXPERIMENTS, Experiment, keep, run
@@ -155,15 +155,3 @@ def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path:
     about["load"] = 40.4
     (tmp_path / "scenarios" / "scenarios.json").write_text(json.dumps(scenarios), encoding="utf-8")
     assert readme.performance(tmp_path).startswith("BUSY MACHINE: the load is 40.4 on ")
-
-
-def test_options_survive_the_launcher() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--hidden", type=int, nargs="+")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--set", nargs="+", default=[])
-    parser.add_argument("--none", nargs="+", default=[])
-    options = parser.parse_args(["--hidden", "1", "2", "--quick", "--set", "a.b=[1,2]"])
-    assert parser.parse_args(ranks.argument_list(options)) == options
