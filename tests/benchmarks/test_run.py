@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import readme, record
 from benchmarks.overhead import every_batch, migration
-from benchmarks.overhead.main import PARTS
 from benchmarks.run import EXPERIMENTS, Experiment, keep, run
 from benchmarks.scenarios.contenders import UNIFORM
 from scenarios import machine
@@ -27,7 +26,6 @@ def test_every_command_can_be_started() -> None:
         for full in (False, True):
             for module in experiment.command(full=full)[2:3]:
                 assert importlib.util.find_spec(module) is not None, module
-    assert all(importlib.util.find_spec(f"benchmarks.overhead.{part}") for part in PARTS)
 
 
 def test_full_is_quick_unless_it_says_otherwise() -> None:
