@@ -147,13 +147,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--models", nargs="+", default=["12x64x32", "8x256x128"], help="blocks x hidden x length")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller models")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead")
     add_force(parser)
     options = parser.parse_args()
     force(options)
     if options.quick:
-        options.rounds = 40
+        options.rounds, options.models = 40, ["12x64x32", "8x128x64"]
     found = environment()
     [values] = on_ranks(2, run_rank, options)
     report({"environment": found} | values, options.out)
