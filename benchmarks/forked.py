@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from scenarios.launch import free_port
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["benchmarks.preload"])
 _TAIL = 3000  # characters of a failed rank's output
-# Who waits for the server has its ranks' processor time among that of its own children, not among that of others.
-atexit.register(forkserver._forkserver._stop)
 
 
 class RankError(RuntimeError):

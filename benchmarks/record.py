@@ -152,6 +152,16 @@ def ended(values: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def ending(values: Mapping[str, Any]) -> list[str]:
+    """What a benchmark that only prints says at its end: one line if the machine became busy, none if not.
+
+    Args:
+        values: of :func:`environment`.
+    """
+    before = reasons(values)
+    return busy_words([reason for reason in reasons(ended(values)) if reason not in before])
+
+
 def _machine(values: Mapping[str, Any], threads: int) -> str:
     return f"{values['cpu']}, {values['cores']} cores, torch {values['torch']}, {threads} threads"
 

@@ -26,7 +26,6 @@ from benchmarks.record import (
     RESULTS,
     ROOT,
     add_force,
-    ended,
     environment,
     force,
     head,
@@ -95,19 +94,19 @@ def run(
         print(line, end="", flush=True)
         lines.append(line)
     code = process.wait()
-    about = ended(before)
     told = [line.strip() for line in lines if line.startswith(BUSY)]  # by the benchmark itself
-    judged = bool(told) or (not experiment.writes and bool(reasons(about)))  # who writes itself judges itself
-    beside = judged and not about["forced"]
+    judged = bool(told) or (not experiment.writes and bool(reasons(before)))  # who writes itself judges itself
+    beside = judged and not before["forced"]
     if not experiment.writes and code == 0:
         own = folder / experiment.name
         own.mkdir(parents=True, exist_ok=True)
-        text = "\n\n".join([*([] if told else head(about)), "".join(lines), in_words(about)])
-        remember(about, folder / "machines.json")
+        rest = "".join(line for line in lines if not line.startswith(BUSY))
+        text = "\n\n".join([*(told or head(before)), rest, in_words(before)])
+        remember(before, folder / "machines.json")
         (own / ("output.busy.md" if beside else "output.md")).write_text(text + "\n", encoding="utf-8")
     return {
         "name": experiment.name, "command": " ".join(command[1:]), "seconds": time.perf_counter() - started,
-        "exit_code": code, "busy": beside, "environment": about,
+        "exit_code": code, "busy": beside, "environment": before,
     }
 
 

@@ -11,7 +11,7 @@ import importlib
 import torch
 
 from benchmarks.layers.case import measure
-from benchmarks.record import environment, in_words
+from benchmarks.record import ending, environment, in_words
 from dynpipe_ds.reporting import format_table
 
 # Modules benchmarks.layers.<name>, each with cases(), which gives its Case objects.
@@ -24,7 +24,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(in_words(environment(threads=1)))
+    found = environment(threads=1)
+    print(in_words(found))
     rows = [["scenario", "amount", "operations", "time (95% interval)", "layer ms", "dense ms"]]
     for name in [options.scenario] if options.scenario else SCENARIOS:
         for case in importlib.import_module(f"benchmarks.layers.{name}").cases():
@@ -35,6 +36,7 @@ def main() -> None:
             ])  # fmt: skip
             print("  ".join(rows[-1]), flush=True)
     print("\nshares of the dense layer's, forward and backward\n" + format_table(rows))
+    print(*ending(found), sep="\n", end="")
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     force(options)
     if options.quick:
-        options.rounds, options.models = 40, ["12x64x32", "8x128x64"]
+        options.rounds, options.models = 24, ["12x64x32", "8x128x64"]
     found = environment()
     [values] = on_ranks(2, run_rank, options)
     report({"environment": found} | values, options.out)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import environment, in_words
+from benchmarks.record import ending, environment, in_words
 from scenarios.report.interval import median_of_ratios
 
 WARMUP = 4  # pairs that are not counted
@@ -115,9 +115,11 @@ def main() -> None:
     parser.add_argument("--deepspeed", default="fp32_adamw", help="a DeepSpeed JSON, or a name in conf/deepspeed_json")
     parser.add_argument("--unprofiled", action="store_true", help="with profiling switched off on the dynamic engine")
     options = parser.parse_args()
-    print(in_words(environment()), flush=True)
+    found = environment()
+    print(in_words(found), flush=True)
     for line in on_ranks(2, run_rank, options):
         print(line)
+    print(*ending(found), sep="\n", end="")
 
 
 if __name__ == "__main__":

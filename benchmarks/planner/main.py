@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.record import environment, in_words
+from benchmarks.record import ending, environment, in_words
 from dynpipe_ds.partition import Plan, StageMemory, balanced, diffusion, optimal
 
 # (layers, stages) for all partitioners. DeepSpeed's takes about layers^2 * stages steps.
@@ -31,10 +31,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="runs of which the median is shown")
     parser.add_argument("--samples", type=int, default=100, help="random models a quality row")
     arguments = parser.parse_args()
-    print(in_words(environment(threads=1)), end="\n\n")
+    found = environment(threads=1)
+    print(in_words(found), end="\n\n")
     balanced([1.0, 1.0], 2)  # loads DeepSpeed, which takes seconds the first time
     print_times(arguments.budget, arguments.repeats)
     print_quality(arguments.samples)
+    print(*ending(found), sep="\n", end="")
 
 
 def print_times(budget_s: float, repeats: int) -> None:

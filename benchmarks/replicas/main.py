@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import environment, in_words
+from benchmarks.record import ending, environment, in_words
 from scenarios.report.interval import median_of_ratios
 
 LAYER_MEGABYTES = 4.2  # of 1024 x 1024 floats and as many biases as outputs
@@ -92,13 +92,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[10, 30, 100])
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    print(in_words(environment(max(options.replicas))))
+    found = environment(max(options.replicas))
+    print(in_words(found))
     print("Ratios are medians of the pairs', with their 95% intervals.\n")
     print("| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | ours / DeepSpeed's | CPU ms | ours |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for replicas in options.replicas:
         for line in on_ranks(replicas, run_rank, options):
             print(line, flush=True)
+    print(*ending(found), sep="\n", end="")
 
 
 if __name__ == "__main__":

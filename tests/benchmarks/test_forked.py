@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -48,27 +46,3 @@ def test_a_rank_that_fails_alone_is_named_and_ends_the_others(how: str, said: st
     with pytest.raises(RankError, match=said) as caught:
         list(run_forked(_fail, 3, how))
     assert "rank 0" not in str(caught.value) and not multiprocessing.active_children()
-
-
-@pytest.mark.exhaustive
-def test_what_ranks_computed_is_the_programs_own() -> None:
-    """Its starter sees their processor seconds when the program has ended; else they would be those of others."""
-    code = (
-        "import time\n"
-        "from benchmarks.forked import run_forked\n"
-        "from tests.benchmarks.test_forked import _compute\n"
-        "list(run_forked(_compute, 1)); print(time.process_time())"
-    )
-    before_s = _children_s()
-    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
-    assert _children_s() - before_s - float(done.stdout.split()[-1]) > 3.0
-
-
-def _compute(_: Send) -> None:
-    while time.process_time() < 3.0:
-        pass
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

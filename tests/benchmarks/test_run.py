@@ -15,6 +15,7 @@ from benchmarks.overhead import every_batch, migration
 from benchmarks.run import EXPERIMENTS, Experiment, keep, run
 from benchmarks.scenarios.contenders import UNIFORM
 from scenarios import machine
+from scenarios.machine import Reading
 from tests.benchmarks.test_record import BUSY, IDLE
 from tests.benchmarks.test_scenarios import OURS_CUTS, example
 
@@ -153,3 +154,13 @@ def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path:
     about["load"] = 40.4
     (tmp_path / "scenarios" / "scenarios.json").write_text(json.dumps(scenarios), encoding="utf-8")
     assert readme.performance(tmp_path).startswith("BUSY MACHINE: the load is 40.4 on ")
+
+
+def test_a_machine_that_becomes_busy_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a benchmark that only prints; once, and nothing that it has told at its start."""
+    monkeypatch.setattr(machine, "since", lambda _: Reading(cores=2, others=0.9, programs={"cc": 0.9}))
+    for before in (IDLE, BUSY):
+        about = {**record.environment(reading=before), "began": machine.count()}
+        assert record.ending(about) == machine.busy_words(["while it ran, others use 0.9 of 2 processors (cc 0.9)"])
+    monkeypatch.setattr(machine, "since", lambda _: Reading(cores=2, others=0.1))
+    assert record.ending(about) == []

@@ -389,7 +389,11 @@ def test_who_ends_it_ends_what_it_started(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     script = [sys.executable, "-c", COMPILES]
     command = [sys.executable, "-m", "dynpipe_ds", "try", "--folder", str(tmp_path / "out"), "--", *script]
-    tried = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # A shell lets what it starts in the background ignore Ctrl-C, and so what that starts.
+    tried = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     log = tmp_path / "out" / "run-1" / "output.log"
     while not (log.exists() and log.read_text()):
         assert tried.poll() is None
