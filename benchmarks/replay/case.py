@@ -24,7 +24,7 @@ PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are s
 CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
 CLOCKS = ("virtual", "sleeping")
-COSTS = ("calibrated", "none")
+COSTS = ("calibrated", "unscaled", "none")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Case:
         jitter: of every layer's seconds from one micro-batch to the next, relative, besides the trace's dispersion.
         leaves: workers that drop out: after so many batches training goes on with so many stages; pairs, ascending.
         clock: ``"virtual"``: nobody sleeps, time is counted; ``"sleeping"``: layers sleep.
-        costs: what all but the layers takes in virtual time: ``"calibrated"`` or ``"none"``.
+        costs: what all but the layers takes in virtual time: ``"calibrated"``; ``"unscaled"``, the same but that moved
+            bytes are those of the replay's small layers, as in sleeping replay; or ``"none"``.
     """
 
     trace: str
@@ -159,7 +160,7 @@ class Case:
 
     def known_costs(self) -> Costs:
         """What all but the layers takes in virtual time."""
-        return kept_costs() if self.costs == "calibrated" else Costs()
+        return Costs() if self.costs == "none" else kept_costs()
 
     def micro_batch_factors(self, moment: TraceBatch, batch: int, replica: int = 0) -> np.ndarray:
         """``(L, M)`` factors of the layers' seconds, log-normal with mean 1, the trace's dispersion and the jitter.

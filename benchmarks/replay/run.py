@@ -64,7 +64,8 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         finally:
             use_clock(None)
     else:
-        with virtual_time(VirtualClock(case.known_costs(), byte_scale=1 / parameter_scale(case))) as virtual:
+        byte_scale = 1.0 if case.costs == "unscaled" else 1 / parameter_scale(case)
+        with virtual_time(VirtualClock(case.known_costs(), byte_scale)) as virtual:
             yield virtual
 
 

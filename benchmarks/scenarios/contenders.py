@@ -82,14 +82,18 @@ class TimedRun:
             )
 
 
-def build_runs(settings: Settings) -> dict[str, TimedRun]:
+def build_runs(settings: Settings, names: Sequence[str] = RUNS) -> dict[str, TimedRun]:
     """Build the runs; they read the same data.
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
+
+    Args:
+        settings: the scenario's.
+        names: of :data:`RUNS`, in their order.
     """
     tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     runs: dict[str, TimedRun] = {}
-    for name in RUNS:
+    for name in names:
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:

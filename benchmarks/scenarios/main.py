@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import RESULTS, add_force, environment, force, save
-from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
+from benchmarks.scenarios.contenders import EARLY, RUNS, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
 from benchmarks.scenarios.summary import text
 
@@ -30,7 +30,7 @@ def run_rank(send: Send, scenario: str, options: argparse.Namespace) -> None:
     if options.quick:
         overrides += EARLY[scenario]
     settings = read_settings([*overrides, *options.set])
-    runs = build_runs(settings)
+    runs = build_runs(settings, RUNS[1:] if options.quick else RUNS)  # without the dense model: it is in no ratio
     train_in_turns(runs, settings)
     _, *windows = settings.run.windows()
     send({

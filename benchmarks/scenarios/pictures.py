@@ -35,6 +35,8 @@ def save_rates(scenarios: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     width, summaries = 0.2, {name: summarise(values) for name, values in scenarios.items()}
     for number, (run, colour, hatch) in enumerate(_BARS):
         for place, summary in enumerate(summaries.values()):
+            if run == DENSE and run not in summary.tokens_per_s:
+                continue
             same = run == PARAMETERS and run not in summary.tokens_per_s
             spread = summary.tokens_per_s[UNIFORM if same else run]
             median, least, greatest = (

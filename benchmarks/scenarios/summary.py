@@ -167,7 +167,9 @@ def row(name: str, values: Mapping[str, Any]) -> list[str]:
     s = summarise(values)
 
     def rate(run: str) -> str:
-        return f"{s.tokens_per_s[run].median:,.0f}" if run in s.tokens_per_s else "the same cut"
+        if run not in s.tokens_per_s:
+            return "the same cut" if run == PARAMETERS else "not run"
+        return f"{s.tokens_per_s[run].median:,.0f}"
 
     return [
         name, rate(DENSE), rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",

@@ -87,7 +87,7 @@ def test_a_batch_of_replicas_ends_with_the_slowest() -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"clock": "sundial"}, "clock = 'sundial': must be one of virtual, sleeping"),
-    ({"costs": "some"}, "costs = 'some': must be one of calibrated, none"),
+    ({"costs": "some"}, "costs = 'some': must be one of calibrated, unscaled, none"),
     ({"num_micro_batches": 0}, "num_micro_batches = 0: must be >= 1"),
     ({"replicas": 0}, "replicas = 0: must be >= 1"),
     ({"jitter": -0.1}, "jitter = -0.1: must be >= 0 and finite"),

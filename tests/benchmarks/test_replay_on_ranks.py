@@ -87,12 +87,14 @@ def test_virtual_time_is_what_the_simulator_says() -> None:
 def test_what_is_stated_is_charged() -> None:
     """The library's work beside the batches, moved bytes by their bandwidth; a run is its batches, to the last bit."""
     case = case_of("model:freezing:6", "optimal:time")
-    (result, _), (free, _) = run_ranks(_replay_all, 2, [case, replace(case, costs="none")])[0]
+    others = [replace(case, costs=costs) for costs in ("unscaled", "none")]
+    (result, _), (unscaled, _), (free, _) = run_ranks(_replay_all, 2, [case, *others])[0]
     costs = case.known_costs()
     assert [move.plan_s for move in result.moves] == pytest.approx([costs.work_s["decide"]] * len(result.moves))
-    for move in result.moves:
-        told_s = costs.work_s["move"] + move.bytes_moved / result.parameter_scale / costs.bytes_per_s
-        assert move.migrate_s == pytest.approx(told_s), "of two stages one sends all that the other receives"
+    for run, scale in ((result, result.parameter_scale), (unscaled, 1.0)):
+        for move in run.moves:
+            told_s = costs.work_s["move"] + move.bytes_moved / scale / costs.bytes_per_s
+            assert move.migrate_s == pytest.approx(told_s), "of two stages one sends all that the other receives"
     assert result.wall_s == pytest.approx(sum(result.batches_s[WARM_UP:]))
     profile_s = costs.work_s["profile"] + costs.work_s["observe"]
     assert result.profiling_s == pytest.approx((BATCHES - WARM_UP) * profile_s)

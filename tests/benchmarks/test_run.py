@@ -39,7 +39,8 @@ def test_output_is_kept_and_failures_are_told(tmp_path: Path) -> None:
     printing = Experiment("printing", "json.tool --help", writes=False)
     done = run(printing, printing.command(full=False), tmp_path, IDLE)
     failing = Experiment("failing", "json.tool /nowhere.json", writes=False)
-    failed = run(failing, failing.command(full=False), tmp_path, IDLE)
+    failed = run(failing, failing.command(full=False), tmp_path)
+    keep([done, failed], tmp_path)
     assert done["exit_code"] == 0 and "usage" in (tmp_path / "printing" / "output.md").read_text()
     assert failed["exit_code"] != 0 and not (tmp_path / "failing").exists()
     assert not done["busy"] and list(json.loads((tmp_path / "machines.json").read_text()).values()) == [IDLE.kernel_s]

@@ -25,6 +25,7 @@ from benchmarks.scenarios.contenders import (
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
+from benchmarks.scenarios.pictures import save_rates
 from benchmarks.scenarios.summary import HEAD, row, summarise
 from tests.benchmarks.test_record import IDLE
 from tests.distributed.ranks import run_ranks
@@ -179,3 +180,10 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
     assert "the same cut" in (tmp_path / "scenarios.md").read_text()
+
+
+def test_the_quick_set_has_no_dense_model(tmp_path: Path) -> None:
+    values = example()
+    del values["runs"][DENSE]
+    assert row("freezing", values)[1:4] == ["not run", *row("freezing", example())[2:4]]
+    assert save_rates({"freezing": values}, tmp_path / "rates").is_file()
