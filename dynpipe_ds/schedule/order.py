@@ -141,21 +141,36 @@ class Order:
     def _check(self, stage: int, stream: Sequence[Instruction]) -> None:
         """Each instruction of this place once, and after what it needs."""
         ops = self._ops(stage)
-        wanted, optional = (self._all_of(which) for which in (ops, [Op.BACKWARD_WEIGHT]))
-        position = {instruction: i for i, instruction in enumerate(stream)}
-        wrong = sorted(wanted ^ (position.keys() - optional))
-        wrong = wrong or [one for i, one in enumerate(stream) if position[one] != i]
-        if wrong:
+        positions: list[dict[int, int]] = [{} for _ in Op]  # by op and micro-batch; the first, if it is there twice
+        for i, (op, micro_batch) in enumerate(stream):
+            positions[op].setdefault(micro_batch, i)
+        if wrong := self._wrong(ops, stream, positions):
             raise ValueError(
-                f"stage {stage} of {self.num_stages} runs {wrong[0]} {list(stream).count(wrong[0])} times; it must run "
+                f"stage {stage} of {self.num_stages} runs {wrong} {list(stream).count(wrong)} times; it must run "
                 f"{', '.join(_LETTERS[op] for op in ops)} of each of {self.num_micro_batches} micro-batches once"
             )
         for first, second in _BEFORE:
-            for m in range(self.num_micro_batches):
-                before, after = Instruction(first, m), Instruction(second, m)
-                if position.get(after, len(stream)) < position.get(before, -1):
-                    raise ValueError(f"stage {stage} of {self.num_stages} runs {after} before {before}, which it needs")
+            before = positions[first]
+            for m, position in positions[second].items():
+                if position < before.get(m, -1):
+                    raise ValueError(
+                        f"stage {stage} of {self.num_stages} runs {Instruction(second, m)} before "
+                        f"{Instruction(first, m)}, which it needs"
+                    )
         self._check_sums(stage)
+
+    def _wrong(
+        self, ops: Sequence[Op], stream: Sequence[Instruction], positions: Sequence[dict[int, int]]
+    ) -> Instruction | None:
+        """An instruction that is missing, there twice, or not of this place."""
+        all_of_them = set(range(self.num_micro_batches))
+        for op, found in zip(Op, positions, strict=True):
+            wanted = all_of_them if op in ops else found.keys() & all_of_them if op is Op.BACKWARD_WEIGHT else set()
+            if odd := wanted ^ found.keys():
+                return Instruction(op, min(odd))
+        if len(stream) == sum(map(len, positions)):
+            return None
+        return next(one for i, one in enumerate(stream) if positions[one.op][one.micro_batch] != i)
 
     def _check_sums(self, stage: int) -> None:
         """Gradients of weights in the order of micro-batches, where some are computed apart."""
@@ -168,9 +183,6 @@ class Order:
                     f"stage {stage} of {self.num_stages} runs {first} before {second}: gradients of weights must be "
                     "added up in the order of micro-batches, or the sums round differently"
                 )
-
-    def _all_of(self, ops: Sequence[Op]) -> set[Instruction]:
-        return {Instruction(op, m) for op in ops for m in range(self.num_micro_batches)}
 
     def _ops(self, stage: int) -> list[Op]:
         ops = [Op.FORWARD, Op.BACKWARD]
