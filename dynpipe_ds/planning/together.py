@@ -9,13 +9,13 @@ from math import inf
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.partition.neighbours import Cuts, neighbours, own_cuts
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
 from dynpipe_ds.planning.listing import list_order
+from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import EFFORT, SAME, PlannedOrder, first_policies, fits, plan_order
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, table
@@ -142,7 +142,7 @@ def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
     if not fitting:
         raise ValueError(
             f"candidates = {[list(start) for start in starts]}: none is allowed by pinned cuts and empty stages, with "
-            f"its state and one micro-batch within worker_bytes = {list(case.worker_bytes)}; give another partition or "
+            f"its state and one micro-batch within worker_bytes = {case.worker_bytes}; give another partition or "
             "raise the cap"
         )
     return fitting
@@ -169,14 +169,10 @@ class _Case:
         links_s: tuple[Seconds, Seconds],
     ) -> None:
         self.profile, self.problem, self.links_s = profile, problem, links_s
-        count, layers = profile.num_micro_batches, profile.layers
+        layers = profile.layers
         self.weight_s = [0.0] * len(layers) if weight_s is None else list(weight_s)
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
-        memory = StageMemory(profile.state_bytes(), profile.activation_bytes(), count, worker_bytes or 0)
-        if worker_bytes is None:
-            self.worker_bytes = (max(memory.stage_bytes(present)),) * problem.num_stages
-        else:
-            self.worker_bytes = memory.caps(problem.num_stages)
+        self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.policies = first_policies(problem.num_stages, _QUICK)
         starts = list(problem.starts)
         by_layer: dict[str, list[float] | list[int]] = {
@@ -195,10 +191,8 @@ class _Case:
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
         )
 
-    def caps(self, cuts: Cuts) -> list[int]:
-        """Bytes that are left for activations on every stage."""
-        state = np.diff(self.until["state"][list(cuts)]).tolist()
-        return [most - held for most, held in zip(self.worker_bytes, state, strict=True)]
+    def caps(self, cuts: Cuts) -> tuple[int, ...]:
+        return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
 
     def least_s(self, candidates: Sequence[Cuts]) -> FloatArray:
         """Lower bounds of many partitions; infinite for those that don't fit."""

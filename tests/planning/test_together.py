@@ -112,7 +112,7 @@ def test_refusals() -> None:
         plan_batch(profile, [])
     with pytest.raises(ValueError, match=r"candidates = \[\[0, 3, 6\]\]: none is allowed by pinned cuts"):
         plan_batch(profile, [(0, 3, 6)], pinned=[3])
-    with pytest.raises(ValueError, match=r"within worker_bytes = \[3000, 3000\]; give another partition or raise"):
+    with pytest.raises(ValueError, match=r"within worker_bytes = 3000; give another partition or raise"):
         plan_batch(profile, [(0, 3, 6)], worker_bytes=3000)
     with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 6"):
         plan_batch(replace(profile, num_micro_batches=2), [(0, 3, 5)])
