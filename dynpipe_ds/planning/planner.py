@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from math import inf
 
 from dynpipe_ds.planning.bounds import least_seconds
 from dynpipe_ds.planning.listing import Listing, Policy, list_order
@@ -78,7 +77,7 @@ def plan_order(
     usual = simulate(workload, "1f1b", sends="buffered")
     caps = checked_caps(workload, activation_caps, usual)
     least_s = least_seconds(workload)
-    listing = best_listing(workload, caps, least_s, effort)
+    listing = _shortest(workload, caps, least_s, effort)
     if fits(usual, caps) and usual.makespan_s <= listing.seconds * (1 + SAME):
         return PlannedOrder(order_of("1f1b", workload.num_micro_batches, workload.num_stages), usual, least_s)
     order = listing.order(workload.num_micro_batches)
@@ -86,27 +85,16 @@ def plan_order(
     return PlannedOrder(order, simulate(workload, order, sends="buffered"), least_s)
 
 
-def best_listing(
-    workload: Workload, caps: Sequence[int], least_s: float, effort: int, *, limit_s: float = inf
-) -> Listing:
-    """The shortest of several runs; of equal ones the first.
-
-    Args:
-        workload: seconds and bytes.
-        caps: S most bytes of activations.
-        least_s: seconds at which to stop, since nothing is shorter.
-        effort: as for :func:`plan_order`.
-        limit_s: runs that are longer are given up.
-    """
-    most_tries = max(2, effort // num_computations(workload))
-    best: Listing | None = None
-    for policy in first_policies(workload.num_stages, most_tries):
-        found = list_order(workload, caps, policy, limit_s=limit_s)
-        if best is None or found.seconds < best.seconds:
-            best, limit_s = found, min(limit_s, found.seconds)
+def _shortest(workload: Workload, caps: Sequence[int], least_s: float, effort: int) -> Listing:
+    """Of several runs; of equal ones the first. Nothing is shorter than ``least_s``, so the tries end there."""
+    policies = first_policies(workload.num_stages, max(2, effort // num_computations(workload)))
+    best = list_order(workload, caps, policies[0])
+    for policy in policies[1:]:
         if best.seconds <= least_s * (1 + SAME):
             break
-    assert best is not None
+        found = list_order(workload, caps, policy, limit_s=best.seconds)
+        if found.seconds < best.seconds:
+            best = found
     return best
 
 

@@ -165,7 +165,9 @@ class Order:
         """An instruction that is missing, there twice, or not of this place."""
         all_of_them = set(range(self.num_micro_batches))
         for op, found in zip(Op, positions, strict=True):
-            wanted = all_of_them if op in ops else found.keys() & all_of_them if op is Op.BACKWARD_WEIGHT else set()
+            wanted = all_of_them if op in ops else set()
+            if op is Op.BACKWARD_WEIGHT:  # a stage may split the backward of any
+                wanted = all_of_them & found.keys()
             if odd := wanted ^ found.keys():
                 return Instruction(op, min(odd))
         if len(stream) == sum(map(len, positions)):
