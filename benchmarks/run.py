@@ -63,6 +63,7 @@ EXPERIMENTS = (
     Experiment("scenarios", "benchmarks.scenarios.main --quick", "benchmarks.scenarios.main"),
     Experiment("overhead", "benchmarks.overhead.main --quick", "benchmarks.overhead.main"),
     Experiment("planner", "", "benchmarks.planner.main", writes=False),
+    Experiment("orders", "", "benchmarks.planner.orders --each", writes=False),
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),

@@ -13,7 +13,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule as theirs
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.schedule import Order, order_of
+from dynpipe_ds.schedule import Instruction, Op, Order, order_of
 from dynpipe_ds.simulation import (
     Interval,
     ScheduleName,
@@ -278,6 +278,13 @@ def test_a_profile_and_a_partition() -> None:
     assert workload.forward_s.tolist() == [[3.0], [6.0]] and workload.backward_s.tolist() == [[4.0], [8.0]]
     assert workload.activation_bytes == (10, 5) and workload.num_micro_batches == 3
     assert Workload.from_profile(profile, num_micro_batches=9).num_micro_batches == 9
+    assert not workload.weight_s.any() and workload.weight_bytes == (10, 5)
+    split = Workload.from_profile(
+        profile, [0, 2, 3], speeds=[1.0, 0.5], weight_s=[1.0, 0.5, 3.0], weight_bytes=[1, 2, 4]
+    )
+    assert split.weight_s.tolist() == [[1.5], [6.0]] and split.weight_bytes == (3, 4)
+    with pytest.raises(ValueError, match="weight_s has 2 numbers for 3 layers: need one for each"):
+        Workload.from_profile(profile, weight_s=[1.0, 0.5])
     found = predicted(profile, [(0, 1, 3), (0, 2, 3)])
     assert found == [simulate(Workload.from_profile(profile, cut)).makespan_s for cut in ((0, 1, 3), (0, 2, 3))]
     with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 3"):
@@ -316,6 +323,67 @@ def test_an_order_of_ones_own() -> None:
     assert streams_of("gpipe", 2, 2) == [list(stream) for stream in order_of("gpipe", 2, 2).stages]
 
 
+def test_a_split_backward() -> None:
+    """By hand. Stage 1 gives the gradient back after B and computes those of its weights at the end."""
+    workload = Workload(
+        [1.0, 1.0], [2.0, 2.0], 2, weight_s=[0.5, 1.0], activation_bytes=[10, 7], weight_bytes=[9, 3]
+    )
+    order = Order.parse("F0 SA0 F1 SA1 RG0 B0 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1 W0 W1")
+    result = simulate(workload, order, sends="buffered", timeline=True)
+    assert intervals(result, 0) == [
+        ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 3), ("backward", 0, 3, 5), ("backward", 1, 5, 7),
+    ]
+    assert intervals(result, 1) == [
+        ("wait", 0, 0, 1), ("forward", 0, 1, 2), ("backward", 0, 2, 3), ("forward", 1, 3, 4), ("backward", 1, 4, 5),
+        ("weight", 0, 5, 6), ("weight", 1, 6, 7),
+    ]
+    assert result.makespan_s == result.batch_s == 7 and simulate(workload).makespan_s == 9
+    first, last = result.stages
+    assert (first.busy_s, first.waiting_s, first.drain_s) == (6, 1, 0)
+    assert (last.fill_s, last.busy_s, last.waiting_s, last.drain_s) == (1, 6, 0, 0), "a weight gradient is work"
+    assert (first.peak_micro_batches, first.peak_activation_bytes) == (2, 20)
+    assert (last.peak_micro_batches, last.peak_activation_bytes) == (2, 3 + 7), "W0 is open while F1 runs"
+
+
+def test_bytes_between_b_and_w() -> None:
+    """More may be held then than before B; a whole backward leaves nothing."""
+    order = Order.parse("F0 B0 W0 F1 B1")
+    for weight_bytes, peak in (((), 10), ([25], 25), ([3], 10)):
+        workload = Workload([1.0], [[3.0, 2.0]], 2, weight_s=1.0, activation_bytes=[10], weight_bytes=weight_bytes)
+        result = simulate(workload, order, timeline=True)
+        assert result.stages[0].peak_activation_bytes == peak
+        assert [i.seconds for i in result.timeline] == [1, 2, 1, 1, 2]
+
+
+def test_split_backwards_add_up() -> None:
+    """Whatever the order, busy and idle seconds make the makespan, and the timeline says the same."""
+    rng = np.random.default_rng(6)
+    for (num_stages, num_micro_batches), varying in product(SIZES, (False, True)):
+        base = random_workload(rng, num_stages, num_micro_batches, varying=varying)
+        workload = Workload(
+            base.forward_s, base.backward_s, num_micro_batches, weight_s=base.backward_s * rng.random((num_stages, 1)),
+            activation_link_s=base.activation_link_s, step_s=base.step_s.tolist(),
+        )
+        streams = [list(stream) for stream in order_of("1f1b", num_micro_batches, num_stages).stages]
+        for stream in streams:  # each W at some place after its B, in order
+            at = 0
+            for m in range(num_micro_batches):
+                at = int(rng.integers(max(at, stream.index((Op.BACKWARD, m))) + 1, len(stream) + 1))
+                stream.insert(at, Instruction(Op.BACKWARD_WEIGHT, m))
+        order = Order(num_micro_batches, tuple(map(tuple, streams)))
+        for sends in SENDS:
+            result = simulate(workload, order, sends=sends, timeline=True)
+            work_s = (workload.forward_s + workload.backward_s).mean(axis=1) * num_micro_batches
+            for stage, outcome in enumerate(result.stages):
+                assert outcome.busy_s == pytest.approx(work_s[stage])
+                assert outcome.busy_s + outcome.idle_s == pytest.approx(result.makespan_s)
+                own = [i for i in result.timeline if i.stage == stage and i.kind == "weight"]
+                assert [i.micro_batch for i in own] == list(range(num_micro_batches))
+                seconds = workload.stage_seconds(stage).weight_s
+                assert [i.seconds for i in own] == pytest.approx(seconds)
+                assert outcome.peak_micro_batches == order.in_flight(stage)
+
+
 def test_orders_that_do_not_fit_are_refused() -> None:
     workload = Workload([1.0, 1.0], [1.0, 1.0], 2)
     serial = "RA0 F0 B0 SG0 RA1 F1 B1 SG1"
@@ -345,6 +413,10 @@ def test_wrong_numbers_are_refused() -> None:
         Workload([1.0, 1.0], [1.0] * 2, 4, gradient_link_s=-1.0)
     with pytest.raises(ValueError, match=r"activation_bytes = \(1,\): need one number >= 0 for each of 2 stages"):
         Workload([1.0, 1.0], [1.0] * 2, 4, activation_bytes=[1])
+    with pytest.raises(ValueError, match=r"weight_bytes = \(1, -1\): need one number >= 0 for each of 2 stages"):
+        Workload([1.0, 1.0], [1.0] * 2, 4, weight_bytes=[1, -1])
+    with pytest.raises(ValueError, match=r"weight_s of stage 1 is 2.5, its backward_s 2.0: must be a part of it"):
+        Workload([1.0, 1.0], [3.0, 2.0], 4, weight_s=2.5)
     with pytest.raises(ValueError, match="frozen_boundaries = 2: 2 stages have 1 boundaries"):
         Workload([1.0, 1.0], [1.0] * 2, 4, frozen_boundaries=2)
     with pytest.raises(ValueError, match="schedule = 'zero': must be '1f1b' or 'gpipe'"):

@@ -10,7 +10,9 @@ import pytest
 import dynpipe_ds
 
 PACKAGE = Path(dynpipe_ds.__file__).parent
-PURE = ("placement", "partition", "schedule", "simulation", "decide", "measure.profile", "config", "sections")
+PURE = (
+    "placement", "partition", "schedule", "simulation", "planning", "decide", "measure.profile", "config", "sections",
+)  # fmt: skip
 """What decides: values in, values out, the same on every rank."""
 EXECUTES = ("torch.distributed", *(f"dynpipe_ds.{name}" for name in (
     "checkpoint", "engine", "host", "measure.gather", "measure.profiler", "measure.recorder", "messages", "migration",

@@ -20,6 +20,8 @@ from dynpipe_ds.partition import (
     partitioner_names,
     run_partitioner,
 )
+from dynpipe_ds.placement import Placement
+from dynpipe_ds.planning import PlannedBatch, activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 _OF_THE_SECTION = ("partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages")
@@ -29,8 +31,8 @@ _COLUMNS = {
     "activations MiB": "activation_bytes", "peak MiB": "peak_bytes",
 }  # fmt: skip
 _OTHER_COLUMNS = {
-    "partitioner": "partitioner", "batch ms": "batch_s", "bubble": "bubble_ratio", "largest peak MiB": "peak_bytes",
-    "partition": "partition",
+    "partitioner": "partitioner", "order": "order", "batch ms": "batch_s", "bubble": "bubble_ratio",
+    "largest peak MiB": "peak_bytes", "partition": "partition",
 }  # fmt: skip
 
 
@@ -49,7 +51,8 @@ def add_parser(commands: Any) -> None:
     parser.flag("--allow-empty-stages", "a stage may have no layer", default=None)
     parser.option("--config", "FILE", f'DeepSpeed JSON whose "{SECTION}" section has these settings')
     parser.option("--current", "PARTITION", "boundaries now in use, to compare with (default: the profile's)")
-    parser.flag("--compare", "also show what the other partitioners would choose")
+    parser.flag("--compare", "also show what the other partitioners would choose, and planned orders")
+    reading.add_planned(parser)
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="import it first: it may call register_partitioner",
@@ -62,7 +65,9 @@ def run(arguments: argparse.Namespace) -> Result:
 
     Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
     Layer times are taken as those of a worker of speed 1. Options named as a key of the "dynamic_pipeline" section
-    mean the same; --config takes them from a DeepSpeed JSON, and options given here win.
+    mean the same; --config takes them from a DeepSpeed JSON, and options given here win. With --compare each partition
+    is shown under 1F1B and under an order that is planned for it: backwards in two parts, in the same memory. The row
+    "together" has the best partition and order.
 
     Examples:
       dynpipe plan profile.json --stages 4
@@ -117,6 +122,9 @@ class _Case:
             state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
             num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,
         )
+        self.weight_share = arguments.weight_share
+        self.weight_s = reading.weight_s(profile, self.weight_share)
+        self.chosen: Sequence[int] = ()
         self.current = profile.boundaries if len(profile.boundaries) == num_stages + 1 else None
         if arguments.current is not None:
             self.current = reading.partition(arguments.current, len(profile.layers), num_stages)
@@ -130,6 +138,37 @@ class _Case:
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
         )
 
+    def _planned(self, boundaries: Sequence[int]) -> dict[str, Any]:
+        """Figures of the order planned for a partition."""
+        workload = Workload.from_profile(
+            self.profile, boundaries, speeds=self.config.stage_speeds, weight_s=self.weight_s, **self.links
+        )
+        caps = activation_caps(self.profile, boundaries, self._worker_bytes())
+        return self._figures(PlannedBatch(Placement.of(boundaries), plan_order(workload, caps)))
+
+    def _together(self, candidates: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Figures of the best partition and order."""
+        best = plan_batch(
+            self.profile, candidates, worker_bytes=self._worker_bytes(), weight_s=self.weight_s,
+            speeds=self.config.stage_speeds, pinned=self.config.pinned_cuts,
+            allow_empty=self.config.allow_empty_stages, **self.links,
+        )
+        return {"partitioner": "together", **self._figures(best)}
+
+    def _figures(self, found: PlannedBatch) -> dict[str, Any]:
+        state = (sum(held) for held in found.placement.by_stage(self.memory.state_bytes))
+        peaks = [held + activations for held, activations in zip(state, found.planned.peak_bytes, strict=True)]
+        return {
+            "boundaries": list(found.placement.boundaries), "order": "1F1B" if found.planned.is_1f1b else "planned",
+            "batch_s": found.seconds, "bubble_ratio": found.planned.simulation.bubble_ratio, "peak_bytes": max(peaks),
+        }  # fmt: skip
+
+    def _worker_bytes(self) -> int | Sequence[int]:
+        """The cap, or what the fullest stage holds under 1F1B on the present partition, or else on the chosen one."""
+        if self.config.memory_cap_bytes is not None:
+            return self.config.memory_cap_bytes
+        return worker_bytes_of_1f1b(self.profile, self.current or self.chosen)
+
     def _simulated(self, boundaries: Sequence[int]) -> Simulation:
         workload = Workload.from_profile(self.profile, boundaries, speeds=self.config.stage_speeds, **self.links)
         return simulate(workload)
@@ -137,6 +176,7 @@ class _Case:
     def values(self, *, compare: bool) -> dict[str, Any]:
         """What the partitioner that was asked chooses, and, to compare, all others."""
         chosen = self._plan(self.partitioner)
+        self.chosen = chosen.boundaries
         outcome = self._simulated(chosen.boundaries)
         speeds = self.config.stage_speeds or [1.0] * self.num_stages
         values: dict[str, Any] = {
@@ -155,7 +195,11 @@ class _Case:
             }  # fmt: skip
         if compare:
             others = (name for name in partitioner_names() if name != self.partitioner)
-            values["others"] = [self._compared(self.partitioner, chosen), *map(self._compared, others)]
+            rows = [self._compared(self.partitioner, chosen), *map(self._compared, others)]
+            values |= {"others": rows, "weight_share": self.weight_share, "together": None}
+            if self.has_times:
+                candidates = [row["boundaries"] for row in rows if "boundaries" in row]
+                values["together"] = self._together([self.current] * (self.current is not None) + candidates)
         return values
 
     def _stages(self, chosen: Plan, outcome: Simulation) -> list[dict[str, Any]]:
@@ -186,6 +230,7 @@ class _Case:
             "partitioner": partitioner, "boundaries": list(plan.boundaries), "batch_s": outcome.makespan_s,
             "bubble_ratio": outcome.bubble_ratio, "bottleneck": plan.bottleneck,
             "peak_bytes": max(self.memory.stage_bytes(plan.boundaries)),
+            "planned": self._planned(plan.boundaries) if self.has_times else None,
         }  # fmt: skip
 
 
@@ -207,7 +252,10 @@ def _text(case: _Case, values: Mapping[str, Any]) -> str:
         parts.append(f"now         {show.brackets(current['boundaries'])}   {times}{gain}")
     parts += ["", _stage_table(values["stages"])]
     if "others" in values:
-        parts += ["", _other_table(case, values["others"])]
+        parts += ["", _other_table(case, values["others"], values["together"])]
+        if case.has_times:
+            share = f"{case.weight_share:.0%} of a backward (--weight-share)"
+            parts += ["", f"planned: backwards in two parts; gradients of weights are assumed to take {share}"]
     return "\n".join(parts)
 
 
@@ -221,14 +269,20 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     return show.table(columns, ({**stage, "layers": span} for stage, span in zip(stages, spans, strict=True)))
 
 
-def _other_table(case: _Case, others: Sequence[Mapping[str, Any]]) -> str:
+def _other_table(
+    case: _Case, others: Sequence[Mapping[str, Any]], together: Mapping[str, Any] | None
+) -> str:
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for other in others:
         if "error" in other:
             notes.append(f"({len(notes) + 1}) {other['error']}")
             rows.append({**other, "partition": f"({len(notes)})"})
-        else:
-            unknown = {} if case.has_times else {"batch_s": None, "bubble_ratio": None}
-            rows.append({**other, "partition": show.brackets(other["boundaries"]), **unknown})
-    return "\n".join([show.table(_OTHER_COLUMNS, rows), *notes])
+            continue
+        unknown = {} if case.has_times else {"batch_s": None, "bubble_ratio": None}
+        rows.append({**other, "order": "1F1B", **unknown})
+        if other["planned"] is not None:
+            rows.append({**other["planned"], "partitioner": other["partitioner"]})
+    rows += [dict(together)] if together else []
+    shown = [{"partition": show.brackets(row["boundaries"]), **row} if "boundaries" in row else row for row in rows]
+    return "\n".join([show.table(_OTHER_COLUMNS, shown), *notes])

@@ -121,6 +121,20 @@ num_bytes = value_of(
 )  # fmt: skip
 
 
+share = value_of(float, lambda value: 0 <= value <= 1, "a share from 0 to 1, such as 0.5")
+
+
+def add_planned(parser: Parser) -> None:
+    """Add what planning an order needs and a profile does not have."""
+    weight_share = "of every backward, the share that computes gradients of weights and may be done later (default 0.5)"
+    parser.option("--weight-share", "SHARE", weight_share, share, default=0.5)
+
+
+def weight_s(profile: PipelineProfile, weight_share: float) -> list[float]:
+    """Seconds of every layer's backward that may be done later, as ``--weight-share`` assumes."""
+    return [weight_share * layer.backward_s for layer in profile.layers]
+
+
 def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
     link_s = "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary"

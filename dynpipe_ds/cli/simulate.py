@@ -11,13 +11,16 @@ from typing import Any, get_args
 from dynpipe_ds.cli import reading, show
 from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
 
+PLANNED = "planned"
 WIDTH = 96
 """Columns of the text timeline."""
 
-_SIGNS = {"forward": "F", "backward": "B", "send": ">", "recv": ">", "step": "S", "wait": "."}
+_SIGNS = {"forward": "F", "backward": "B", "weight": "W", "send": ">", "recv": ">", "step": "S", "wait": "."}
 _COLUMNS = {
     "stage": "stage", "busy ms": "busy_s", "fill ms": "fill_s", "waiting ms": "waiting_s", "transfer ms": "transfer_s",
     "drain ms": "drain_s", "step ms": "step_s", "bubble": "bubble_ratio", "in flight": "peak_micro_batches",
@@ -31,11 +34,17 @@ def add_parser(commands: Any) -> None:
     partition = "boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)"
     parser.option("--partition", "PARTITION", partition)
     parser.option("--against", "PARTITION", "a second partition to set beside the first")
-    parser.add_argument("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default 1f1b)")
     parser.add_argument(
-        "--sends", choices=get_args(Sends), default="rendezvous",
-        help="whether a sender waits for its receiver, as with gloo (default), or not",
+        "--schedule", choices=(*get_args(ScheduleName), PLANNED), default="1f1b",
+        help="planned: backwards in two parts, in an order planned from the times (default 1f1b)",
     )
+    parser.add_argument(
+        "--sends", choices=get_args(Sends),
+        help="whether a sender waits for its receiver, as with gloo (default), or not (default for planned)",
+    )
+    reading.add_planned(parser)
+    cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
+    parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
     parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
     reading.add_simulated(parser)
     parser.option("--gantt", "FILE", f"draw the timeline ({', '.join(_PICTURES)})")
@@ -45,14 +54,17 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Show one batch of a partition in time.
 
-    Prints when every stage computes (F forward, B backward), transfers (>), steps (S) and is idle (.), and where the
-    time goes. docs/simulation.md says what the simulator models and what it leaves out.
+    Prints when every stage computes (F forward, B backward, W gradients of weights apart), transfers (>), steps (S) and
+    is idle (.), and where the time goes. docs/simulation.md says what the simulator models and what it leaves out.
 
     Examples:
       dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
       dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
       dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 8 --gradient-link-s 0.01 --schedule gpipe --json
+      dynpipe simulate profile.json --partition 0,4,8 --schedule planned --weight-share 0.4
     """
+    if arguments.schedule == PLANNED and arguments.sends == "rendezvous":
+        raise UsageError("--sends rendezvous: a planned order needs sends that are over at once; leave it out")
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
     profile = reading.profile(arguments.profile, arguments.micro_batches)
@@ -65,22 +77,45 @@ def run(arguments: argparse.Namespace) -> Result:
     if arguments.partition is None:
         partitions.insert(0, profile.boundaries)
     with usage():
-        outcomes = {cuts: _simulate(profile, cuts, arguments) for cuts in partitions}
+        worker_bytes = arguments.memory_cap_bytes or worker_bytes_of_1f1b(profile, partitions[0])
+        planned = {cuts: _planned(profile, cuts, arguments, worker_bytes) for cuts in partitions}
+        outcomes = {cuts: _simulate(profile, cuts, order, arguments) for cuts, order in planned.items()}
     named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
     values = {
-        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
-        "partitions": [_values(cuts, outcome) for cuts, outcome in outcomes.items()],
+        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": _sends(arguments),
+        "weight_share": arguments.weight_share if arguments.schedule == PLANNED else None,
+        "partitions": [_values(cuts, planned[cuts], outcome) for cuts, outcome in outcomes.items()],
         "files": _write(arguments, named),
     }  # fmt: skip
     return OK, _text(named, profile.num_micro_batches, values), values
 
 
-def _simulate(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Simulation:
-    workload = Workload.from_profile(
+def _planned(
+    profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace, worker_bytes: int | Sequence[int]
+) -> ScheduleName | Order:
+    """The schedule by its name, or what is planned for the partition."""
+    if arguments.schedule != PLANNED:
+        name: ScheduleName = arguments.schedule
+        return name
+    return plan_order(_workload(profile, cuts, arguments), activation_caps(profile, cuts, worker_bytes)).order
+
+
+def _simulate(
+    profile: PipelineProfile, cuts: Sequence[int], schedule: ScheduleName | Order, arguments: argparse.Namespace
+) -> Simulation:
+    return simulate(_workload(profile, cuts, arguments), schedule, sends=_sends(arguments), timeline=True)
+
+
+def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
+    return Workload.from_profile(
         profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
-        step_s=arguments.step_s,
+        step_s=arguments.step_s, weight_s=reading.weight_s(profile, arguments.weight_share),
     )
-    return simulate(workload, arguments.schedule, sends=arguments.sends, timeline=True)
+
+
+def _sends(arguments: argparse.Namespace) -> Sends:
+    usual: Sends = "buffered" if arguments.schedule == PLANNED else "rendezvous"
+    return arguments.sends or usual
 
 
 def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:
@@ -94,11 +129,12 @@ def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) ->
     return [str(file) for file in files]
 
 
-def _values(cuts: Sequence[int], outcome: Simulation) -> dict[str, Any]:
+def _values(cuts: Sequence[int], schedule: ScheduleName | Order, outcome: Simulation) -> dict[str, Any]:
     stages = [asdict(stage) | {"bubble_ratio": stage.bubble_ratio} for stage in outcome.stages]
     return {
         "boundaries": list(cuts), "makespan_s": outcome.makespan_s, "batch_s": outcome.batch_s,
         "bubble_ratio": outcome.bubble_ratio, "stages": stages,
+        "order": str(schedule) if isinstance(schedule, Order) else None,
     }  # fmt: skip
 
 
@@ -115,6 +151,8 @@ def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Ma
     if len(outcomes) == 2:
         first, second = outcomes.values()
         parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
+    if (weight_share := values["weight_share"]) is not None:
+        parts += [f"gradients of weights are assumed to take {weight_share:.0%} of a backward (--weight-share)", ""]
     parts += [f"written: {file}" for file in values["files"]]
     return "\n".join(parts).rstrip()
 
@@ -123,7 +161,7 @@ def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WID
     """Draw intervals with characters, a row a stage: what it does most in each stretch of ``until_s`` seconds."""
     num_stages = 1 + max(interval.stage for interval in timeline)
     column_s = until_s / width
-    untouched = {".": column_s, "F": 0.0, "B": 0.0, ">": 0.0, "S": 0.0}  # of equal shares the first one is shown
+    untouched = {".": column_s, **dict.fromkeys("FBW>S", 0.0)}  # of equal shares the first one is shown
     share_s = [[dict(untouched) for _ in range(width)] for _ in range(num_stages)]
     for interval in timeline:
         first, last = int(interval.start_s / column_s), int(interval.end_s / column_s)

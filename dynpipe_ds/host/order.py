@@ -31,12 +31,14 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
         stage: which of them this is.
 
     Raises:
-        ValueError: when the order needs two losses or two received gradients at a time: DeepSpeed's engine keeps one.
+        ValueError: when the order needs two losses or two received gradients at a time: DeepSpeed's engine keeps one;
+            or when it splits a backward.
     """
 
     def __init__(self, order: Order, stage: int) -> None:
         super().__init__(order.num_micro_batches, order.num_stages, stage)
         self._stream = order.stages[stage]
+        _check_whole(order, stage)
         self._loads = stage in (0, order.num_stages - 1)
         # What the backward takes: the loss of the forward before it, or the gradient received before it.
         _check_one_at_a_time(stage, self._stream, Op.FORWARD if stage == order.num_stages - 1 else Op.RECV_GRADIENT)
@@ -66,6 +68,15 @@ def planned(pipe_schedule: Any) -> Any:
         return pipe_schedule
     order = order_of("1f1b", pipe_schedule.micro_batches, pipe_schedule.stages)
     return OrderSchedule(order, pipe_schedule.stage_id)
+
+
+def _check_whole(order: Order, stage: int) -> None:
+    """Refuse a backward in two parts."""
+    if split := order.split(stage):
+        raise ValueError(
+            f"order of stage {stage}: it runs W{min(split)}, but DeepSpeed's engine has no backward in two parts; "
+            "leave the W out"
+        )
 
 
 def _check_one_at_a_time(stage: int, stream: tuple[Instruction, ...], giver: Op) -> None:

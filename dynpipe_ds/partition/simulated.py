@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.partition.neighbours import MOST_AT_ONCE, Cuts, neighbours, own_cuts
 from dynpipe_ds.partition.optimal import optimal
 from dynpipe_ds.partition.partitioner import Refined, cuts_of, partitioner
 from dynpipe_ds.partition.problem import Problem
@@ -19,9 +20,6 @@ FORWARD_SHARE = 1 / 3
 
 _SAME = 1e-9  # makespans that differ by less, relatively, are the same: sums round
 _MOST_CELLS = 10**8  # stages x waves x partitions that one search simulates, about a second
-_MOST_AT_ONCE = 512  # partitions of one round: beyond, NumPy gains nothing by doing more at once
-
-Cuts = tuple[int, ...]
 
 
 @partitioner()
@@ -55,7 +53,7 @@ def simulated(
         raise ValueError(f"the profile has {len(profile.layers)} layers, the costs {len(costs)}")
     num_micro_batches = num_stages if profile is None else profile.num_micro_batches
     batch = _Batch(problem, _split(costs, profile), num_micro_batches, activation_link_s, gradient_link_s)
-    present = _present(problem)
+    present = own_cuts(problem, problem.current)
     starts = [tuple(cuts_of(optimal, problem))] if present is None else [present, tuple(cuts_of(optimal, problem))]
     return Refined(*_descend(batch, starts))
 
@@ -65,46 +63,14 @@ def _descend(batch: _Batch, starts: list[Cuts]) -> tuple[Cuts, int]:
     best_s, best = batch.best_of(starts)
     most_steps = max(1, batch.rounds_within(_MOST_CELLS))
     for steps in range(most_steps):
-        neighbours = list(_neighbours(batch.problem, best))
-        if not neighbours:
+        around = list(neighbours(batch.problem, best))
+        if not around:
             return best, steps
-        next_s, nearest = batch.best_of(neighbours)
+        next_s, nearest = batch.best_of(around)
         if next_s >= best_s * (1 - _SAME):
             return best, steps
         best_s, best = next_s, nearest
     return best, most_steps
-
-
-def _neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
-    """Partitions with one cut, or a run of neighbouring cuts, one group further left or right."""
-    inner = problem.num_stages - 1
-    longest_run = max(1, min(inner, _MOST_AT_ONCE // (2 * max(1, inner))))
-    for first in range(1, inner + 1):
-        for end in range(first + 1, min(first + longest_run, inner + 1) + 1):
-            for shift in (-1, 1):
-                moved = (*cuts[:first], *(cut + shift for cut in cuts[first:end]), *cuts[end:])
-                # Only the stages at both ends of the run change their size; all may change their layers.
-                if _allowed(problem, moved, first - 1, end):
-                    yield moved
-
-
-def _allowed(problem: Problem, cuts: Cuts, first_stage: int, end_stage: int) -> bool:
-    least = 0 if problem.allow_empty else 1
-    return (
-        cuts[first_stage + 1] - cuts[first_stage] >= least
-        and cuts[end_stage] - cuts[end_stage - 1] >= least
-        and all(problem.fits(s, cuts[s], cuts[s + 1]) for s in range(first_stage, end_stage))
-    )
-
-
-def _present(problem: Problem) -> Cuts | None:
-    """The current partition, if it is one of this problem's."""
-    current, num_stages = problem.current, problem.num_stages
-    if current is None or len(current) != num_stages + 1 or not set(current) <= set(problem.starts):
-        return None
-    cuts = tuple(problem.snap(current))
-    sizes_fit = all(_allowed(problem, cuts, s, s + 1) for s in range(num_stages))
-    return cuts if sizes_fit else None
 
 
 def _split(costs: Sequence[float], profile: PipelineProfile | None) -> tuple[list[float], list[float]]:
@@ -145,7 +111,7 @@ class _Batch:
 
     def rounds_within(self, num_cells: int) -> int:
         waves = 2 * (self.num_micro_batches + self.problem.num_stages)
-        return num_cells // (_MOST_AT_ONCE * waves * self.problem.num_stages)
+        return num_cells // (MOST_AT_ONCE * waves * self.problem.num_stages)
 
     def best_of(self, candidates: list[Cuts]) -> tuple[float, Cuts]:
         """The shortest, then the one that moves the fewest bytes, then the first."""

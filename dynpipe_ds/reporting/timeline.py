@@ -36,12 +36,14 @@ _TRANSFER = Look("transfer", "#E69F00", "////")
 LOOKS: Mapping[str, Look] = {
     "forward": Look("forward", "#56B4E9"),
     "backward": Look("backward", "#0072B2"),
+    "weight": Look("weight gradients", "#CC79A7", ".."),
     "send": _TRANSFER,
     "recv": _TRANSFER,
     "step": Look("optimizer step", "#009E73", "xx"),
     "migration": Look("migration", "#D55E00", "\\\\\\\\"),
     "wait": Look("idle", "#E8E8E8"),
 }
+_NUMBERED = ("forward", "backward", "weight")
 _BAR_HEIGHT = 0.84
 _LEAST_INCHES_OF_NUMBER = 0.14  # a narrower bar gets no micro-batch number
 _UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
@@ -134,7 +136,7 @@ def _draw_panel(
                 )
     inches_per_s = 9.0 / end_s if end_s else 0.0
     for i in intervals:
-        if i.kind in ("forward", "backward") and (i.end_s - i.start_s) * inches_per_s >= _LEAST_INCHES_OF_NUMBER:
+        if i.kind in _NUMBERED and (i.end_s - i.start_s) * inches_per_s >= _LEAST_INCHES_OF_NUMBER:
             axes.text(
                 (i.start_s + i.end_s) / 2 * per_second, i.stage, str(i.micro_batch), ha="center", va="center",
                 fontsize=7 if num_stages <= 8 else 5, color="white" if i.kind == "backward" else "black",

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -14,21 +15,22 @@ class Op(IntEnum):
 
     FORWARD = 0
     BACKWARD = 1
-    SEND_ACTIVATION = 2
-    RECV_ACTIVATION = 3
-    SEND_GRADIENT = 4
-    RECV_GRADIENT = 5
+    BACKWARD_WEIGHT = 2
+    SEND_ACTIVATION = 3
+    RECV_ACTIVATION = 4
+    SEND_GRADIENT = 5
+    RECV_GRADIENT = 6
 
 
 _LETTERS = {
-    Op.FORWARD: "F", Op.BACKWARD: "B", Op.SEND_ACTIVATION: "SA", Op.RECV_ACTIVATION: "RA",
+    Op.FORWARD: "F", Op.BACKWARD: "B", Op.BACKWARD_WEIGHT: "W", Op.SEND_ACTIVATION: "SA", Op.RECV_ACTIVATION: "RA",
     Op.SEND_GRADIENT: "SG", Op.RECV_GRADIENT: "RG",
 }  # fmt: skip
 _OPS = {letters: op for op, letters in _LETTERS.items()}
 _TEXT = re.compile(r"([A-Z]+)(\d+)")
 _BEFORE = (  # which of two instructions of one micro-batch comes first
     (Op.RECV_ACTIVATION, Op.FORWARD), (Op.FORWARD, Op.SEND_ACTIVATION), (Op.FORWARD, Op.BACKWARD),
-    (Op.RECV_GRADIENT, Op.BACKWARD), (Op.BACKWARD, Op.SEND_GRADIENT),
+    (Op.RECV_GRADIENT, Op.BACKWARD), (Op.BACKWARD, Op.SEND_GRADIENT), (Op.BACKWARD, Op.BACKWARD_WEIGHT),
 )  # fmt: skip
 
 
@@ -56,8 +58,12 @@ class Order:
 
     Loading a micro-batch belongs to its forward. Reduction of gradients and the optimizer's step follow the last
     instruction and are not in it. ``str(order)`` is a text that :meth:`parse` reads back: the instructions of a stage,
-    forward ``F``, backward ``B``, and ``S`` or ``R`` (send, receive) with ``A`` or ``G`` (activation, gradient), each
-    with its micro-batch; stages are parted by ``|``.
+    forward ``F``, backward ``B`` and ``W``, and ``S`` or ``R`` (send, receive) with ``A`` or ``G`` (activation,
+    gradient), each with its micro-batch; stages are parted by ``|``.
+
+    A stage may split the backward of some micro-batches: ``B`` then computes the gradients of its inputs only, and a
+    later ``W`` those of its weights. A ``B`` without ``W`` is the whole backward. In a stage that splits, gradients of
+    weights are added up in the order of micro-batches, so that the sums keep their bits.
 
     Whether the stages fit together, so that none waits for ever, is found by simulating it.
 
@@ -87,7 +93,7 @@ class Order:
         return len(self.stages)
 
     def in_flight(self, stage: int) -> int:
-        """Most micro-batches that a stage holds between forward and backward.
+        """Most micro-batches that a stage holds between forward and the end of their backward, ``W`` if it is split.
 
         Args:
             stage: s.
@@ -96,10 +102,22 @@ class Order:
             A number from 1 to M.
         """
         held = most = 0
-        for op, _ in self.stages[stage]:
-            held += (op is Op.FORWARD) - (op is Op.BACKWARD)
+        split = self.split(stage)
+        for op, micro_batch in self.stages[stage]:
+            held += (op is Op.FORWARD) - _ends_backward(op, micro_batch, split)
             most = max(most, held)
         return most
+
+    def split(self, stage: int) -> frozenset[int]:
+        """The micro-batches whose backward a stage splits, that is, which have a ``W``.
+
+        Args:
+            stage: s.
+
+        Returns:
+            Numbers from 0 to M - 1; none for a stage that splits nothing.
+        """
+        return frozenset(m for op, m in self.stages[stage] if op is Op.BACKWARD_WEIGHT)
 
     def __str__(self) -> str:
         return " | ".join(" ".join(map(str, stream)) for stream in self.stages)
@@ -123,21 +141,50 @@ class Order:
     def _check(self, stage: int, stream: Sequence[Instruction]) -> None:
         """Each instruction of this place once, and after what it needs."""
         ops = self._ops(stage)
-        wanted = {Instruction(op, m) for op in ops for m in range(self.num_micro_batches)}
-        position = {instruction: i for i, instruction in enumerate(stream)}
-        wrong = sorted(wanted ^ position.keys()) or [one for i, one in enumerate(stream) if position[one] != i]
-        if wrong:
+        positions: list[dict[int, int]] = [{} for _ in Op]  # by op and micro-batch; the first, if it is there twice
+        for i, (op, micro_batch) in enumerate(stream):
+            positions[op].setdefault(micro_batch, i)
+        if wrong := self._wrong(ops, stream, positions):
             raise ValueError(
-                f"stage {stage} of {self.num_stages} runs {wrong[0]} {list(stream).count(wrong[0])} times; it must run "
+                f"stage {stage} of {self.num_stages} runs {wrong} {list(stream).count(wrong)} times; it must run "
                 f"{', '.join(_LETTERS[op] for op in ops)} of each of {self.num_micro_batches} micro-batches once"
             )
         for first, second in _BEFORE:
-            if first not in ops or second not in ops:
-                continue
-            for m in range(self.num_micro_batches):
-                before, after = Instruction(first, m), Instruction(second, m)
-                if position[after] < position[before]:
-                    raise ValueError(f"stage {stage} of {self.num_stages} runs {after} before {before}, which it needs")
+            before = positions[first]
+            for m, position in positions[second].items():
+                if position < before.get(m, -1):
+                    raise ValueError(
+                        f"stage {stage} of {self.num_stages} runs {Instruction(second, m)} before "
+                        f"{Instruction(first, m)}, which it needs"
+                    )
+        self._check_sums(stage)
+
+    def _wrong(
+        self, ops: Sequence[Op], stream: Sequence[Instruction], positions: Sequence[dict[int, int]]
+    ) -> Instruction | None:
+        """An instruction that is missing, there twice, or not of this place."""
+        all_of_them = set(range(self.num_micro_batches))
+        for op, found in zip(Op, positions, strict=True):
+            wanted = all_of_them if op in ops else set()
+            if op is Op.BACKWARD_WEIGHT:  # a stage may split the backward of any
+                wanted = all_of_them & found.keys()
+            if odd := wanted ^ found.keys():
+                return Instruction(op, min(odd))
+        if len(stream) == sum(map(len, positions)):
+            return None
+        return next(one for i, one in enumerate(stream) if positions[one.op][one.micro_batch] != i)
+
+    def _check_sums(self, stage: int) -> None:
+        """Gradients of weights in the order of micro-batches, where some are computed apart."""
+        if not (split := self.split(stage)):
+            return
+        adding = [one for one in self.stages[stage] if _ends_backward(*one, split)]
+        for first, second in pairwise(adding):
+            if second.micro_batch < first.micro_batch:
+                raise ValueError(
+                    f"stage {stage} of {self.num_stages} runs {first} before {second}: gradients of weights must be "
+                    "added up in the order of micro-batches, or the sums round differently"
+                )
 
     def _ops(self, stage: int) -> list[Op]:
         ops = [Op.FORWARD, Op.BACKWARD]
@@ -146,6 +193,11 @@ class Order:
         if stage > 0:
             ops += [Op.RECV_ACTIVATION, Op.SEND_GRADIENT]
         return ops
+
+
+def _ends_backward(op: Op, micro_batch: int, split: frozenset[int]) -> bool:
+    """Whether nothing of a micro-batch's backward remains after this instruction."""
+    return op is Op.BACKWARD_WEIGHT or (op is Op.BACKWARD and micro_batch not in split)
 
 
 def _instruction(word: str) -> Instruction:

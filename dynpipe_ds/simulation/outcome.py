@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from dynpipe_ds.simulation.workload import Workload
 
-Kind = Literal["forward", "backward", "send", "recv", "wait", "step", "migration"]
+Kind = Literal["forward", "backward", "weight", "send", "recv", "wait", "step", "migration"]
 Payload = Literal["", "activation", "gradient"]
 
 
@@ -18,7 +18,8 @@ class Interval(NamedTuple):
 
     Attributes:
         stage: index of the stage.
-        kind: what the stage does; ``"wait"`` is idle before a message.
+        kind: what the stage does; ``"weight"`` is the part of a backward that was left for later, ``"wait"`` is idle
+            before a message.
         micro_batch: of what; -1 for ``"step"`` and ``"migration"``, which no simulated batch contains.
         start_s: seconds from the start of the batch.
         end_s: the same, at least ``start_s``.
@@ -45,14 +46,14 @@ class StageOutcome:
     ``fill_s + busy_s + waiting_s + transfer_s + drain_s`` is the makespan.
 
     Args:
-        busy_s: computing forwards and backwards.
+        busy_s: computing forwards and backwards, in one part or two.
         fill_s: before its first forward.
         waiting_s: between its first and last computation, idle until a neighbour is ready.
         transfer_s: the same, while a message travels that it sends or receives.
         drain_s: from its last computation to the last one of any stage.
         step_s: reduction and optimizer step.
-        peak_micro_batches: most micro-batches between forward and backward.
-        peak_activation_bytes: bytes that these hold.
+        peak_micro_batches: most micro-batches between forward and the end of their backward.
+        peak_activation_bytes: most bytes that these hold.
     """
 
     busy_s: float
@@ -119,15 +120,27 @@ class Counted(NamedTuple):
     clock_s: float
 
 
+class Held(NamedTuple):
+    """Most that a stage holds at a time.
+
+    Attributes:
+        micro_batches: between forward and the end of their backward.
+        activation_bytes: of these.
+    """
+
+    micro_batches: int
+    activation_bytes: int
+
+
 def account(
-    workload: Workload, counted: Sequence[Counted], held: Sequence[int], timeline: tuple[Interval, ...] = ()
+    workload: Workload, counted: Sequence[Counted], held: Sequence[Held], timeline: tuple[Interval, ...] = ()
 ) -> Simulation:
     """Put together what was counted of every stage.
 
     Args:
         workload: the stages' steps and bytes.
         counted: of every stage.
-        held: most micro-batches of every stage between forward and backward.
+        held: the most that every stage holds.
         timeline: intervals of all stages.
     """
     makespan_s = max(stage.compute_end_s for stage in counted)
@@ -136,8 +149,8 @@ def account(
         makespan_s=makespan_s,
         batch_s=max(stage.clock_s + step_s for stage, step_s in zip(counted, steps_s, strict=True)),
         stages=tuple(
-            StageOutcome(*stage[:4], makespan_s - stage.compute_end_s, step_s, count, count * size)
-            for stage, step_s, count, size in zip(counted, steps_s, held, workload.activation_bytes, strict=True)
+            StageOutcome(*stage[:4], makespan_s - stage.compute_end_s, step_s, *peak)
+            for stage, step_s, peak in zip(counted, steps_s, held, strict=True)
         ),
         timeline=timeline,
     )

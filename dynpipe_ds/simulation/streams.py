@@ -8,14 +8,14 @@ for one particular message (a Kahn network).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from typing import NamedTuple
 
-from dynpipe_ds.schedule import Instruction, Op, Order
-from dynpipe_ds.simulation.outcome import Counted, Interval, Kind, Payload, Simulation, account
+from dynpipe_ds.schedule import Op, Order
+from dynpipe_ds.simulation.outcome import Counted, Held, Interval, Kind, Payload, Simulation, account
 from dynpipe_ds.simulation.workload import Sends, Workload
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
-_KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}
+_KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_WEIGHT: "weight"}
 Channel = tuple[int, Payload]
 
 
@@ -34,32 +34,49 @@ def run_order(
             "an order of {} stages and {} micro-batches for a workload of {} and {}: make one for this workload, "
             "with order_of".format(*sizes[0], *sizes[1])
         )
-    run = _Run(workload, order.stages, sends, timeline)
+    run = _Run(workload, order, sends, timeline)
     run.to_the_end()
     return run.outcome()
+
+
+class _Task(NamedTuple):
+    """One computation.
+
+    Attributes:
+        seconds: how long it takes.
+        held: micro-batches that the stage holds more after it.
+        held_bytes: bytes likewise.
+    """
+
+    seconds: float
+    held: int
+    held_bytes: int
 
 
 class _Stage:
     """One stage's clock and accounts."""
 
-    def __init__(self, index: int, stream: Sequence[Instruction], keep: bool) -> None:
-        self.index, self.stream, self.position = index, stream, 0
+    def __init__(self, index: int, order: Order, workload: Workload, keep: bool) -> None:
+        self.index, self.stream, self.position = index, order.stages[index], 0
+        self.tasks = _tasks(workload, index, order.split(index))
         self.clock_s = self.busy_s = self.waiting_s = self.transfer_s = 0.0
         self.fill_s = self.compute_end_s = 0.0
         self.waiting_until_end_s = self.transfer_until_end_s = 0.0  # up to the last computation
         self.started = False
-        self.held = self.peak_held = 0
+        self.held = self.peak_held = self.held_bytes = self.peak_bytes = 0
         self.intervals: list[Interval] | None = [] if keep else None
 
-    def compute(self, op: Op, micro_batch: int, seconds: float) -> None:
+    def compute(self, op: Op, micro_batch: int) -> None:
+        task = self.tasks[op][micro_batch]
         if not self.started:
             self.started, self.fill_s = True, self.clock_s
             self.waiting_s = self.transfer_s = 0.0
-        self.held += 1 if op is Op.FORWARD else -1
-        self.peak_held = max(self.peak_held, self.held)
+        self.held += task.held
+        self.held_bytes += task.held_bytes
+        self.peak_held, self.peak_bytes = max(self.peak_held, self.held), max(self.peak_bytes, self.held_bytes)
         start_s = self.clock_s
-        self.clock_s += seconds
-        self.busy_s += seconds
+        self.clock_s += task.seconds
+        self.busy_s += task.seconds
         self.compute_end_s = self.clock_s
         self.waiting_until_end_s, self.transfer_until_end_s = self.waiting_s, self.transfer_s
         self.note(_KINDS[op], micro_batch, start_s, self.clock_s)
@@ -77,20 +94,35 @@ class _Stage:
             self.intervals.append(Interval(self.index, kind, micro_batch, start_s, end_s, payload))
 
 
+def _tasks(workload: Workload, stage: int, split: frozenset[int]) -> dict[Op, list[_Task]]:
+    """What a stage computes, by micro-batch."""
+    forward_s, whole_s, input_s, weight_s = workload.stage_seconds(stage)
+    activation_bytes, weight_bytes = workload.activation_bytes[stage], workload.weight_bytes[stage]
+    inputs = _alike(input_s, 0, weight_bytes - activation_bytes)
+    whole = _alike(whole_s, -1, -activation_bytes)
+    return {
+        Op.FORWARD: _alike(forward_s, 1, activation_bytes),
+        Op.BACKWARD: [inputs[m] if m in split else task for m, task in enumerate(whole)],
+        Op.BACKWARD_WEIGHT: _alike(weight_s, -1, -weight_bytes),
+    }
+
+
+def _alike(seconds: list[float], held: int, held_bytes: int) -> list[_Task]:
+    made = {each: _Task(each, held, held_bytes) for each in dict.fromkeys(seconds)}
+    return [made[each] for each in seconds]
+
+
 class _Run:
     """All stages, and the messages between them."""
 
-    def __init__(
-        self, workload: Workload, streams: Sequence[Sequence[Instruction]], sends: Sends, keep: bool
-    ) -> None:
+    def __init__(self, workload: Workload, order: Order, sends: Sends, keep: bool) -> None:
         self.workload, self.rendezvous = workload, sends == "rendezvous"
-        self.stages = [_Stage(s, stream, keep) for s, stream in enumerate(streams)]
+        self.stages = [_Stage(s, order, workload, keep) for s in range(order.num_stages)]
         self.posted: dict[Channel, _Stage] = {}  # rendezvous: who stands ready
         self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # buffered: not yet received
         self.wire_free_s: dict[Channel, float] = {}
         self.ready = deque(self.stages)
-        self.seconds: dict[Op, list[list[float]]] = {
-            Op.FORWARD: workload.forward_s.tolist(), Op.BACKWARD: workload.backward_s.tolist(),
+        self.link_s: dict[Op, list[list[float]]] = {
             Op.SEND_ACTIVATION: workload.activation_link_s.tolist(),
             Op.SEND_GRADIENT: workload.gradient_link_s.tolist(),
         }
@@ -110,8 +142,8 @@ class _Run:
         """Run a stage until it has to wait for a message or is done."""
         while stage.position < len(stage.stream):
             op, micro_batch = stage.stream[stage.position]
-            if op <= Op.BACKWARD:
-                stage.compute(op, micro_batch, self._seconds(op, stage.index, micro_batch))
+            if op <= Op.BACKWARD_WEIGHT:
+                stage.compute(op, micro_batch)
             elif not self._transfer(stage, op, micro_batch):
                 return
             stage.position += 1
@@ -138,7 +170,7 @@ class _Run:
         _check_same(channel, micro_batch, partner.stream[partner.position].micro_batch)
         send = op if op in _SENDS else partner.stream[partner.position].op
         start_s = max(stage.clock_s, partner.clock_s)
-        end_s = start_s + self._seconds(send, channel[0], micro_batch)
+        end_s = start_s + self._link_seconds(send, channel[0], micro_batch)
         sender, receiver = (stage, partner) if op in _SENDS else (partner, stage)
         sender.transfer("send", micro_batch, start_s, end_s, channel[1])
         receiver.transfer("recv", micro_batch, start_s, end_s, channel[1])
@@ -148,7 +180,7 @@ class _Run:
 
     def _send(self, stage: _Stage, op: Op, micro_batch: int, channel: Channel) -> None:
         depart_s = max(self.wire_free_s.get(channel, 0.0), stage.clock_s)
-        arrive_s = depart_s + self._seconds(op, channel[0], micro_batch)
+        arrive_s = depart_s + self._link_seconds(op, channel[0], micro_batch)
         self.wire_free_s[channel] = arrive_s
         self.sent.setdefault(channel, deque()).append((micro_batch, depart_s, arrive_s))
         if (receiver := self.posted.pop(channel, None)) is not None:
@@ -164,8 +196,8 @@ class _Run:
         stage.transfer("recv", micro_batch, start_s, end_s, channel[1])
         return True
 
-    def _seconds(self, op: Op, row: int, micro_batch: int) -> float:
-        values = self.seconds[op][row]
+    def _link_seconds(self, send: Op, boundary: int, micro_batch: int) -> float:
+        values = self.link_s[send][boundary]
         return values[micro_batch] if len(values) > 1 else values[0]
 
     def outcome(self) -> Simulation:
@@ -180,7 +212,8 @@ class _Run:
             )
             for stage in stages
         ]
-        return account(self.workload, counted, [stage.peak_held for stage in stages], tuple(timeline))
+        held = [Held(stage.peak_held, stage.peak_bytes) for stage in stages]
+        return account(self.workload, counted, held, tuple(timeline))
 
 
 def _check_same(channel: Channel, expected: int, got: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynpipe_ds.schedule.makers import ScheduleName, check_schedule, in_flight
-from dynpipe_ds.simulation.outcome import Counted, Simulation, account
+from dynpipe_ds.simulation.outcome import Counted, Held, Simulation, account
 from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
 
 
@@ -107,7 +107,8 @@ def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sen
     figures_s = np.stack((
         run.busy_s, run.fill_s, run.waiting_until_end_s, run.transfer_until_end_s, run.compute_end_s, run.clock_s,
     ), axis=1)
-    held = [in_flight(schedule, num_micro_batches, num_stages, s) for s in range(num_stages)]
+    counts = (in_flight(schedule, num_micro_batches, num_stages, s) for s in range(num_stages))
+    held = [Held(count, count * size) for count, size in zip(counts, workload.activation_bytes, strict=True)]
     return account(workload, [Counted(*row) for row in figures_s.tolist()], held)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,31 @@ Sends = Literal["rendezvous", "buffered"]
 """When a send is over: when the message has been received, or at once (see ``docs/simulation.md``)."""
 
 
+class StageSeconds(NamedTuple):
+    """What a stage computes, M seconds each.
+
+    Attributes:
+        forward_s: forwards.
+        backward_s: backwards in one part.
+        input_s: backwards without what is left for later.
+        weight_s: what is left for later.
+    """
+
+    forward_s: list[float]
+    backward_s: list[float]
+    input_s: list[float]
+    weight_s: list[float]
+
+
 @dataclass(frozen=True, eq=False)
 class Workload:
     """The seconds and bytes of one batch; boundary b lies between stages b and b + 1.
 
     All seconds may be given as :data:`Seconds` and become tables with one column (the same for every
     micro-batch) or M columns.
+
+    A stage may split a backward (see :class:`~dynpipe_ds.schedule.Order`): ``B`` then takes ``backward_s - weight_s``
+    and ``W`` takes ``weight_s``.
 
     Args:
         forward_s: forward seconds of a micro-batch on every stage, ``(S, 1)`` or ``(S, M)``.
@@ -39,9 +58,14 @@ class Workload:
         activation_bytes: bytes that one micro-batch holds on every stage from forward until backward.
         frozen_boundaries: how many boundaries, from the first on, no gradient crosses because all
             layers before them are frozen.
+        weight_s: the part of ``backward_s`` that computes gradients of weights and may be done later,
+            at most all of it; 0 where a stage can't split.
+        weight_bytes: bytes that one micro-batch holds on every stage between ``B`` and ``W``; empty: as
+            many as ``activation_bytes``.
 
     Raises:
-        ValueError: for numbers that are negative, not finite, or of the wrong count.
+        ValueError: for numbers that are negative, not finite, or of the wrong count, or more weight seconds than
+            backward seconds.
     """
 
     forward_s: FloatArray
@@ -52,6 +76,8 @@ class Workload:
     step_s: FloatArray
     activation_bytes: tuple[int, ...]
     frozen_boundaries: int
+    weight_s: FloatArray
+    weight_bytes: tuple[int, ...]
 
     def __init__(
         self,
@@ -64,6 +90,8 @@ class Workload:
         step_s: float | Sequence[float] = 0.0,
         activation_bytes: Sequence[int] = (),
         frozen_boundaries: int = 0,
+        weight_s: Seconds = 0.0,
+        weight_bytes: Sequence[int] = (),
     ) -> None:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches = {num_micro_batches}: must be >= 1")
@@ -71,28 +99,49 @@ class Workload:
         if num_stages < 1:
             raise ValueError(f"forward_s = {forward_s}: need one number, or one row, for each stage")
         counts = {"forward_s": num_stages, "backward_s": num_stages}
-        counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1}
-        given = (forward_s, backward_s, activation_link_s, gradient_link_s)
+        counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1, "weight_s": num_stages}
+        given = (forward_s, backward_s, activation_link_s, gradient_link_s, weight_s)
         values: dict[str, object] = {
             name: table(name, seconds, rows, num_micro_batches)
             for (name, rows), seconds in zip(counts.items(), given, strict=True)
         }
         values["step_s"] = table("step_s", step_s, num_stages, 1)[:, 0]
-        held = tuple(activation_bytes) or (0,) * num_stages
-        if len(held) != num_stages or min(held) < 0:
-            raise ValueError(f"activation_bytes = {held}: need one number >= 0 for each of {num_stages} stages")
+        held = sizes("activation_bytes", activation_bytes or (0,) * num_stages, num_stages)
         if not 0 <= frozen_boundaries <= num_stages - 1:
             raise ValueError(
                 f"frozen_boundaries = {frozen_boundaries}: {num_stages} stages have {num_stages - 1} boundaries"
             )
-        values |= {"activation_bytes": held, "frozen_boundaries": frozen_boundaries}
+        values |= {
+            "activation_bytes": held, "frozen_boundaries": frozen_boundaries,
+            "weight_bytes": sizes("weight_bytes", weight_bytes or held, num_stages),
+        }  # fmt: skip
         for name, value in {"num_micro_batches": num_micro_batches, **values}.items():
             object.__setattr__(self, name, value)
+        if (self.weight_s > self.backward_s).any():
+            stage = int((self.weight_s > self.backward_s).any(axis=1).argmax())
+            raise ValueError(
+                f"weight_s of stage {stage} is {self.weight_s[stage].max()}, its backward_s "
+                f"{self.backward_s[stage].min()}: must be a part of it"
+            )
 
     @property
     def num_stages(self) -> int:
         """Number of stages S."""
         return len(self.forward_s)
+
+    def stage_seconds(self, stage: int) -> StageSeconds:
+        """What a stage computes, micro-batch by micro-batch.
+
+        Args:
+            stage: s.
+
+        Returns:
+            Lists of M seconds.
+        """
+        tables = (self.forward_s, self.backward_s, self.weight_s)
+        forward_s, backward_s, weight_s = (by_micro_batch(table[stage], self.num_micro_batches) for table in tables)
+        input_s = [whole_s - later_s for whole_s, later_s in zip(backward_s, weight_s, strict=True)]
+        return StageSeconds(forward_s, backward_s, input_s, weight_s)
 
     @classmethod
     def from_profile(
@@ -105,6 +154,8 @@ class Workload:
         gradient_link_s: Seconds = 0.0,
         step_s: float | Sequence[float] = 0.0,
         speeds: Sequence[float] | None = None,
+        weight_s: Sequence[float] | None = None,
+        weight_bytes: Sequence[int] | None = None,
     ) -> Workload:
         """Put a profile's layers on the stages of a partition.
 
@@ -116,6 +167,8 @@ class Workload:
             gradient_link_s: as in the constructor.
             step_s: as in the constructor.
             speeds: S relative speeds to divide by, when layer times are at unit speed.
+            weight_s: L seconds, of every layer's backward what may be done later; None: nothing.
+            weight_bytes: L bytes that one micro-batch of a layer holds until then; None: its activation bytes.
 
         Returns:
             The workload.
@@ -125,6 +178,7 @@ class Workload:
         """
         placement = profile.placement if boundaries is None else Placement.of(boundaries)
         forward_s, backward_s = stage_seconds(profile, placement, speeds)
+        activation_bytes = profile.activation_bytes()
         return cls(
             forward_s,
             backward_s,
@@ -132,8 +186,10 @@ class Workload:
             activation_link_s=activation_link_s,
             gradient_link_s=gradient_link_s,
             step_s=step_s,
-            activation_bytes=[sum(held) for held in placement.by_stage(profile.activation_bytes())],
+            activation_bytes=_summed(placement, activation_bytes),
             frozen_boundaries=frozen_boundaries(backward_s),
+            weight_s=0.0 if weight_s is None else weight_seconds(placement, weight_s, backward_s, speeds),
+            weight_bytes=_summed(placement, activation_bytes if weight_bytes is None else weight_bytes),
         )
 
 
@@ -158,11 +214,51 @@ def stage_seconds(
     )
 
 
+def weight_seconds(
+    placement: Placement, weight_s: Sequence[float], backward_s: Sequence[float], speeds: Sequence[float] | None = None
+) -> list[float]:
+    """Seconds of every stage's backward that may be done later: of its layers, and at most all of it.
+
+    Returns:
+        S seconds.
+
+    Raises:
+        ValueError: when there is not one number for each layer.
+    """
+    if len(weight_s) != placement.num_layers:
+        raise ValueError(f"weight_s has {len(weight_s)} numbers for {placement.num_layers} layers: need one for each")
+    factors = [1.0] * placement.num_stages if speeds is None else speeds
+    sums = (fsum(seconds) / speed for seconds, speed in zip(placement.by_stage(weight_s), factors, strict=True))
+    return [min(seconds, whole) for seconds, whole in zip(sums, backward_s, strict=True)]  # sums round
+
+
+def _summed(placement: Placement, layer_bytes: Sequence[int]) -> list[int]:
+    return [sum(held) for held in placement.by_stage(layer_bytes)]
+
+
 def frozen_boundaries(backward_s: Sequence[float]) -> int:
     """Number of boundaries that no gradient crosses: all before them have no backward."""
     working = [stage for stage, seconds in enumerate(backward_s) if seconds > 0]
     # All zero is a profile without backward times rather than a model without anything to train.
     return working[0] if working else 0
+
+
+def by_micro_batch(row: FloatArray, num_micro_batches: int) -> list[float]:
+    """A row of a table, one number for each micro-batch."""
+    values: list[float] = row.tolist()
+    return values * num_micro_batches if len(values) == 1 else values
+
+
+def sizes(name: str, given: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Bytes of every stage.
+
+    Raises:
+        ValueError: for another count, or a negative number.
+    """
+    held = tuple(given)
+    if len(held) != num_stages or min(held) < 0:
+        raise ValueError(f"{name} = {held}: need one number >= 0 for each of {num_stages} stages")
+    return held
 
 
 def table(name: str, seconds: Seconds, rows: int, num_micro_batches: int) -> FloatArray:

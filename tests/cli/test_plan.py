@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dynpipe_ds.partition import optimal, registry, simulated
+from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Workload, simulate
 from tests.cli.conftest import Command, example_profile
 
@@ -97,6 +99,28 @@ def test_compare_lists_every_partitioner(dynpipe: Command) -> None:
     assert "(1)" in dynpipe("plan", "profile.json", "--stages", 2, *options).out
 
 
+def test_compare_lists_planned_orders(dynpipe: Command) -> None:
+    """Each partition under 1F1B and under its own planned order, within one cap, and the best of both together."""
+    profile = example_profile()
+    options = ("--stages", 3, "--micro-batches", 8, "--weight-share", 0.4, "--compare")
+    values = dynpipe("plan", "profile.json", *options, "--json").json
+    eight = replace(profile, num_micro_batches=8)
+    weight_s = [0.4 * layer.backward_s for layer in profile.layers]
+    most = worker_bytes_of_1f1b(eight, values["boundaries"])
+    for other in values["others"]:
+        cuts, planned = other["boundaries"], other["planned"]
+        workload = Workload.from_profile(eight, cuts, weight_s=weight_s)
+        assert planned["batch_s"] == plan_order(workload, activation_caps(eight, cuts, most)).seconds
+        assert planned["batch_s"] < other["batch_s"] and planned["peak_bytes"] <= most
+        assert values["together"]["batch_s"] <= planned["batch_s"] * (1 + 1e-9)
+    text = dynpipe("plan", "profile.json", *options).out
+    rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] in (["1F1B"], ["planned"])]
+    assert rows[:2] == [["optimal", "1F1B"], ["optimal", "planned"]] and rows[-1] == ["together", "planned"]
+    assert "gradients of weights are assumed to take 40% of a backward (--weight-share)" in text
+    capped = dynpipe("plan", "profile.json", *options, "--memory-cap-bytes", 30000, "--json").json
+    assert all(row["planned"]["peak_bytes"] <= 30000 for row in capped["others"] if "planned" in row)
+
+
 def test_an_own_partitioner(dynpipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered by a module that is imported first."""
     monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
@@ -117,3 +141,5 @@ def test_a_profile_without_times(dynpipe: Command) -> None:
     assert refused.code == 2 and "has no time at all" in refused.err and "--cost parameters" in refused.err
     done = dynpipe("plan", "counts.json", "--stages", 2, "--cost", "parameters")
     assert done.code == 0 and "n/a: the profile has no times" in done.out
+    compared = dynpipe("plan", "counts.json", "--stages", 2, "--cost", "parameters", "--compare", "--json").json
+    assert compared["together"] is None and compared["others"][0]["planned"] is None

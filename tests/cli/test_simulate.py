@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from dynpipe_ds.cli.simulate import text_timeline
+from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval, Workload, simulate
 from tests.cli.conftest import Command, example_profile
 
@@ -65,3 +67,34 @@ def test_a_partition_as_it_is_printed(dynpipe: Command, printed: str) -> None:
     """By the commands, by Python, as a plan's short form; so that it can be copied."""
     values = dynpipe("simulate", "profile.json", "--partition", printed, "--json").json
     assert values["partitions"][0]["boundaries"] == [0, 4, 8]
+
+
+def test_a_planned_order(dynpipe: Command) -> None:
+    """As the planner has it, in the memory of 1F1B; the text shows the gradients of weights and what is assumed."""
+    profile = example_profile()
+    options = "--schedule planned --weight-share 0.4 --activation-link-s 0.001 --partition 0,3,6,8".split()
+    (found,) = dynpipe("simulate", "profile.json", *options, "--json").json["partitions"]
+    workload = Workload.from_profile(
+        profile, (0, 3, 6, 8), activation_link_s=0.001, weight_s=[0.4 * layer.backward_s for layer in profile.layers]
+    )
+    caps = activation_caps(profile, (0, 3, 6, 8), worker_bytes_of_1f1b(profile, (0, 3, 6, 8)))
+    planned = plan_order(workload, caps)
+    assert not planned.is_1f1b
+    assert (found["order"], found["makespan_s"]) == (str(planned.order), planned.seconds)
+    assert simulate(workload, Order.parse(found["order"]), sends="buffered").makespan_s == found["makespan_s"]
+    text = dynpipe("simulate", "profile.json", *options).out
+    assert "W" in text.split("stage 1 |")[1].splitlines()[0]
+    assert "gradients of weights are assumed to take 40% of a backward (--weight-share)" in text
+
+
+def test_memory_of_a_planned_order(dynpipe: Command) -> None:
+    """A cap on state and activations; less memory takes longer, too little is refused."""
+    command = ("simulate", "profile.json", "--partition", "0,3,6,8", "--schedule", "planned", "--json")
+    wide, tight = (dynpipe(*command, "--memory-cap-bytes", cap) for cap in ("1MiB", "28KiB"))
+    assert wide.json["partitions"][0]["makespan_s"] < tight.json["partitions"][0]["makespan_s"]
+    refused = dynpipe(*command, "--memory-cap-bytes", "9KiB")
+    assert refused.code == 2 and "must be at least the 3,000 that one micro-batch holds there" in refused.err
+    waits = dynpipe(*command, "--sends", "rendezvous")
+    assert waits.code == 2 and "a planned order needs sends that are over at once; leave it out" in waits.err
+    assert dynpipe(*command[:-3], "--json").json["sends"] == "rendezvous"
+    assert dynpipe(*command).json["sends"] == "buffered"

@@ -54,3 +54,10 @@ def test_what_the_engine_can_not_keep_is_refused() -> None:
     early = Order.parse("F0 SA0 F1 SA1 RG0 RG1 B0 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
     with pytest.raises(ValueError, match="order of stage 0: RG1 follows RG0, .* so B0 must be next; change the order"):
         OrderSchedule(early, 0)
+
+
+def test_a_backward_in_two_parts_is_refused() -> None:
+    order = Order.parse("F0 SA0 RG0 B0 | RA0 F0 B0 SG0 W0")
+    with pytest.raises(ValueError, match="order of stage 1: it runs W0, but DeepSpeed's engine has no backward in two"):
+        OrderSchedule(order, 1)
+    assert OrderSchedule(order, 0).num_pipe_buffers() == 2

@@ -1,0 +1,227 @@
+"""The best partition and order together: an order is planned for each partition that a search looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.partition.neighbours import Cuts, neighbours, own_cuts
+from dynpipe_ds.partition.prepare import prepare
+from dynpipe_ds.partition.problem import Problem
+from dynpipe_ds.placement import Placement
+from dynpipe_ds.planning.bounds import bounds
+from dynpipe_ds.planning.listing import list_order
+from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
+from dynpipe_ds.planning.planner import EFFORT, SAME, PlannedOrder, first_policies, fits, plan_order
+from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation.workload import FloatArray, Seconds, table
+
+_QUICK = 2  # policies that a partition is judged by
+_SHORTLIST = 3  # partitions that get them all
+_SHARE_OF_SEARCH = 2 / 3  # of the effort
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A partition and the order to run it in.
+
+    Args:
+        placement: the partition.
+        planned: the order, with its predicted seconds and bytes.
+    """
+
+    placement: Placement
+    planned: PlannedOrder
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of all forwards and backwards."""
+        return self.planned.seconds
+
+
+def plan_batch(
+    profile: PipelineProfile,
+    candidates: Sequence[Placement | Sequence[int]],
+    *,
+    worker_bytes: int | Sequence[int] | None = None,
+    weight_s: Sequence[float] | None = None,
+    weight_bytes: Sequence[int] | None = None,
+    activation_link_s: Seconds = 0.0,
+    gradient_link_s: Seconds = 0.0,
+    speeds: Sequence[float] | None = None,
+    pinned: Sequence[int] = (),
+    allow_empty: bool = False,
+    effort: int = EFFORT,
+) -> PlannedBatch:
+    """Choose a partition and an order so that a batch takes the fewest seconds.
+
+    The best cut under a planned order is another than under 1F1B: what a stage waits for and what it may hold differ.
+    The search starts from the best candidate, and from the one that a lower bound of the seconds leads to; it moves
+    one boundary, or some neighbouring ones together, by one layer. Partitions whose lower bound is above the best
+    seconds known are passed over. The result is never slower than 1F1B on a candidate, where that keeps the caps.
+    Deterministic; of equally short ones the first.
+
+    Args:
+        profile: seconds and bytes of every layer, and M.
+        candidates: partitions of the same number of stages, the present one first.
+        worker_bytes: state and activations that a worker may hold, for all or for each; None: what the fullest
+            worker holds under 1F1B on the first candidate.
+        weight_s: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
+        weight_bytes: the same.
+        activation_link_s: seconds of a micro-batch's activations over every boundary.
+        gradient_link_s: the same for gradients.
+        speeds: S relative speeds to divide by, when layer times are at unit speed.
+        pinned: cuts that no partition may have.
+        allow_empty: whether a stage may hold no layer.
+        effort: how many computations to look at; about 300,000 a second.
+
+    Returns:
+        The best partition found, and its order.
+
+    Raises:
+        ValueError: when there is no candidate, or none that is allowed and keeps the memory of the workers.
+    """
+    if not candidates:
+        raise ValueError("candidates = []: need at least one partition to start from")
+    starts = [Placement.of(candidate, num_layers=len(profile.layers)).boundaries for candidate in candidates]
+    num_stages = len(starts[0]) - 1
+    problem = prepare(
+        profile.costs("time"), num_stages, current=starts[0], pinned=pinned, speeds=speeds, allow_empty=allow_empty
+    )
+    case = _Case(
+        profile, problem, worker_bytes, starts[0], weight_s, weight_bytes, (activation_link_s, gradient_link_s)
+    )
+    shortlist = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
+    share = int(effort * (1 - _SHARE_OF_SEARCH)) // len(shortlist)
+    planned = [plan_order(case.workload(cuts), case.caps(cuts), effort=share) for cuts in shortlist]
+    best = min(range(len(shortlist)), key=lambda i: planned[i].seconds)
+    return PlannedBatch(Placement.of(case.boundaries(shortlist[best])), planned[best])
+
+
+def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> list[Cuts]:
+    """Local search; returns the best partitions that it met, the best one first."""
+    allowed = _allowed(case, starts)
+    met: dict[Cuts, float] = {}
+    for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)]):
+        met[cuts], spent = case.seconds(cuts, with_1f1b=True)
+        effort -= spent
+    best = min(met, key=met.__getitem__)
+    while effort > 0 and (step := _improve(case, best, met, effort)) is not None:
+        best, effort = step
+    return sorted(met, key=met.__getitem__)[:_SHORTLIST]
+
+
+def _improve(case: _Case, best: Cuts, met: dict[Cuts, float], effort: int) -> tuple[Cuts, int] | None:
+    """The first shorter partition around the best one, and what is left of the effort; None: there is none."""
+    around = list(neighbours(case.problem, best))
+    least_s = case.least_s(around)
+    longest_s = met[best] * (1 - SAME)
+    for i in np.argsort(least_s, kind="stable").tolist():
+        if effort <= 0 or least_s[i] >= longest_s:
+            return None
+        seconds, spent = case.seconds(around[i], longest_s)
+        effort -= spent
+        if seconds <= longest_s:
+            met[around[i]] = seconds
+            return around[i], effort
+    return None
+
+
+def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
+    """The starts that are partitions of the problem and fit.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    allowed = [cuts for start in starts if (cuts := own_cuts(case.problem, start)) is not None]
+    fitting = [cuts for cuts, least_s in zip(allowed, case.least_s(allowed), strict=True) if least_s < inf]
+    if not fitting:
+        raise ValueError(
+            f"candidates = {[list(start) for start in starts]}: none is allowed by pinned cuts and empty stages, with "
+            f"its state and one micro-batch within worker_bytes = {case.worker_bytes}; give another partition or "
+            "raise the cap"
+        )
+    return fitting
+
+
+def _descend_bound(case: _Case, starts: Sequence[Cuts]) -> Cuts:
+    """From the start with the smallest bound to a partition around which none is smaller."""
+    least_s = case.least_s(starts)
+    best, best_s = starts[int(least_s.argmin())], float(least_s.min())
+    while around := list(neighbours(case.problem, best)):
+        least_s = case.least_s(around)
+        if least_s.min() >= best_s * (1 - SAME):
+            break
+        best, best_s = around[int(least_s.argmin())], float(least_s.min())
+    return best
+
+
+class _Case:
+    """One problem's partitions: what they have to do, may hold and take."""
+
+    def __init__(
+        self, profile: PipelineProfile, problem: Problem, worker_bytes: int | Sequence[int] | None,
+        present: tuple[int, ...], weight_s: Sequence[float] | None, weight_bytes: Sequence[int] | None,
+        links_s: tuple[Seconds, Seconds],
+    ) -> None:
+        self.profile, self.problem, self.links_s = profile, problem, links_s
+        layers = profile.layers
+        self.weight_s = [0.0] * len(layers) if weight_s is None else list(weight_s)
+        self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
+        self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
+        self.policies = first_policies(problem.num_stages, _QUICK)
+        starts = list(problem.starts)
+        by_layer: dict[str, list[float] | list[int]] = {
+            "forward": [layer.forward_s for layer in layers], "backward": [layer.backward_s for layer in layers],
+            "weight": self.weight_s, "trains": [int(layer.backward_s > 0) for layer in layers],
+            "state": profile.state_bytes(), "activation": profile.activation_bytes(),
+        }  # fmt: skip
+        self.until = {name: np.append(0, np.cumsum(values))[starts] for name, values in by_layer.items()}
+
+    def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
+        return tuple(self.problem.starts[cut] for cut in cuts)
+
+    def workload(self, cuts: Cuts) -> Workload:
+        return Workload.from_profile(
+            self.profile, self.boundaries(cuts), speeds=self.problem.speeds, weight_s=self.weight_s,
+            weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+        )
+
+    def caps(self, cuts: Cuts) -> tuple[int, ...]:
+        return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
+
+    def least_s(self, candidates: Sequence[Cuts]) -> FloatArray:
+        """Lower bounds of many partitions; infinite for those that don't fit."""
+        if not candidates:
+            return np.zeros(0)
+        sums = {name: np.diff(until[np.array(candidates)], axis=1) for name, until in self.until.items()}
+        forward_s, backward_s, weight_s = (
+            np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
+        )
+        input_s = np.maximum(backward_s - weight_s, 0.0)
+        rows, count = self.problem.num_stages - 1, self.profile.num_micro_batches
+        trains = sums["trains"] > 0
+        found = bounds(
+            forward_s, input_s, count * (forward_s + input_s), count * weight_s,
+            table("activation_link_s", self.links_s[0], rows, count).min(axis=1),
+            np.where(trains.any(axis=1), trains.argmax(axis=1), 0),
+        )
+        has_room = np.array(self.worker_bytes) >= sums["state"] + sums["activation"]
+        return np.where(has_room.all(axis=1), found, inf)
+
+    def seconds(self, cuts: Cuts, limit_s: float = inf, *, with_1f1b: bool = False) -> tuple[float, int]:
+        """Seconds of a batch under some policies, infinite when above the limit; and the effort it took."""
+        workload, caps, spent = self.workload(cuts), self.caps(cuts), 0
+        best_s = inf
+        if with_1f1b:
+            usual = simulate(workload, "1f1b", sends="buffered")
+            best_s = usual.makespan_s if fits(usual, caps) else inf
+        for policy in self.policies:
+            listing = list_order(workload, caps, policy, limit_s=min(limit_s, best_s))
+            spent += sum(map(len, listing.ran))
+            best_s = min(best_s, listing.seconds)
+        return best_s, spent

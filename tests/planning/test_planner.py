@@ -1,0 +1,201 @@
+"""Planned orders: they run, keep their caps, are never slower than 1F1B, and reproduce a published schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from dynpipe_ds.planning import PlannedOrder, least_seconds, plan_order
+from dynpipe_ds.planning.listing import Policy, list_order
+from dynpipe_ds.planning.planner import first_policies
+from dynpipe_ds.schedule import Op, order_of
+from dynpipe_ds.simulation import Simulation, Workload, simulate
+
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 7), (3, 3), (4, 2), (4, 16), (5, 9), (8, 12)]
+
+
+def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches: int) -> Workload:
+    """Some stages can't split, some may be frozen; seconds may differ between micro-batches."""
+    columns = int(rng.choice([1, num_micro_batches]))
+    backward_s = rng.exponential(2.0, (num_stages, columns))
+    can_split = rng.random((num_stages, 1)) < 0.8
+    sizes = rng.integers(1, 9, num_stages)
+    link_s = float(rng.choice([0.0, 0.3]))
+    frozen = int(rng.integers(0, num_stages)) if rng.random() < 0.4 else 0
+    backward_s[:frozen] = 0.0
+    return Workload(
+        rng.exponential(1.0, (num_stages, columns)), backward_s, num_micro_batches,
+        weight_s=backward_s * rng.random((num_stages, 1)) * can_split, frozen_boundaries=frozen,
+        activation_link_s=link_s, gradient_link_s=rng.exponential(link_s or 0.0, (num_stages - 1, num_micro_batches)),
+        activation_bytes=sizes.tolist(), weight_bytes=(sizes * rng.choice([1, 2])).tolist(),
+    )
+
+
+def workloads(seed: int, each: int = 4) -> Iterator[Workload]:
+    rng = np.random.default_rng(seed)
+    for num_stages, num_micro_batches in SIZES:
+        for _ in range(each):
+            yield random_workload(rng, num_stages, num_micro_batches)
+
+
+def buffered_1f1b(workload: Workload) -> Simulation:
+    return simulate(workload, "1f1b", sends="buffered")
+
+
+def default_cap(workload: Workload) -> int:
+    return max(stage.peak_activation_bytes for stage in buffered_1f1b(workload).stages)
+
+
+def letters(planned: PlannedOrder, stage: int) -> set[str]:
+    return {str(one).rstrip("0123456789") for one in planned.order.stages[stage]}
+
+
+# -- what is planned can be run -------------------------------------------------------------------
+
+
+def test_an_order_takes_as_long_as_its_listing_and_keeps_its_caps() -> None:
+    """Under all policies, within tight caps and wide ones; to the bit where no stage waits by choice."""
+    for workload in workloads(seed=1):
+        count, num_stages = workload.num_micro_batches, workload.num_stages
+        for policy, times in product(first_policies(num_stages, 20), (1, 2, 5)):
+            caps = [times * size for size in workload.activation_bytes]
+            listing = list_order(workload, caps, policy)
+            result = simulate(workload, listing.order(count), sends="buffered")
+            assert result.makespan_s <= listing.seconds, policy
+            assert result.makespan_s == listing.seconds or policy.patience > 0
+            assert all(stage.peak_activation_bytes <= cap for stage, cap in zip(result.stages, caps, strict=True))
+            assert result.makespan_s >= least_seconds(workload) * (1 - 1e-12)
+
+
+def test_a_run_beyond_the_limit_is_given_up() -> None:
+    workload = Workload([1.0, 1.0], [2.0, 2.0], 4)
+    listing = list_order(workload, [9, 9], Policy(0, 0.5), limit_s=5.0)
+    assert listing.seconds == float("inf") and sum(map(len, listing.ran)) < 16
+
+
+def test_never_slower_than_1f1b_and_within_its_memory() -> None:
+    shorter = 0
+    for workload in workloads(seed=2, each=8):
+        planned, usual, cap = plan_order(workload), buffered_1f1b(workload), default_cap(workload)
+        assert planned.seconds <= usual.makespan_s * (1 + 1e-9)
+        assert max(planned.peak_bytes) <= cap
+        assert planned.least_s <= planned.seconds * (1 + 1e-12)
+        if planned.is_1f1b:
+            assert planned.seconds == usual.makespan_s
+        shorter += planned.seconds < 0.97 * usual.makespan_s
+    assert shorter > 25, "of 80; planning is worth something"
+
+
+def test_1f1b_where_nothing_can_be_gained() -> None:
+    planned = plan_order(Workload([1.0] * 4, [2.0] * 4, 8))
+    assert planned.is_1f1b and planned.order == order_of("1f1b", 8, 4)
+    assert not plan_order(Workload([1.0] * 4, [2.0] * 4, 8, weight_s=1.0)).is_1f1b
+
+
+def test_more_memory_is_used() -> None:
+    """Equal stages: with twice the memory nothing is left of the gradients' way back."""
+    workload = Workload([1.0] * 4, [2.0] * 4, 16, weight_s=[1.0] * 4, activation_bytes=[10] * 4)
+    seconds = [plan_order(workload, caps).seconds for caps in (10, 20, 40, 80)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 1.5 * seconds[-1]
+    assert seconds[-1] == least_seconds(workload)
+    assert plan_order(workload, [10, 10, 10, 80]).peak_bytes[:3] == (10, 10, 10)
+
+
+def test_a_backward_is_whole_where_a_split_one_has_no_room() -> None:
+    """Between B and W twice as much is held; a cap of one micro-batch allows no B alone."""
+    workload = Workload(
+        [1.0, 1.0], [2.0, 2.0], 4, weight_s=[1.0, 1.0], activation_bytes=[10, 10], weight_bytes=[20, 20]
+    )
+    tight, wide = plan_order(workload, [40, 10]), plan_order(workload, [40, 40])
+    assert not tight.order.split(1) and wide.order.split(1)
+    assert tight.peak_bytes[1] == 10 and wide.peak_bytes[1] <= 40
+
+
+# -- the rules ------------------------------------------------------------------------------------
+
+
+def test_zb_h1() -> None:
+    """Qi et al. 2024: on equal stages with F = B = W, a bubble of (S - 1)(F + B - W) in the memory of 1F1B."""
+    for num_stages, num_micro_batches in ((2, 4), (3, 6), (4, 8), (4, 12), (8, 16), (8, 24)):
+        workload = Workload(
+            [1.0] * num_stages, [2.0] * num_stages, num_micro_batches, weight_s=[1.0] * num_stages,
+            activation_bytes=[1] * num_stages,
+        )
+        planned = plan_order(workload)
+        assert planned.seconds == 3 * num_micro_batches + (num_stages - 1), (num_stages, num_micro_batches)
+        assert planned.simulation.bubble_ratio == pytest.approx((num_stages - 1) / planned.seconds)
+        assert buffered_1f1b(workload).makespan_s == 3 * (num_micro_batches + num_stages - 1)
+        assert max(planned.peak_bytes) <= num_stages, "what stage 0 holds under 1F1B"
+
+
+def test_who_splits() -> None:
+    """Stage 0 and 1 are frozen, 2 is the first that trains, 3 can't split, 4 can."""
+    workload = Workload(
+        [1.0] * 5, [0.0, 0.0, 2.0, 2.0, 2.0], 10, weight_s=[0.0, 0.0, 1.0, 0.0, 1.0], frozen_boundaries=2,
+        activation_bytes=[1] * 5,
+    )
+    planned = plan_order(workload)
+    assert not planned.is_1f1b
+    assert [bool(planned.order.split(stage)) for stage in range(5)] == [False, False, False, False, True]
+    assert planned.peak_bytes[:2] == (1, 1), "a frozen stage keeps nothing for a backward"
+    ran = [one for one in planned.order.stages[2] if one.op in (Op.FORWARD, Op.BACKWARD)]
+    assert ran[:3] == [(Op.FORWARD, 0), (Op.FORWARD, 1), (Op.FORWARD, 2)] and "W" not in letters(planned, 2)
+
+
+def test_weight_gradients_wait_for_a_gap() -> None:
+    """The last stage gives its gradient back at once and computes those of its weights when nothing comes."""
+    planned = plan_order(Workload([2.0, 1.0], [2.0, 2.0], 4, weight_s=[1.0, 1.0]))
+    ran = " ".join(str(one) for one in planned.order.stages[1] if one.op <= Op.BACKWARD_WEIGHT)
+    assert ran.startswith("F0 B0 F1 B1") or ran.startswith("F0 B0 W0 F1"), ran
+    timeline = simulate(
+        Workload([2.0, 1.0], [2.0, 2.0], 4, weight_s=[1.0, 1.0]), planned.order, sends="buffered", timeline=True
+    ).timeline
+    assert {i.kind for i in timeline} >= {"weight"} and planned.seconds < 4 * 4 + 3
+
+
+def test_the_same_everywhere() -> None:
+    """Planned twice: the same order, the same seconds."""
+    for workload in workloads(seed=3, each=1):
+        first, second = plan_order(workload), plan_order(workload)
+        assert str(first.order) == str(second.order) and first == second
+
+
+def test_effort_is_bounded_by_computations_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two policies in any case; a large pipeline gets no more."""
+    from dynpipe_ds.planning import planner
+
+    asked = []
+    monkeypatch.setattr(planner, "list_order", lambda *a, **k: asked.append(1) or list_order(*a, **k))
+    workload = Workload([1.0, 1.1, 1.3, 1.0], [2.0, 2.3, 2.1, 2.5], 8, weight_s=[1.0] * 4, activation_bytes=[1] * 4)
+    for effort, most in ((0, 2), (3 * 96, 3), (10**6, 20)):
+        asked.clear()
+        plan_order(workload, 2, effort=effort)
+        assert len(asked) == most
+
+
+def test_large_pipelines() -> None:
+    """64 stages and 256 micro-batches; the processor time is printed, not judged."""
+    workload = Workload(
+        [1 + 0.1 * (s % 5) for s in range(64)], [2 + 0.3 * (s % 7) for s in range(64)], 256,
+        weight_s=[1.0] * 64, activation_bytes=[1] * 64,
+    )
+    started = time.process_time()
+    planned = plan_order(workload)
+    print(f"64 x 256: {time.process_time() - started:.2f} s of processor time")
+    assert planned.least_s <= planned.seconds < 0.97 * buffered_1f1b(workload).makespan_s
+    assert max(planned.peak_bytes) <= 64
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_caps_that_can_not_be_kept_are_refused() -> None:
+    workload = Workload([1.0, 1.0], [2.0, 2.0], 4, activation_bytes=[10, 2000])
+    with pytest.raises(ValueError, match="activation_caps of stage 1 is 1,999 bytes: must be at least the 2,000 that"):
+        plan_order(workload, 1999)
+    with pytest.raises(ValueError, match=r"activation_caps = \(1, 2, 3\): need one number, or one for each of 2"):
+        plan_order(workload, [1, 2, 3])

@@ -1,0 +1,118 @@
+"""The best partition and order together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
+from dynpipe_ds.partition import StageMemory, optimal, simulated
+from dynpipe_ds.planning import PlannedBatch, least_seconds, plan_batch, plan_order
+from dynpipe_ds.planning.planner import SAME
+from dynpipe_ds.simulation import Workload, simulate
+
+
+def random_profile(seed: int, num_layers: int, num_micro_batches: int, num_frozen: int = 0) -> PipelineProfile:
+    rng = np.random.default_rng(seed)
+    layers = tuple(
+        LayerProfile(f"l{i}", f, 0.0 if i < num_frozen else 2 * f, 10, 40, 40, 80, 0 if i < num_frozen else 1000)
+        for i, f in enumerate(rng.lognormal(0, 0.7, num_layers).tolist())
+    )
+    return PipelineProfile(0, (), num_micro_batches, layers, ())
+
+
+def half(profile: PipelineProfile) -> list[float]:
+    return [layer.backward_s / 2 for layer in profile.layers]
+
+
+def planned_on(profile: PipelineProfile, cuts: tuple[int, ...], worker_bytes: int) -> float:
+    """Seconds of the order planned for one partition; infinite if it does not fit."""
+    workload = Workload.from_profile(profile, cuts, weight_s=half(profile))
+    state = [sum(held) for held in (profile.state_bytes()[a:b] for a, b in zip(cuts, cuts[1:], strict=False))]
+    caps = [worker_bytes - held for held in state]
+    if any(cap < needed for cap, needed in zip(caps, workload.activation_bytes, strict=True)):
+        return float("inf")
+    return plan_order(workload, caps).seconds
+
+
+def peaks(profile: PipelineProfile, found: PlannedBatch) -> list[int]:
+    state = [sum(held) for held in found.placement.by_stage(profile.state_bytes())]
+    return [a + b for a, b in zip(state, found.planned.peak_bytes, strict=True)]
+
+
+@pytest.mark.parametrize("num_frozen", [0, 3])
+def test_near_the_best_of_all_partitions(num_frozen: int) -> None:
+    """9 layers on 3 stages: 28 partitions, each with its own planned order."""
+    ratios = []
+    for seed in range(8):
+        profile = random_profile(seed, 9, 6, num_frozen)
+        memory = StageMemory(profile.state_bytes(), profile.activation_bytes(), 6, 0)
+        start = optimal(profile.costs("time"), 3).boundaries
+        worker_bytes = max(memory.stage_bytes(start))
+        found = plan_batch(profile, [start], weight_s=half(profile))
+        every = [(0, a, b, 9) for a, b in combinations(range(1, 9), 2)]
+        ratios.append(found.seconds / min(planned_on(profile, cuts, worker_bytes) for cuts in every))
+        assert max(peaks(profile, found)) <= worker_bytes, "of the fullest worker under 1F1B on the first candidate"
+    assert min(ratios) >= 1 - 1e-9 and np.mean(ratios) < 1.01 and max(ratios) < 1.05, ratios
+
+
+def test_better_than_either_alone() -> None:
+    """Of 1F1B's best cut, with an order planned for it, and of the best cut for the planned order."""
+    gains = []
+    for seed in range(4):
+        profile = random_profile(seed, 24, 12)
+        cuts = simulated(profile.costs("time"), 8, profile=profile).boundaries
+        memory = StageMemory(profile.state_bytes(), profile.activation_bytes(), 12, 0)
+        most = max(memory.stage_bytes(cuts))
+        batch_s = simulate(Workload.from_profile(profile, cuts)).makespan_s
+        found = plan_batch(profile, [cuts], weight_s=half(profile))
+        assert found.seconds <= planned_on(profile, cuts, most) * (1 + SAME) <= batch_s * (1 + 2 * SAME)
+        assert found == plan_batch(profile, [cuts], weight_s=half(profile)), "deterministic"
+        gains.append(batch_s / found.seconds)
+    assert min(gains) > 1.03 and np.mean(gains) > 1.15, gains
+
+
+def test_never_slower_than_1f1b_on_a_candidate() -> None:
+    """Nothing can be split, and as little memory as can be: then the candidate as it is."""
+    for seed in range(6):
+        profile = random_profile(seed, 10, 8)
+        candidates = [(0, 5, 8, 10), (0, 2, 4, 10), (0, 3, 6, 10)]
+        found = plan_batch(profile, candidates, effort=0, worker_bytes=10**9)
+        least = min(simulate(Workload.from_profile(profile, cuts)).makespan_s for cuts in candidates)
+        assert found.seconds <= least * (1 + SAME)
+
+
+def test_links_speeds_and_constraints_count() -> None:
+    profile = random_profile(1, 12, 6)
+    options = {"speeds": [1.0, 0.5, 1.0], "activation_link_s": [0.1, 0.0], "gradient_link_s": 0.2}
+    found = plan_batch(profile, [(0, 4, 8, 12)], pinned=[3, 5], weight_s=half(profile), **options)
+    assert not {3, 5} & set(found.placement.boundaries)
+    workload = Workload.from_profile(profile, found.placement, weight_s=half(profile), **options)
+    assert found.seconds == simulate(workload, found.planned.order, sends="buffered").makespan_s
+    assert found.planned.least_s == least_seconds(workload)
+    slow = plan_batch(profile, [(0, 4, 8, 12)], weight_s=half(profile))
+    slow_layers, layers = ([len(p.placement.chunks_of(1)[0]) for p in (found, slow)])
+    assert slow_layers < layers, "a worker at half speed gets fewer layers"
+
+
+def test_memory_of_each_worker() -> None:
+    profile = random_profile(2, 12, 6)
+    free = plan_batch(profile, [(0, 4, 8, 12)], weight_s=half(profile), worker_bytes=10**9)
+    caps = [10**9, 3600, 10**9]
+    tight = plan_batch(profile, [(0, 5, 7, 12)], weight_s=half(profile), worker_bytes=caps)
+    assert peaks(profile, free)[1] > 3600 >= peaks(profile, tight)[1] and tight.seconds >= free.seconds
+
+
+def test_refusals() -> None:
+    profile = random_profile(1, 6, 4)
+    with pytest.raises(ValueError, match=r"candidates = \[\]: need at least one partition to start from"):
+        plan_batch(profile, [])
+    with pytest.raises(ValueError, match=r"candidates = \[\[0, 3, 6\]\]: none is allowed by pinned cuts"):
+        plan_batch(profile, [(0, 3, 6)], pinned=[3])
+    with pytest.raises(ValueError, match=r"within worker_bytes = 3000; give another partition or raise"):
+        plan_batch(profile, [(0, 3, 6)], worker_bytes=3000)
+    with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 6"):
+        plan_batch(replace(profile, num_micro_batches=2), [(0, 3, 5)])
