@@ -254,8 +254,7 @@ def _text(case: _Case, values: Mapping[str, Any]) -> str:
     if "others" in values:
         parts += ["", _other_table(case, values["others"], values["together"])]
         if case.has_times:
-            share = f"{case.weight_share:.0%} of a backward (--weight-share)"
-            parts += ["", f"planned: backwards in two parts; gradients of weights are assumed to take {share}"]
+            parts += ["", *show.planned(case.weight_share)]
     return "\n".join(parts)
 
 

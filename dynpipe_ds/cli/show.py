@@ -54,3 +54,16 @@ def layer_spans(layers: Collection[int]) -> str:
     last = sorted(layer for layer in layers if layer + 1 not in layers)
     spans = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(first, last, strict=True))
     return f"layer{'s' if len(layers) > 1 else ''} {spans}"
+
+
+def planned(weight_share: float) -> list[str]:
+    """What is said below planned orders.
+
+    Args:
+        weight_share: assumed, of a backward.
+    """
+    return [
+        f"planned: backwards in two parts; gradients of weights are assumed to take {weight_share:.0%} of a backward "
+        "(--weight-share)",
+        "         on paper: the engine runs 1F1B",
+    ]

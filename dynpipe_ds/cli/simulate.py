@@ -152,7 +152,7 @@ def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Ma
         first, second = outcomes.values()
         parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
     if (weight_share := values["weight_share"]) is not None:
-        parts += [f"gradients of weights are assumed to take {weight_share:.0%} of a backward (--weight-share)", ""]
+        parts += [*show.planned(weight_share), ""]
     parts += [f"written: {file}" for file in values["files"]]
     return "\n".join(parts).rstrip()
 

@@ -117,6 +117,7 @@ def test_compare_lists_planned_orders(dynpipe: Command) -> None:
     rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] in (["1F1B"], ["planned"])]
     assert rows[:2] == [["optimal", "1F1B"], ["optimal", "planned"]] and rows[-1] == ["together", "planned"]
     assert "gradients of weights are assumed to take 40% of a backward (--weight-share)" in text
+    assert "on paper: the engine runs 1F1B" in text
     capped = dynpipe("plan", "profile.json", *options, "--memory-cap-bytes", 30000, "--json").json
     assert all(row["planned"]["peak_bytes"] <= 30000 for row in capped["others"] if "planned" in row)
 

@@ -199,3 +199,11 @@ def test_caps_that_can_not_be_kept_are_refused() -> None:
         plan_order(workload, 1999)
     with pytest.raises(ValueError, match=r"activation_caps = \(1, 2, 3\): need one number, or one for each of 2"):
         plan_order(workload, [1, 2, 3])
+
+
+def test_nobody_waits_for_the_backward_of_the_first_stage_that_trains() -> None:
+    """It does all forwards first, although gradients are there, since the next stage waits for those."""
+    workload = Workload([1.0, 1.0], [2.0, 2.0], 8, activation_bytes=[1, 1])
+    first, second = list_order(workload, (8, 8), Policy(forwards_until=0, patience=0.0)).ran
+    assert list(first) == [Op.FORWARD] * 8 + [Op.BACKWARD] * 8
+    assert list(second[:4]) == [Op.FORWARD, Op.BACKWARD] * 2
