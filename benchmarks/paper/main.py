@@ -1,6 +1,6 @@
 """The paper's tables and figures, one command each; results go to ``benchmarks/results/paper/``.
 
-    python -m benchmarks.paper.main all --quick    # about 2 minutes on two idle cores
+    python -m benchmarks.paper.main all --quick    # two to three minutes on two idle cores
     python -m benchmarks.paper.main throughput     # DynPipe Table 2, Figure 3: 2 to 24 stages, replay (about 2 hours)
     python -m benchmarks.paper.main throughput --stages 2 4 8
     python -m benchmarks.paper.main recorded       # the same for the recorded traces, 2 and 4 stages
