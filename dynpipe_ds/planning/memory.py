@@ -33,15 +33,24 @@ def activation_caps(
         worker_bytes: what a worker may hold, for all or for each.
 
     Returns:
-        S bytes, negative where the state alone is too much.
+        S bytes.
 
     Raises:
-        ValueError: when there is not one number, or one for each stage.
+        ValueError: when there is not one number, or one for each stage, or a stage has no room for one micro-batch.
     """
     placement = Placement.of(boundaries, num_layers=len(profile.layers))
     most = _memory(profile, worker_bytes).caps(placement.num_stages)
-    state = placement.by_stage(profile.state_bytes())
-    return tuple(cap - sum(held) for cap, held in zip(most, state, strict=True))
+    state, activation = (
+        [sum(held) for held in placement.by_stage(num_bytes)]
+        for num_bytes in (profile.state_bytes(), profile.activation_bytes())
+    )
+    for stage, (cap, kept, needed) in enumerate(zip(most, state, activation, strict=True)):
+        if cap < kept + needed:
+            raise ValueError(
+                f"stage {stage} may hold {cap:,} bytes: must be at least the {kept + needed:,} that its layers' state "
+                f"({kept:,}) and one micro-batch ({needed:,}) take; raise the cap, or give the stage fewer layers"
+            )
+    return tuple(cap - kept for cap, kept in zip(most, state, strict=True))
 
 
 def _memory(profile: PipelineProfile, worker_bytes: int | Sequence[int] = 0) -> StageMemory:

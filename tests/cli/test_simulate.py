@@ -93,7 +93,8 @@ def test_memory_of_a_planned_order(dynpipe: Command) -> None:
     wide, tight = (dynpipe(*command, "--memory-cap-bytes", cap) for cap in ("1MiB", "28KiB"))
     assert wide.json["partitions"][0]["makespan_s"] < tight.json["partitions"][0]["makespan_s"]
     refused = dynpipe(*command, "--memory-cap-bytes", "9KiB")
-    assert refused.code == 2 and "must be at least the 3,000 that one micro-batch holds there" in refused.err
+    assert refused.code == 2 and "stage 0 may hold 9,216 bytes: must be at least the " in refused.err
+    assert "one micro-batch (3,000) take; raise the cap" in refused.err
     waits = dynpipe(*command, "--sends", "rendezvous")
     assert waits.code == 2 and "a planned order needs sends that are over at once; leave it out" in waits.err
     assert dynpipe(*command[:-3], "--json").json["sends"] == "rendezvous"
