@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -160,6 +160,21 @@ def ending(values: Mapping[str, Any]) -> list[str]:
     """
     before = reasons(values)
     return busy_words([reason for reason in reasons(ended(values)) if reason not in before])
+
+
+def tell(head: Sequence[str], lines: Iterable[str], *, threads: int = 2) -> None:
+    """Print a benchmark's lines as they come, between what was seen of the machine before and while it ran.
+
+    Args:
+        head: lines above them.
+        lines: what it measures, begun when the machine has been looked at.
+        threads: how many compute at the same time.
+    """
+    found = environment(threads)
+    print(in_words(found), *head, sep="\n", flush=True)
+    for line in lines:
+        print(line, flush=True)
+    print(*ending(found), sep="\n", end="")
 
 
 def _machine(values: Mapping[str, Any], threads: int) -> str:

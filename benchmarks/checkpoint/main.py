@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.overhead.migration import OPTIMIZERS
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import ending, environment, in_words
+from benchmarks.record import tell
 from scenarios.report.interval import median_of_ratios
 
 COMPARED = ("AdamW", "ZeRO-1", "bf16 + ZeRO-1")
@@ -115,15 +115,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", default=f"{tempfile.gettempdir()}/dynpipe-checkpoints")
     options = parser.parse_args()
-    found = environment()
-    print(in_words(found), flush=True)
-    print(f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;")
-    print("ratios to DeepSpeed's: medians of pairs (95% intervals)\n")
-    print("| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for line in on_ranks(2, run_rank, options):
-        print(line, flush=True)
-    print(*ending(found), sep="\n", end="")
+    tell([
+        f"2 stages, depth {options.depth}, hidden {options.hidden}; medians of {options.repeats}, in turns;",
+        "ratios to DeepSpeed's: medians of pairs (95% intervals)\n",
+        "| optimizer | MiB | DeepSpeed, s | ours, s | ratio | processor | on the disk, s | ratio | load, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ], on_ranks(2, run_rank, options))
 
 
 if __name__ == "__main__":

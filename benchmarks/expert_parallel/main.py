@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import ending, environment, in_words
+from benchmarks.record import tell
 from scenarios.gpt import GPTConfig
 from scenarios.moe import ExpertConfig, MoEMLP, set_expert_group
 from scenarios.moe.routing import Assignment, token_choice
@@ -86,15 +86,12 @@ def main() -> None:
     for name, default in (("tokens", 1024), ("hidden", 256), ("experts", 8), ("repeats", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    found = environment()
-    print(in_words(found), flush=True)
-    print(f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token")
-    print("Ratios are medians of pairs, with their 95% intervals.\n")
-    print("| busiest rank | shared, ms | CPU ms of the busiest | to even | each all, ms | CPU ms | to even |")
-    print("|---|---|---|---|---|---|---|")
-    for line in on_ranks(2, run_rank, options):
-        print(line)
-    print(*ending(found), sep="\n", end="")
+    tell([
+        f"{options.tokens} tokens a rank, hidden {options.hidden}, {options.experts} experts, one a token",
+        "Ratios are medians of pairs, with their 95% intervals.\n",
+        "| busiest rank | shared, ms | CPU ms of the busiest | to even | each all, ms | CPU ms | to even |",
+        "|---|---|---|---|---|---|---|",
+    ], on_ranks(2, run_rank, options))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import ending, environment, in_words
+from benchmarks.record import tell
 from scenarios.report.interval import median_of_ratios
 
 WARMUP = 4  # pairs that are not counted
@@ -115,11 +115,7 @@ def main() -> None:
     parser.add_argument("--deepspeed", default="fp32_adamw", help="a DeepSpeed JSON, or a name in conf/deepspeed_json")
     parser.add_argument("--unprofiled", action="store_true", help="with profiling switched off on the dynamic engine")
     options = parser.parse_args()
-    found = environment()
-    print(in_words(found), flush=True)
-    for line in on_ranks(2, run_rank, options):
-        print(line)
-    print(*ending(found), sep="\n", end="")
+    tell([], on_ranks(2, run_rank, options))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import ending, environment, in_words
+from benchmarks.record import tell
 from scenarios.pruning.gathering import keep_largest_by_gathering
 from scenarios.pruning.selection import Masks, keep_largest
 
@@ -78,13 +78,10 @@ def main() -> None:
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    found = environment()
-    print(in_words(found), flush=True)
-    print("| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |")
-    print("|---|---|---|---|---|---|")
-    for line in on_ranks(2, run_rank, options):
-        print(line, flush=True)
-    print(*ending(found), sep="\n", end="")
+    tell([
+        "| million weights | sparsity | radix: kB a rank | ms | gathering: kB a rank | ms |",
+        "|---|---|---|---|---|---|",
+    ], on_ranks(2, run_rank, options))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import Send, on_ranks
-from benchmarks.record import ending, environment, in_words
+from benchmarks.record import tell
 from scenarios.report.interval import median_of_ratios
 
 LAYER_MEGABYTES = 4.2  # of 1024 x 1024 floats and as many biases as outputs
@@ -92,15 +93,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[10, 30, 100])
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    found = environment(max(options.replicas))
-    print(in_words(found))
-    print("Ratios are medians of the pairs', with their 95% intervals.\n")
-    print("| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | ours / DeepSpeed's | CPU ms | ours |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for replicas in options.replicas:
-        for line in on_ranks(replicas, run_rank, options):
-            print(line, flush=True)
-    print(*ending(found), sep="\n", end="")
+    runs = (on_ranks(replicas, run_rank, options) for replicas in options.replicas)
+    tell([
+        "Ratios are medians of the pairs', with their 95% intervals.\n",
+        "| replicas | MB of gradients | DeepSpeed's, ms | ours, ms | ours / DeepSpeed's | CPU ms | ours |",
+        "|---|---|---|---|---|---|---|",
+    ], chain.from_iterable(runs), threads=max(options.replicas))
 
 
 if __name__ == "__main__":
