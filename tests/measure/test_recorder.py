@@ -26,14 +26,14 @@ class Told:
 
 
 def test_seconds_by_micro_batch() -> None:
-    """Marks of one kind that follow each other are of one micro-batch; a layer may have several."""
+    """An instruction begins a micro-batch; a layer may have several marks in it."""
     recorder = BatchRecorder()
     assert recorder.by_micro_batch() == {}, "before the first batch"
     recorder._clock = Told()  # type: ignore[assignment]
     recorder.start()
     forwards = 0
     for (before, _, _), (kind, layer, _) in zip(MARKS, MARKS[1:], strict=False):
-        if kind == FORWARD and before == FORWARD:
+        if kind == before:
             recorder._mark(kind, layer)
         else:
             recorder.instruction(kind, layer)

@@ -153,7 +153,7 @@ class Views(nn.Module):
         y = self.linear(x).clone()
         y[..., : WIDTH // 2] = self.gain[: WIDTH // 2] * x[..., WIDTH // 2 :]
         y[..., 0].mul_(self.gain[0])
-        bias = torch.cat([self.bias.weight.view(-1), self.gain.detach()])
+        bias = torch.cat([self.bias.weight.view(-1)[:4], self.gain[4:].detach()])
         y = F.linear(y.relu_().view(-1, WIDTH), self.linear.weight, bias).view_as(y)
         return y.add_(x).transpose(0, 1) * self.gain
 
