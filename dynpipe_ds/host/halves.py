@@ -65,13 +65,15 @@ class InFlight:
 
     def whats_missing(self) -> str | None:
         """Which part of a backward has not run, at the end of a batch; ``None`` if all has."""
-        begun = [buffer for buffer, half in self.halves.items() if half is not None]
-        if begun or +self._owed:
-            return (
-                f"{len(begun)} backwards were left without their second half, W, and {len(+self._owed)} parameters "
-                "without a gradient of each of their forwards"
-            )
-        return None
+        num_forwards = max(len(self.losses), len(self.gradients))
+        num_halves = sum(half is not None for half in self.halves.values())
+        num_parameters = len(+self._owed)
+        if not (num_forwards or num_halves or num_parameters):
+            return None
+        return (
+            f"{num_forwards} forwards were left without a backward, {num_halves} backwards without their second half "
+            f"(W), and {num_parameters} parameters without the gradients of all their forwards"
+        )
 
     def owe(self, half: ParameterHalf) -> None:
         """Note that parameters get a gradient later.

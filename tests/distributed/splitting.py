@@ -98,5 +98,7 @@ def compare_with_1f1b(run: Run, delays: list[int], replicas: int = 1, *, splits:
         assert plain.num_split == 0 and all(loss == loss for loss in plain.losses)
         for delay, other in zip(delays, others, strict=True):
             assert other.bits == plain.bits, f"rank {rank}, W delayed by {delay}"
-            expected = run.num_batches * run.micro_batches if splits and rank >= replicas else 0
-            assert other.num_split == expected, f"rank {rank}, W delayed by {delay}"
+            most = run.num_batches * run.micro_batches if splits and rank >= replicas else 0
+            # One whose activations are counted, the first and after each move, runs whole.
+            least = most and most - 1 - len(run.moves)
+            assert least <= other.num_split <= most, f"rank {rank}, W delayed by {delay}"
