@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,22 +93,22 @@ def find_cut(roots: Sequence[Node], inputs: Iterable[Node]) -> Cut:
     names: set[str] = set()
     has_functions = False
     for node, edges in below.items():  # those below it come first
-        if isinstance(node, BackwardCFunction):
+        kind = _kind(type(node))
+        if kind.is_function:
             names.add(type(node).__name__)
-            has_functions = has_functions or not getattr(node._forward_cls, "leaves_gradients_alone", False)  # type: ignore[attr-defined]
+            has_functions = has_functions or not kind.leaves_gradients_alone
         if node in trunk:
             continue
-        if any(other in trunk for other, _ in edges):
+        aside = [place for place, (other, _) in enumerate(edges) if other is not None and other not in trunk]
+        if len(aside) < len(edges) and any(other in trunk for other, _ in edges):
             trunk.add(node)
-            aside = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] in leaves]
             if aside:
-                side = _side(aside, leaves)
-                waits = type(node).__name__ in _PRODUCTS and not any(edge.node in fixed for edge in side.edges)
-                sides.append((node, side, waits and bool(side.leaves) and not _is_packed(node)))
+                side = _side(edges, aside, leaves)
+                waits = kind.is_product and bool(side.leaves) and not any(edge.node in fixed for edge in side.edges)
+                sides.append((node, side, waits and not _is_packed(node)))
         else:
-            others = [leaves[other] for other, _ in edges]
-            leaves[node] = frozenset([node]) if hasattr(node, "variable") else frozenset().union(*others)
-            if isinstance(node, BackwardCFunction) or any(other in fixed for other, _ in edges):
+            leaves[node] = frozenset([node]) if kind.is_leaf else _all_leaves([edges[i][0] for i in aside], leaves)
+            if kind.is_function or any(edges[i][0] in fixed for i in aside):
                 fixed.add(node)
     if refused := sorted(names & _WHOLE.keys()):
         raise CantBeSplit(_WHOLE[refused[0]])
@@ -139,34 +139,58 @@ def release(nodes: Iterable[Node]) -> None:
 
 # -- looking at the graph ---------------------------------------------------------------------
 
+Edges = tuple[tuple[Node | None, int], ...]
 
-def _below(roots: Sequence[Node]) -> dict[Node, list[tuple[Node, int]]]:
-    """All nodes with those below them, which come first."""
-    known: dict[Node, list[tuple[Node, int]]] = {}
-    found: dict[Node, list[tuple[Node, int]]] = {}
+
+class _Kind(NamedTuple):
+    """What can be said of all nodes of a class; asking each of them takes longer."""
+
+    is_product: bool
+    is_leaf: bool
+    is_function: bool
+    leaves_gradients_alone: bool
+
+
+@cache
+def _kind(cls: type) -> _Kind:
+    is_function = issubclass(cls, BackwardCFunction)
+    return _Kind(
+        cls.__name__ in _PRODUCTS, hasattr(cls, "variable"), is_function,
+        is_function and getattr(cls._forward_cls, "leaves_gradients_alone", False),  # type: ignore[attr-defined]
+    )
+
+
+def _below(roots: Sequence[Node]) -> dict[Node, Edges]:
+    """All nodes with their edges; those below a node come before it."""
+    known: dict[Node, Edges] = {}
+    found: dict[Node, Edges] = {}
     stack = list(roots)
     while stack:
         node = stack[-1]
         edges = known.get(node)
         if edges is None:
-            edges = known[node] = [edge for edge in node.next_functions if edge[0] is not None]  # type: ignore[misc]
-            stack += [other for other, _ in edges if other not in known]
+            edges = known[node] = node.next_functions
+            stack += [other for other, _ in edges if other is not None and other not in known]
         else:
             stack.pop()
-            if node not in found:
-                found[node] = edges
+            found.setdefault(node, edges)
     return found
 
 
-def _side(aside: Sequence[tuple[int, Any]], leaves: dict[Node, frozenset[Node]]) -> Side:
-    edges = tuple(GradientEdge(node, number) for _, (node, number) in aside)
-    return Side(
-        tuple(place for place, _ in aside), edges, frozenset().union(*(leaves[edge.node] for edge in edges))
-    )
+def _side(edges: Edges, aside: Sequence[int], leaves: dict[Node, frozenset[Node]]) -> Side:
+    nodes: list[Node] = [edges[place][0] for place in aside]  # type: ignore[misc]
+    there = tuple(GradientEdge(node, edges[place][1]) for node, place in zip(nodes, aside, strict=True))
+    return Side(tuple(aside), there, _all_leaves(nodes, leaves))
+
+
+def _all_leaves(nodes: Sequence[Node | None], leaves: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+    if len(nodes) == 1:
+        return leaves[nodes[0]]  # type: ignore[index]
+    return frozenset().union(*(leaves[node] for node in nodes))  # type: ignore[index]
 
 
 def _mixed(
-    waiting: dict[Node, Side], below: dict[Node, list[tuple[Node, int]]], leaves: dict[Node, frozenset[Node]]
+    waiting: dict[Node, Side], below: dict[Node, Edges], leaves: dict[Node, frozenset[Node]]
 ) -> set[Node]:
     """Parameters that three or more uses reach, some directly and some not: added up later, they would round otherwise.
 

@@ -21,7 +21,7 @@ from dynpipe_ds._versions import is_older
 from dynpipe_ds.splitting.graph import CantBeSplit, Cut, Side, find_cut, node_of, release
 
 _LEAST_TORCH = "2.7"
-_HELD_BYTES = 1 << 22
+_HELD_BYTES = 1 << 18
 """Gradients that are ready wait for each other up to this size: a call of autograd takes longer than a small sum."""
 
 

@@ -45,6 +45,16 @@ class Recomputed(Mlp):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
+class Thrice(Sharing):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+
+class Mixed(Sharing):
+    def __init__(self) -> None:
+        super().__init__(5, mixed=True)
+
+
 class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +68,7 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "frozen prefix": [Frozen, Frozen, Mlp, Mlp, Attention, Mlp],
     "frozen stage": [Frozen, Frozen, Frozen, Frozen, Frozen, Mlp],
     "frozen middle": [Mlp, Mlp, Frozen, Frozen, Mlp, Attention],
-    "sharing": [lambda: Sharing(3), Mlp, lambda: Sharing(5, mixed=True), Views, Mlp, Mlp],  # type: ignore[list-item]
+    "sharing": [Thrice, Mlp, Mixed, Views, Thrice, Mixed],
     "hooks": [Hooked, Mlp, Hooked, Mlp, Hooked, Hooked],
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
 }
