@@ -183,10 +183,10 @@ def _side(edges: Edges, aside: Sequence[int], leaves: dict[Node, frozenset[Node]
     return Side(tuple(aside), there, _all_leaves(nodes, leaves))
 
 
-def _all_leaves(nodes: Sequence[Node | None], leaves: dict[Node, frozenset[Node]]) -> frozenset[Node]:
+def _all_leaves(nodes: Sequence[Any], leaves: dict[Node, frozenset[Node]]) -> frozenset[Node]:
     if len(nodes) == 1:
-        return leaves[nodes[0]]  # type: ignore[index]
-    return frozenset().union(*(leaves[node] for node in nodes))  # type: ignore[index]
+        return leaves[nodes[0]]
+    return frozenset().union(*(leaves[node] for node in nodes))
 
 
 def _mixed(
@@ -197,7 +197,7 @@ def _mixed(
     Two numbers have one sum. Of more, those that come from a product itself would come before those that take a way.
     """
     direct = Counter(edge.node for side in waiting.values() for edge in side.edges)
-    inner = Counter(other for node in leaves for other, _ in below[node] if other in direct)
+    inner = Counter(other for node in leaves for other, _ in below[node] if other is not None and other in direct)
     return set().union(*(leaves[node] for node in inner if direct[node] + inner[node] > 2))
 
 

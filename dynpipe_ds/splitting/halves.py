@@ -161,9 +161,10 @@ def _gradients(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], cut: Cut
 ) -> tuple[Tensor | None, ...]:
     parameters = [_variable(leaf) for leaf in cut.at_once]
+    wanted = (*inputs, *parameters)
     with _without_hooks(parameters):
         found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            outputs, [*inputs, *parameters], gradients, retain_graph=True, allow_unused=True
+            outputs, wanted, gradients, retain_graph=True, allow_unused=True
         )
     return found
 
@@ -201,7 +202,8 @@ def _computing_only(edges: Sequence[GradientEdge], compute: Callable[[], None]) 
         seed = torch.zeros((), device="cpu", requires_grad=True)
         root = seed.clone()
     root.register_hook(lambda _gradient: compute())  # type: ignore[no-untyped-call]
-    torch.autograd.grad(root, [seed, *edges], allow_unused=True)
+    wanted: list[Any] = [seed, *edges]
+    torch.autograd.grad(root, wanted, allow_unused=True)
 
 
 def _variable(leaf: Node) -> Tensor:

@@ -55,6 +55,11 @@ class Mixed(Sharing):
         super().__init__(5, mixed=True)
 
 
+class Viewed(Views):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(0, 1)
+
+
 class Frozen(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +73,7 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "frozen prefix": [Frozen, Frozen, Mlp, Mlp, Attention, Mlp],
     "frozen stage": [Frozen, Frozen, Frozen, Frozen, Frozen, Mlp],
     "frozen middle": [Mlp, Mlp, Frozen, Frozen, Mlp, Attention],
-    "sharing": [Thrice, Mlp, Mixed, Views, Thrice, Mixed],
+    "sharing": [Thrice, Mlp, Mixed, Viewed, Thrice, Mixed],
     "hooks": [Hooked, Mlp, Hooked, Mlp, Hooked, Hooked],
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
 }
