@@ -40,7 +40,7 @@ class InFlight:
     Attributes:
         losses: of the last stage.
         gradients: received, of the outputs that wanted one; ``None`` for one that there is not.
-        halves: what is left of each backward that was begun, in that order; ``None`` where nothing is.
+        halves: what is left of each backward that was begun, in the order in which they were; ``None``: nothing.
     """
 
     def __init__(self) -> None:
@@ -155,6 +155,7 @@ def backward_input(engine: Any, buffer_id: int) -> None:
     """The gradients of a micro-batch's inputs; all of the backward, where it can't be split."""
     in_flight = in_flight_of(engine)
     taken = _take(engine, buffer_id)
+    in_flight.halves.pop(buffer_id, None)  # of an earlier micro-batch: what is begun comes last
     in_flight.halves[buffer_id] = None
     if taken is None:
         return

@@ -25,6 +25,7 @@ from torch import Tensor
 from dynpipe_ds.host.halves import backward_input, backward_pass, backward_weight, in_flight_of, wants_backward
 from dynpipe_ds.host.order import BackwardInput, BackwardWeight
 from dynpipe_ds.host.passing import (
+    BatchRefused,
     HandedOver,
     links_of,
     receive_activations,
@@ -84,10 +85,13 @@ def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
     def run(engine: Any, **kwargs: Any) -> None:
         missing = in_flight_of(engine).whats_missing()
         if missing is not None:
-            links_of(engine).refusals.append(
+            message = (
                 f"stage {engine.stage_id}: {missing}; that is a mistake in the order or in this library, please report "
                 "it, and train without an order of your own meanwhile"
             )
+            if engine.num_stages == 1:  # all ranks have run the same
+                raise BatchRefused(message)
+            links_of(engine).refusals.append(message)
         step(engine, **kwargs)
 
     return run

@@ -99,7 +99,7 @@ class BatchRecorder:
         """
         if kind == FORWARD:
             self._num_forwards += 1
-        if kind in (FORWARD, BACKWARD):
+        if kind in (FORWARD, BACKWARD, WEIGHT):
             self._phase = kind
         self._begun.append(len(self._labels))
         self._mark(kind, layer)
@@ -183,7 +183,7 @@ class BatchRecorder:
         self._stamps.append(self._clock.stamp())
 
     def _gradient_ready(self, layer: int, _gradient: Tensor) -> None:
-        self._mark(BACKWARD, layer)
+        self._mark(WEIGHT if self._phase == WEIGHT else BACKWARD, layer)  # a whole backward may run as W
 
     def _metering(self, layer: int) -> AbstractContextManager[Any]:
         if self._meter is None or self._num_forwards != 1 or self._phase != FORWARD:
