@@ -10,6 +10,7 @@ import pytest
 
 from dynpipe_ds.host import order as planning
 from dynpipe_ds.host.passing import BatchRefused
+from dynpipe_ds.measure.recorder import WEIGHT
 from dynpipe_ds.schedule import order_of
 from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, FP16, MOVES, ZERO
 from tests.distributed.models import Run, data, digest, make_engine, train
@@ -140,3 +141,22 @@ def resume(_rank: int, run: Run, folder: str) -> tuple[Any, Any]:
 def test_a_run_is_resumed(config: dict[str, Any], tmp_path: Any) -> None:
     for whole, resumed in run_ranks(resume, 3, Run(3, 4, dropout=0.1, config=config), str(tmp_path)):
         assert resumed == whole
+
+
+def record(_rank: int, run: Run) -> tuple[set[int], list[int], int]:
+    """Layers whose weights were computed apart in the last batch, layers with a backward, micro-batches of the last."""
+    engine = make_engine(run)
+    engine.dynamic.pipeline.order_for = delayed(2)
+    train(engine, run)
+    recorder = engine.dynamic.profiler.recorder
+    computed = {layer for kind, layer, _ in recorder.marks if kind == WEIGHT}
+    seconds = recorder.by_micro_batch()
+    assert sum(kind == WEIGHT and layer == 7 for kind, layer, _ in recorder.marks) >= run.micro_batches or _rank == 0
+    return computed, sorted(seconds), min(len(backward) for _, backward in seconds.values())
+
+
+def test_the_second_half_is_recorded_by_layer() -> None:
+    config = {**ADAMW, "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"}}
+    first, last = run_ranks(record, 2, Run(2, 2, config=config))
+    assert last == ({4, 5, 6, 7}, [4, 5, 6, 7], 4)
+    assert first[0] == {0, 1, 2, 3}, "the first stage's whole backward runs there"

@@ -154,6 +154,7 @@ def test_a_function_that_refuses() -> None:
     assert all(same(gradient, gradients_of(split)[name]) for name, gradient in gradients_of(expected).items())
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_layer_runs_whole() -> None:
     stage = nn.Sequential(Mlp(), torch.compile(Mlp(), backend="aot_eager"))
     x, outputs, gradients = forward(stage, 0)
