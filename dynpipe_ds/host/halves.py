@@ -8,7 +8,7 @@ from its forward to the end of its backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -214,7 +214,7 @@ def _run_whole(engine: Any, taken: _Whole | None) -> None:
 
 
 @contextmanager
-def _running_backward(engine: Any):  # type: ignore[no-untyped-def]
+def _running_backward(engine: Any) -> Iterator[None]:
     """Tell DeepSpeed's hooks that the backward is the engine's, not the script's."""
     engine._running_engine_backward = True
     try:
@@ -224,7 +224,7 @@ def _running_backward(engine: Any):  # type: ignore[no-untyped-def]
 
 
 @contextmanager
-def _adding_gradients(engine: Any):  # type: ignore[no-untyped-def]
+def _adding_gradients(engine: Any) -> Iterator[None]:
     """Do around what adds up parameters' gradients what DeepSpeed does around a backward."""
     if engine.using_bf16_optimizer:
         engine.optimizer.clear_lp_grads()

@@ -120,7 +120,8 @@ def find_cut(roots: Sequence[Node], inputs: Iterable[Node]) -> Cut:
     if not waiting:
         raise CantBeSplit("")
     spent = [n for n in below if (n not in waiting if n in trunk else not leaves[n].isdisjoint(at_once))]
-    return Cut(waiting, tuple(at_once), tuple(spent), has_functions)
+    ordered = tuple(n for n in reversed(below) if n in at_once)  # as the other replicas have them
+    return Cut(waiting, ordered, tuple(spent), has_functions)
 
 
 def release(nodes: Iterable[Node]) -> None:
