@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,10 +17,15 @@ from tests.splitting.blocks import Attention, Mlp
 
 
 class Storages(TorchDispatchMode):
-    """Knows all memory that operations inside have filled, and how much of it is still there."""
+    """Knows all memory that operations inside have filled, and how much of it is still there.
 
-    def __init__(self) -> None:
+    Args:
+        others: tensors that do not count.
+    """
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
         super().__init__()
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,7 +34,8 @@ class Storages(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if storage._cdata not in self._others:
+                    self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     @property
@@ -58,11 +65,12 @@ def test_what_is_kept(has_gradients: bool) -> None:
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter)
     x, gradient = torch.randn(4, 64, 32, requires_grad=True), torch.randn(4, 64, 32)
-    with Storages() as storages:
+    others = [*stage.parameters(), *(p.grad for p in stage.parameters() if p.grad is not None), x, gradient]
+    with Storages(others) as storages:
         y = stage(x)
         kept = storages.num_bytes
         half = backward_inputs([y], [gradient], [x])
-        del y, gradient
+        del y
         between = storages.num_bytes
         half.run()
         after = storages.num_bytes

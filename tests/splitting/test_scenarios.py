@@ -60,7 +60,9 @@ def watched(block: nn.Module) -> nn.Module:
     return block
 
 
-PLAN = ExitPlan((1, 2), (0.5, 1.0), "softmax", "none", True, 0)  # type: ignore[arg-type]
+PLAN = ExitPlan(
+    blocks=(1, 2), loss_weights=(0.5, 1.0), measure="softmax", decay="none", visible=True, audit_every=0  # type: ignore[arg-type]
+)
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Forward], bool]] = {
     "dense": (lambda: Block(CONFIG), on_stream, True),
     "freezing, watched": (lambda: Block(CONFIG), lambda block: watched(block), True),
