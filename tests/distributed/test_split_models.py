@@ -77,7 +77,7 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "hooks": [Hooked, Mlp, Hooked, Mlp, Hooked, Hooked],
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
 }
-TYPICAL = ("tuples", "functions", "frozen prefix", "recomputed")
+TYPICAL = ("tuples", "functions", "recomputed")
 
 
 def loss_fn(x: Tensor, target: Tensor) -> Tensor:
