@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from dynpipe_ds.host.passing import links_of
 from dynpipe_ds.measure import recorder as profiling
 from dynpipe_ds.messages.crossing import Passage
-from dynpipe_ds.splitting import CantBeSplit, ParameterHalf, backward_inputs
+from dynpipe_ds.splitting.graph import CantBeSplit
+from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
 from dynpipe_ds.telling import log
 
 

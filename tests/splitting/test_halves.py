@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.splitting import CantBeSplit, ParameterHalf, backward_inputs
+from dynpipe_ds.splitting.graph import CantBeSplit
+from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
 from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dynpipe_ds.splitting import backward_inputs
+from dynpipe_ds.splitting.halves import backward_inputs
 from tests.splitting.blocks import Attention, Mlp
 
 

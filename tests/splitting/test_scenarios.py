@@ -11,7 +11,8 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds.splitting import CantBeSplit, backward_inputs
+from dynpipe_ds.splitting.graph import CantBeSplit
+from dynpipe_ds.splitting.halves import backward_inputs
 from scenarios.early_exit.blocks import ExitBlock
 from scenarios.early_exit.state import STILL_IN, ExitPlan, ExitState
 from scenarios.freezing.gradient_sum import watch_gradients
