@@ -90,7 +90,9 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         begin(self)
-        super()._exec_schedule(planned(pipe_schedule))
+        pipeline = self.dynamic.pipeline
+        pipeline.in_flight.begin()
+        super()._exec_schedule(planned(pipe_schedule, pipeline.order_for))
         refuse_together(self)  # in evaluation; in training it was done before the step
 
     def set_dataloader(self, loader: Any) -> None:

@@ -22,7 +22,10 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from dynpipe_ds.host.halves import backward_input, backward_pass, backward_weight, in_flight_of, wants_backward
+from dynpipe_ds.host.order import BackwardInput, BackwardWeight
 from dynpipe_ds.host.passing import (
+    BatchRefused,
     HandedOver,
     links_of,
     receive_activations,
@@ -49,34 +52,49 @@ def forward_pass(engine: Any, buffer_id: int) -> None:
     inputs[buffer_id] = received
 
 
-def _wants_backward(engine: Any, buffer_id: int) -> bool:
-    if engine.is_last_stage():
-        return engine.loss is not None and bool(engine.loss.requires_grad)
-    return any(tensor.requires_grad for tensor in links_of(engine).sent[buffer_id].wanting)
+def keep_loss(forward: Callable[..., None]) -> Callable[..., None]:
+    """Keep the loss of a micro-batch until its backward; the engine keeps the newest.
+
+    Args:
+        forward: the instruction.
+    """
+
+    @wraps(forward)
+    def run(engine: Any, buffer_id: int) -> None:
+        forward(engine, buffer_id=buffer_id)
+        if engine.is_last_stage() and torch.is_grad_enabled():
+            in_flight_of(engine).losses[buffer_id] = engine.loss
+
+    return run
 
 
-def backward_pass(engine: Any, buffer_id: int) -> None:
-    """Backward of a micro-batch through this stage; nothing where all of it is frozen."""
-    if engine.is_last_stage():
-        if _wants_backward(engine, buffer_id):
-            PipelineEngine._exec_backward_pass(engine, buffer_id)
-        return
-    outputs = links_of(engine).sent.pop(buffer_id).wanting
-    pairs = zip(outputs, engine.grad_layer, strict=True)
-    gradients = {tensor: gradient for tensor, gradient in pairs if gradient is not None and tensor.requires_grad}
-    if gradients:
-        if engine.using_bf16_optimizer:
-            engine.optimizer.clear_lp_grads()
-        engine._running_engine_backward = True
-        try:
-            torch.autograd.backward(list(gradients), list(gradients.values()))
-        finally:
-            engine._running_engine_backward = False
-        if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:
-            engine.optimizer.update_hp_grads(clear_lp_grads=False)
-    engine.pipe_buffers["output_tensors"][buffer_id] = None
-    engine.pipe_buffers["outputs"][buffer_id] = None
-    engine.grad_layer = None
+def receive_output_gradients(engine: Any, buffer_id: int) -> None:
+    """Receive the gradients of a micro-batch's outputs, and keep them until its backward."""
+    receive_gradients(engine, buffer_id)
+    in_flight_of(engine).gradients[buffer_id], engine.grad_layer = engine.grad_layer, None
+
+
+def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
+    """Let no rank take the optimizer's step if a part of a backward has not run.
+
+    Args:
+        step: the instruction.
+    """
+
+    @wraps(step)
+    def run(engine: Any, **kwargs: Any) -> None:
+        missing = in_flight_of(engine).whats_missing()
+        if missing is not None:
+            message = (
+                f"stage {engine.stage_id}: {missing}; that is a mistake in the order or in this library, please report "
+                "it, and train without an order of your own meanwhile"
+            )
+            if engine.num_stages == 1:  # all ranks have run the same
+                raise BatchRefused(message)
+            links_of(engine).refusals.append(message)
+        step(engine, **kwargs)
+
+    return run
 
 
 def load_micro_batch(engine: Any, buffer_id: int) -> None:
@@ -152,22 +170,30 @@ def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
         recorder, module = engine.module.recorder, engine.module
         if recorder is not None:
             layers = module.local_indices()
-            edge = -1 if not layers else layers[-1] if kind == profiling.BACKWARD else layers[0]
-            idle = kind == profiling.BACKWARD and not _wants_backward(engine, kwargs["buffer_id"])
-            recorder.instruction(profiling.TRANSFER if idle else kind, edge)
+            edge = -1 if not layers else layers[0] if kind in (profiling.LOAD, profiling.FORWARD) else layers[-1]
+            recorder.instruction(profiling.TRANSFER if _is_idle(engine, kind, kwargs) else kind, edge)
         function(engine, **kwargs)
 
     return run
+
+
+def _is_idle(engine: Any, kind: int, kwargs: dict[str, int]) -> bool:
+    """Whether there is nothing to compute in a part of a backward."""
+    if kind == profiling.BACKWARD:
+        return not wants_backward(engine, kwargs["buffer_id"])
+    return kind == profiling.WEIGHT and in_flight_of(engine).halves[kwargs["buffer_id"]] is None
 
 
 _OURS: dict[type, tuple[int, Callable[..., None]]] = {
     schedule.LoadMicroBatch: (profiling.LOAD, load_micro_batch),
     schedule.ForwardPass: (profiling.FORWARD, forward_pass),
     schedule.BackwardPass: (profiling.BACKWARD, backward_pass),
+    BackwardInput: (profiling.BACKWARD, backward_input),
+    BackwardWeight: (profiling.WEIGHT, backward_weight),
     schedule.SendActivation: (profiling.TRANSFER, send_activations),
     schedule.RecvActivation: (profiling.TRANSFER, receive_activations),
     schedule.SendGrad: (profiling.TRANSFER, send_gradients),
-    schedule.RecvGrad: (profiling.TRANSFER, receive_gradients),
+    schedule.RecvGrad: (profiling.TRANSFER, receive_output_gradients),
     schedule.ReduceTiedGrads: (profiling.REDUCE, reduce_tied_gradients),
     schedule.ReduceGrads: (profiling.REDUCE, PipelineEngine._exec_reduce_grads),
     schedule.OptimizerStep: (profiling.STEP, PipelineEngine._exec_optimizer_step),
@@ -176,10 +202,10 @@ _OURS: dict[type, tuple[int, Callable[..., None]]] = {
 # Where nothing but the measuring is ours, a client's own function can stand in for DeepSpeed's.
 _REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
 
-_GUARDS = {
-    schedule.ForwardPass: unless_left_out,
-    schedule.ReduceGrads: unless_replica_refuses,
-    schedule.OptimizerStep: unless_refused,
+_GUARDS: dict[type, tuple[Callable[[Callable[..., None]], Callable[..., None]], ...]] = {
+    schedule.ForwardPass: (unless_left_out, keep_loss),
+    schedule.ReduceGrads: (unless_replica_refuses,),
+    schedule.OptimizerStep: (unless_refused, unless_incomplete),
 }
 
 
@@ -205,6 +231,7 @@ def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
             )
         for_buffer = issubclass(instruction, schedule.BufferOpInstruction)
         functions[instruction] = with_flags(function) if for_buffer else function
-    for instruction, guard in _GUARDS.items():
-        functions[instruction] = guard(functions[instruction])
+    for instruction, guards in _GUARDS.items():
+        for guard in guards:
+            functions[instruction] = guard(functions[instruction])
     return {i: _timed(_OURS[i][0], function) if i in _OURS else function for i, function in functions.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,9 +11,19 @@ from deepspeed.runtime.pipe import schedule
 
 from dynpipe_ds.schedule import Instruction, Op, Order, order_of
 
+
+class BackwardInput(schedule.BufferOpInstruction):  # type: ignore[misc]
+    """The gradients of a micro-batch's inputs."""
+
+
+class BackwardWeight(schedule.BufferOpInstruction):  # type: ignore[misc]
+    """The gradients of the parameters, of a micro-batch whose inputs have theirs."""
+
+
 _COMMANDS: dict[Op, type] = {
     Op.FORWARD: schedule.ForwardPass,
     Op.BACKWARD: schedule.BackwardPass,
+    Op.BACKWARD_WEIGHT: BackwardWeight,
     Op.SEND_ACTIVATION: schedule.SendActivation,
     Op.RECV_ACTIVATION: schedule.RecvActivation,
     Op.SEND_GRADIENT: schedule.SendGrad,
@@ -31,17 +42,16 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
         stage: which of them this is.
 
     Raises:
-        ValueError: when the order needs two losses or two received gradients at a time: DeepSpeed's engine keeps one;
-            or when it splits a backward.
+        ValueError: when it splits backwards and does not begin them in the order of micro-batches.
     """
 
     def __init__(self, order: Order, stage: int) -> None:
         super().__init__(order.num_micro_batches, order.num_stages, stage)
         self._stream = order.stages[stage]
-        _check_whole(order, stage)
+        self._split = order.split(stage)
+        if self._split:
+            _check_begun_in_order(stage, self._stream)
         self._loads = stage in (0, order.num_stages - 1)
-        # What the backward takes: the loss of the forward before it, or the gradient received before it.
-        _check_one_at_a_time(stage, self._stream, Op.FORWARD if stage == order.num_stages - 1 else Op.RECV_GRADIENT)
         self._num_buffers = max(2, _widest(self._stream))
 
     def steps(self) -> Iterator[list[Any]]:
@@ -51,8 +61,9 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
             buffer_id = micro_batch % self._num_buffers
             if op is Op.FORWARD and self._loads:
                 commands.append(schedule.LoadMicroBatch(buffer_id))
-            commands.append(_COMMANDS[op](buffer_id))
-            if op in (Op.FORWARD, Op.BACKWARD):
+            is_half = op is Op.BACKWARD and micro_batch in self._split
+            commands.append((BackwardInput if is_half else _COMMANDS[op])(buffer_id))
+            if op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT):
                 yield commands
                 commands = []
         yield [*commands, schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
@@ -62,31 +73,33 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
         return self._num_buffers
 
 
-def planned(pipe_schedule: Any) -> Any:
-    """What to run in place of a schedule of DeepSpeed's: for a training batch 1F1B as planned, any other as it is."""
+OrderFor = Callable[[int, int], Order]
+"""Which order a training batch runs, by its micro-batches M and the stages S; the same on every rank."""
+
+ONE_F_ONE_B: OrderFor = partial(order_of, "1f1b")
+
+
+def planned(pipe_schedule: Any, order_for: OrderFor = ONE_F_ONE_B) -> Any:
+    """What to run in place of a schedule of DeepSpeed's: for a training batch an order, any other as it is.
+
+    Args:
+        pipe_schedule: what DeepSpeed's engine would run.
+        order_for: says which order.
+    """
     if type(pipe_schedule) is not schedule.TrainSchedule:
         return pipe_schedule
-    order = order_of("1f1b", pipe_schedule.micro_batches, pipe_schedule.stages)
+    order = order_for(pipe_schedule.micro_batches, pipe_schedule.stages)
     return OrderSchedule(order, pipe_schedule.stage_id)
 
 
-def _check_whole(order: Order, stage: int) -> None:
-    """Refuse a backward in two parts."""
-    if split := order.split(stage):
-        raise ValueError(
-            f"order of stage {stage}: it runs W{min(split)}, but DeepSpeed's engine has no backward in two parts; "
-            "leave the W out"
-        )
-
-
-def _check_one_at_a_time(stage: int, stream: tuple[Instruction, ...], giver: Op) -> None:
-    """Refuse a second loss, or received gradient, before the backward that takes the first."""
-    wanted = [instruction for instruction in stream if instruction.op in (giver, Op.BACKWARD)]
-    for first, second in pairwise(wanted):
-        if first.op is giver and second != Instruction(Op.BACKWARD, first.micro_batch):
+def _check_begun_in_order(stage: int, stream: tuple[Instruction, ...]) -> None:
+    """Refuse a backward that begins before an earlier micro-batch's: it may have to run whole, and adds up then."""
+    begun = [instruction for instruction in stream if instruction.op is Op.BACKWARD]
+    for first, second in pairwise(begun):
+        if second.micro_batch < first.micro_batch:
             raise ValueError(
-                f"order of stage {stage}: {second} follows {first}, but DeepSpeed's engine keeps one loss and one "
-                f"received gradient, so B{first.micro_batch} must be next; change the order"
+                f"order of stage {stage}: it runs {first} before {second}; where backwards are split they must begin "
+                "in the order of micro-batches, since one that can't be split adds up its gradients at once"
             )
 
 

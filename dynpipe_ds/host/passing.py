@@ -132,6 +132,8 @@ class _HandOver(torch.autograd.Function):
     Autograd itself would give a leaf its gradient in the leaf's own layout, and would not let layers change it.
     """
 
+    leaves_gradients_alone = True  # so that a backward in two halves need not copy what came before
+
     @staticmethod
     def forward(ctx: Any, *received: Tensor) -> tuple[Tensor, ...]:
         ctx.received = received

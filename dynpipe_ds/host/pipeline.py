@@ -11,9 +11,11 @@ from torch import nn
 
 from dynpipe_ds.host.data_position import DataPosition, LateLoader
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
+from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from dynpipe_ds.ranks.agreement import together
 
 Copies = list[tuple[nn.Parameter, nn.Parameter]]
@@ -29,11 +31,15 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
+        order_for: which order a training batch runs; may be set between two batches, to the same on every rank.
+        in_flight: micro-batches of the present batch.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
+        self.order_for: OrderFor = ONE_F_ONE_B
+        self.in_flight = InFlight()
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
@@ -175,10 +181,12 @@ class Pipeline:
         self.begin_batch()
         for buffers in self.engine.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
+        self.in_flight.forget_layers()
         self._norm.install(self.engine.optimizer)
 
     def drop_batch(self) -> None:
         """Let the next batch, or a move, begin as if the one that was refused had not been there."""
+        self.in_flight.begin()
         timer = self.engine.timers(TRAIN_BATCH_TIMER)
         if getattr(timer, "started_", False):  # a client's own train_batch need not use it
             timer.stop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dynpipe_ds.measure.clock import Clock, current_clock
 from dynpipe_ds.messages.values import obstacle, tensors_in
 
-FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP = range(6)
+FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP, WEIGHT = range(7)
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class BatchTimes:
 
     Attributes:
         forward_s: forward seconds by layer, all micro-batches together.
-        backward_s: the same for the backward, recomputation included.
+        backward_s: the same for the backward, recomputation and what is computed apart for weights included.
         num_micro_batches: M.
         fill_s: idle before the first forward.
         waiting_s: time in transfers between the first and the last computation.
         compute_end_s: end of the last computation, counted from the start of the batch.
         step_s: seconds in the optimizer step.
         batch_s: the whole batch.
+        weight_s: by layer, the part of the backward that was computed apart for weights; none without a split.
     """
 
     forward_s: dict[int, float]
@@ -46,6 +47,7 @@ class BatchTimes:
     compute_end_s: float
     step_s: float
     batch_s: float
+    weight_s: dict[int, float] = field(default_factory=dict)
 
 
 class BatchRecorder:
@@ -66,6 +68,7 @@ class BatchRecorder:
         self._types: dict[int, type] = {}
         self._clock = clock or current_clock()
         self._labels: list[tuple[int, int]] = []
+        self._begun: list[int] = []  # which marks begin an instruction
         self._stamps: list[Any] = []
         self._phase = FORWARD
         self._num_forwards = 0
@@ -83,7 +86,7 @@ class BatchRecorder:
         Args:
             meter: counts activation bytes in the first micro-batch when given.
         """
-        self._labels, self._stamps, self._num_forwards = [], [], 0
+        self._labels, self._stamps, self._begun, self._num_forwards = [], [], [], 0
         self._meter = meter
         self._mark(TRANSFER)
 
@@ -91,14 +94,25 @@ class BatchRecorder:
         """Note that the stage turns to another pipeline instruction.
 
         Args:
-            kind: ``FORWARD``, ``BACKWARD``, ``LOAD``, ``TRANSFER``, ``REDUCE`` or ``STEP``.
+            kind: ``FORWARD``, ``BACKWARD``, ``WEIGHT``, ``LOAD``, ``TRANSFER``, ``REDUCE`` or ``STEP``.
             layer: for computation, the layer it begins with.
         """
         if kind == FORWARD:
             self._num_forwards += 1
-        if kind in (FORWARD, BACKWARD):
+        if kind in (FORWARD, BACKWARD, WEIGHT):
             self._phase = kind
+        self._begun.append(len(self._labels))
         self._mark(kind, layer)
+
+    def mark_layer(self, kind: int, layer: int) -> None:
+        """Note that an instruction turns to another layer.
+
+        Args:
+            kind: of the instruction.
+            layer: which one.
+        """
+        if self._labels[-1] != (kind, layer):
+            self._mark(kind, layer)
 
     def run(self, layer: int, function: Callable[[Any], Any], x: Any) -> Any:
         """Run one layer, marking when it begins and, by a hook, when its backward begins.
@@ -149,13 +163,12 @@ class BatchRecorder:
     def by_micro_batch(self) -> dict[int, tuple[list[float], list[float]]]:
         """Seconds of every layer in each micro-batch of the last batch that was stopped: forward and backward."""
         found: dict[int, tuple[list[float], list[float]]] = {}
-        micro_batch, before = {FORWARD: -1, BACKWARD: -1}, TRANSFER
-        for kind, layer, seconds in self.marks:
+        begun, micro_batch = set(self._begun), {FORWARD: -1, BACKWARD: -1, WEIGHT: -1}
+        for i, (kind, layer, seconds) in enumerate(self.marks):
             if kind in micro_batch:
-                micro_batch[kind] += kind != before
-                ways = found.setdefault(layer, ([0.0] * self._num_forwards, [0.0] * self._num_forwards))
-                ways[kind][micro_batch[kind]] += seconds
-            before = kind
+                micro_batch[kind] += i in begun
+                forward, backward = found.setdefault(layer, ([0.0] * self._num_forwards, [0.0] * self._num_forwards))
+                (forward if kind == FORWARD else backward)[micro_batch[kind]] += seconds
         return found
 
     def _see(self, layer: int, value: Any) -> None:
@@ -170,7 +183,7 @@ class BatchRecorder:
         self._stamps.append(self._clock.stamp())
 
     def _gradient_ready(self, layer: int, _gradient: Tensor) -> None:
-        self._mark(BACKWARD, layer)
+        self._mark(WEIGHT if self._phase == WEIGHT else BACKWARD, layer)  # a whole backward may run as W
 
     def _metering(self, layer: int) -> AbstractContextManager[Any]:
         if self._meter is None or self._num_forwards != 1 or self._phase != FORWARD:
@@ -198,7 +211,7 @@ def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> 
 
 
 def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchTimes:
-    totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}}
+    totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}, WEIGHT: {}}
     computing = [i for i, (kind, _, _) in enumerate(marks) if kind in totals]
     first, last = (computing[0], computing[-1]) if computing else (0, -1)
     fill_s = waiting_s = step_s = now_s = compute_end_s = 0.0
@@ -215,13 +228,17 @@ def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchT
             step_s += seconds
     return BatchTimes(
         forward_s=totals[FORWARD],
-        backward_s=totals[BACKWARD],
+        backward_s={
+            layer: totals[BACKWARD].get(layer, 0.0) + totals[WEIGHT].get(layer, 0.0)
+            for layer in totals[BACKWARD] | totals[WEIGHT]
+        },
         num_micro_batches=num_forwards,
         fill_s=fill_s,
         waiting_s=waiting_s,
         compute_end_s=compute_end_s,
         step_s=step_s,
         batch_s=now_s,
+        weight_s=totals[WEIGHT],
     )
 
 

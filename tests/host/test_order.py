@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe import schedule
 
-from dynpipe_ds.host.order import OrderSchedule, planned
+from dynpipe_ds.host.order import BackwardInput, BackwardWeight, OrderSchedule, planned
 from dynpipe_ds.schedule import Order, order_of
 
 
@@ -48,16 +48,36 @@ def test_no_two_micro_batches_share_a_buffer() -> None:
     assert loads == [{"buffer_id": 0}, {"buffer_id": 1}]
 
 
-def test_what_the_engine_can_not_keep_is_refused() -> None:
-    with pytest.raises(ValueError, match="order of stage 1: F1 follows F0, but DeepSpeed's engine keeps one loss"):
-        OrderSchedule(order_of("gpipe", 2, 2), 1)
-    early = Order.parse("F0 SA0 F1 SA1 RG0 RG1 B0 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
-    with pytest.raises(ValueError, match="order of stage 0: RG1 follows RG0, .* so B0 must be next; change the order"):
-        OrderSchedule(early, 0)
+def test_a_split_backward() -> None:
+    """``B`` of a micro-batch with ``W`` is for the inputs only, and its buffer is its own until ``W``."""
+    order = Order.parse("F0 SA0 F1 SA1 RG0 B0 RG1 B1 | RA0 F0 RA1 F1 B0 SG0 B1 SG1 W0 W1")
+    kinds = [kind for kind, _ in commands(OrderSchedule(order, 1))]
+    assert kinds.count(BackwardInput) == kinds.count(BackwardWeight) == 2 and schedule.BackwardPass not in kinds
+    assert [kind for kind, _ in commands(OrderSchedule(order, 0))].count(schedule.BackwardPass) == 2
+    long = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 F2 SA2 RG2 B2 | RA0 F0 B0 SG0 RA1 F1 B1 SG1 RA2 F2 B2 SG2 W0 W1 W2")
+    weights = [kwargs["buffer_id"] for kind, kwargs in commands(OrderSchedule(long, 1)) if kind is BackwardWeight]
+    assert weights == [0, 1, 2] and OrderSchedule(long, 1).num_pipe_buffers() == 3
+    last = list(OrderSchedule(long, 1))[-1]
+    assert [type(command) for command in last] == [
+        schedule.ReduceTiedGrads, schedule.ReduceGrads, schedule.OptimizerStep
+    ]
 
 
-def test_a_backward_in_two_parts_is_refused() -> None:
-    order = Order.parse("F0 SA0 RG0 B0 | RA0 F0 B0 SG0 W0")
-    with pytest.raises(ValueError, match="order of stage 1: it runs W0, but DeepSpeed's engine has no backward in two"):
+def test_split_backwards_begin_in_order() -> None:
+    order = Order.parse("F0 SA0 F1 SA1 RG1 B1 RG0 B0 | RA0 F0 RA1 F1 B1 SG1 B0 SG0 W0 W1")
+    with pytest.raises(ValueError, match="order of stage 1: it runs B1 before B0; where backwards are split they must"):
         OrderSchedule(order, 1)
     assert OrderSchedule(order, 0).num_pipe_buffers() == 2
+    assert OrderSchedule(order_of("gpipe", 2, 2), 1).num_pipe_buffers() == 2
+
+
+def test_an_order_is_asked_for() -> None:
+    gpipe = order_of("gpipe", 3, 2)
+    asked: list[tuple[int, int]] = []
+
+    def order_for(num_micro_batches: int, num_stages: int) -> Order:
+        asked.append((num_micro_batches, num_stages))
+        return gpipe
+
+    found = planned(schedule.TrainSchedule(3, 2, 1), order_for)
+    assert commands(found) == commands(OrderSchedule(gpipe, 1)) and asked == [(3, 2)]

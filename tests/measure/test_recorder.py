@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER, BatchRecorder
+import torch
+
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER, WEIGHT, BatchRecorder
 
 MARKS = [
     (TRANSFER, -1, 9.0), (FORWARD, 1, 1.0), (FORWARD, 1, 0.5), (FORWARD, 2, 2.0), (LOAD, -1, 9.0),
@@ -16,24 +18,27 @@ MARKS = [
 class Told:
     """A clock whose stamps are apart by what the test says."""
 
+    def __init__(self, marks: Sequence[tuple[int, int, float]] = MARKS) -> None:
+        self._marks = marks
+
     def stamp(self) -> None:
         """Nothing to look at."""
 
     def durations_s(self, stamps: Sequence[object]) -> list[float]:
         """Seconds of the marks, in order."""
-        assert len(stamps) == len(MARKS) + 1
-        return [seconds for _, _, seconds in MARKS]
+        assert len(stamps) == len(self._marks) + 1
+        return [seconds for _, _, seconds in self._marks]
 
 
 def test_seconds_by_micro_batch() -> None:
-    """Marks of one kind that follow each other are of one micro-batch; a layer may have several."""
+    """An instruction begins a micro-batch; a layer may have several marks in it."""
     recorder = BatchRecorder()
     assert recorder.by_micro_batch() == {}, "before the first batch"
     recorder._clock = Told()  # type: ignore[assignment]
     recorder.start()
     forwards = 0
     for (before, _, _), (kind, layer, _) in zip(MARKS, MARKS[1:], strict=False):
-        if kind == FORWARD and before == FORWARD:
+        if kind == before:
             recorder._mark(kind, layer)
         else:
             recorder.instruction(kind, layer)
@@ -41,3 +46,39 @@ def test_seconds_by_micro_batch() -> None:
     times = recorder.stop()
     assert times.num_micro_batches == forwards == 2
     assert recorder.by_micro_batch() == {1: ([1.5, 3.0], [5.0, 6.0]), 2: ([2.0, 0.0], [4.0, 0.0])}
+
+
+def test_what_is_computed_apart_for_weights_is_backward() -> None:
+    """W's that follow each other are of several micro-batches; waiting lies between computations of any kind."""
+    marks = [
+        (TRANSFER, -1, 1.0), (FORWARD, 1, 1.0), (TRANSFER, -1, 2.0), (FORWARD, 1, 2.0), (BACKWARD, 1, 4.0),
+        (TRANSFER, -1, 8.0), (BACKWARD, 1, 16.0), (TRANSFER, -1, 32.0), (WEIGHT, 1, 64.0), (WEIGHT, 2, 0.5),
+        (WEIGHT, 1, 128.0), (STEP, -1, 256.0),
+    ]  # fmt: skip
+    recorder = BatchRecorder()
+    recorder._clock = Told(marks)  # type: ignore[assignment]
+    recorder.start()
+    for kind, layer, _ in marks[1:]:
+        if layer == 2:
+            recorder.mark_layer(kind, layer)
+            recorder.mark_layer(kind, layer)
+        else:
+            recorder.instruction(kind, layer)
+    times = recorder.stop()
+    assert recorder.by_micro_batch() == {1: ([1.0, 2.0], [4.0 + 64.0, 16.0 + 128.0]), 2: ([0.0, 0.0], [0.5, 0.0])}
+    assert times.weight_s == {1: 192.0, 2: 0.5} and times.backward_s == {1: 212.0, 2: 0.5}
+    assert (times.fill_s, times.waiting_s, times.step_s) == (1.0, 2.0 + 8.0 + 32.0, 256.0)
+    assert times.compute_end_s == times.batch_s - 256.0
+
+
+def test_a_whole_backward_that_waits_is_apart_too() -> None:
+    recorder = BatchRecorder()
+    recorder.start()
+    recorder.instruction(FORWARD, 1)
+    y = recorder.run(1, torch.exp, torch.ones(2, requires_grad=True))
+    recorder.instruction(WEIGHT, 1)
+    y.sum().backward()
+    recorder.stop()
+    assert [(kind, layer) for kind, layer, _ in recorder.marks] == [
+        (TRANSFER, -1), (FORWARD, 1), (FORWARD, 1), (WEIGHT, 1), (WEIGHT, 1)
+    ]  # fmt: skip

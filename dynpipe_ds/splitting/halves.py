@@ -1,0 +1,219 @@
+"""The two halves of a backward, on autograd's public calls; together they add up the bits of the plain one.
+
+The first half computes the gradients of the inputs, by ``torch.autograd.grad``, and notes what gradient each product
+gets whose side waits. Nothing is added to a parameter's gradient. The second half computes these products' other
+gradients and lets autograd carry them on to the parameters, with all hooks on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from dynpipe_ds._versions import is_older
+from dynpipe_ds.splitting.graph import CantBeSplit, Cut, Side, find_cut, node_of, release
+
+_LEAST_TORCH = "2.7"
+_HELD_BYTES = 1 << 18
+"""Gradients that are ready wait for each other up to this size: a call of autograd takes longer than a small sum."""
+
+
+class ParameterHalf:
+    """What is left of a backward: the gradients of the parameters.
+
+    Args:
+        waiting: products and their sides.
+        gradients: of the outputs of each product that got one, in the order in which they came.
+        computed: nodes of other parameters with their gradients.
+
+    Attributes:
+        parameters: whose gradients it adds up.
+    """
+
+    def __init__(
+        self, waiting: dict[Node, Side], gradients: dict[Node, tuple[Tensor | None, ...]], computed: dict[Node, Tensor]
+    ) -> None:
+        self._waiting, self._gradients, self._computed = waiting, gradients, computed
+        leaves = computed.keys() | frozenset().union(*(waiting[node].leaves for node in gradients))
+        self.parameters: frozenset[Tensor] = frozenset(map(_variable, leaves))
+
+    def run(self, begins: Callable[[Tensor], object] | None = None) -> frozenset[Tensor]:
+        """Compute the gradients and add them up.
+
+        Args:
+            begins: called before each product with a parameter of it.
+
+        Returns:
+            The parameters that got a gradient.
+        """
+        adding = _Adding(Counter(leaf for node in self._gradients for leaf in self._waiting[node].leaves))
+        for leaf, gradient in self._computed.items():
+            adding.add(GradientEdge(leaf, 0), gradient)
+        edges = [edge for node in self._gradients for edge in self._waiting[node].edges]
+
+        def compute() -> None:
+            for node, gradients in self._gradients.items():
+                side = self._waiting[node]
+                if begins is not None:
+                    begins(_variable(next(iter(side.leaves))))
+                found = node(*gradients)  # type: ignore[operator]
+                found = found if isinstance(found, tuple) else (found,)
+                for place, edge in zip(side.places, side.edges, strict=True):
+                    adding.add(edge, found[place])
+                adding.computed(side.leaves)
+
+        if edges:
+            _computing_only(edges, compute)
+        adding.finish()
+        release(self._waiting)
+        self._waiting, self._gradients, self._computed = {}, {}, {}
+        return frozenset(map(_variable, adding.leaves))
+
+
+class _Adding:
+    """Gradients on their way to parameters.
+
+    Args:
+        uses: how many products reach each parameter; all of them go in one call, since they are one sum.
+    """
+
+    def __init__(self, uses: Counter[Node]) -> None:
+        self.leaves: set[Node] = set()
+        self._uses = uses
+        self._open: set[Node] = set()
+        self._edges: list[GradientEdge] = []
+        self._gradients: list[Tensor] = []
+        self._num_bytes = 0
+
+    def add(self, edge: GradientEdge, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        # As autograd does between two nodes: what was spread over an axis is added up over it.
+        shape = edge.node._input_metadata[edge.output_nr].shape
+        gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+        self._edges.append(edge)
+        self._gradients.append(gradient)
+        self._num_bytes += gradient.nbytes
+        if hasattr(edge.node, "variable"):
+            self.leaves.add(edge.node)
+
+    def computed(self, leaves: frozenset[Node]) -> None:
+        self.leaves |= leaves
+        self._uses.subtract(leaves)
+        self._open |= leaves
+        self._open = {leaf for leaf in self._open if self._uses[leaf]}
+        if self._num_bytes >= _HELD_BYTES and not self._open:
+            self.finish()
+
+    def finish(self) -> None:
+        edges, gradients, self._edges, self._gradients, self._num_bytes = self._edges, self._gradients, [], [], 0
+        if edges:
+            torch.autograd.backward(edges, gradients)
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> ParameterHalf:
+    """Run the first half of a backward: set the gradients of the inputs.
+
+    Args:
+        outputs: distinct tensors that require a gradient.
+        gradients: theirs; ``None`` for a scalar's 1.
+        inputs: leaves that require a gradient, at least one.
+
+    Returns:
+        The other half.
+
+    Raises:
+        CantBeSplit: if the backward must run whole, which can be done then: nothing was added up or let go of.
+    """
+    if (reason := _why_not_here()) is not None:
+        raise CantBeSplit(reason)
+    cut = find_cut(list(dict.fromkeys(map(node_of, outputs))), map(node_of, inputs))
+    noted: dict[Node, tuple[Tensor | None, ...]] = {}
+    note = _note_copy if cut.has_functions else _note
+    handles = [node.register_prehook(partial(note, noted, node)) for node in cut.waiting]
+    try:
+        found = _gradients(outputs, gradients, inputs, cut)
+    except Exception as error:
+        raise CantBeSplit(f"{type(error).__name__}: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    for tensor, gradient in zip(inputs, found, strict=False):
+        if gradient is not None:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+    computed = zip(cut.at_once, found[len(inputs) :], strict=True)
+    release(cut.spent)
+    return ParameterHalf(
+        cut.waiting, noted, {leaf: gradient for leaf, gradient in computed if gradient is not None}
+    )
+
+
+def _gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], cut: Cut
+) -> tuple[Tensor | None, ...]:
+    parameters = [_variable(leaf) for leaf in cut.at_once]
+    wanted = (*inputs, *parameters)
+    with _without_hooks(parameters):
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            outputs, wanted, gradients, retain_graph=True, allow_unused=True
+        )
+    return found
+
+
+def _note(noted: dict[Node, tuple[Tensor | None, ...]], node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+    if any(gradient is not None for gradient in gradients):
+        noted[node] = gradients
+
+
+def _note_copy(noted: dict[Node, tuple[Tensor | None, ...]], node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+    """A function that comes later may change its gradient in place, which may be this one, too."""
+    _note(noted, node, tuple(None if gradient is None else gradient.clone() for gradient in gradients))
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep tensor hooks of parameters for the second half: autograd runs them for whoever asks for a gradient."""
+    tables = [table for tensor in parameters if (table := tensor._backward_hooks)]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
+def _computing_only(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
+    """Run something for which nodes that it calls compute only what goes to some edges.
+
+    A node computes what the backward in progress asks for. This one asks for these edges, and reaches none of them.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        seed = torch.zeros((), device="cpu", requires_grad=True)
+        root = seed.clone()
+    root.register_hook(lambda _gradient: compute())  # type: ignore[no-untyped-call]
+    wanted: list[Any] = [seed, *edges]
+    torch.autograd.grad(root, wanted, allow_unused=True)
+
+
+def _variable(leaf: Node) -> Tensor:
+    variable: Tensor = leaf.variable  # type: ignore[attr-defined]
+    return variable
+
+
+@cache
+def _why_not_here() -> str | None:
+    if is_older(torch.__version__, _LEAST_TORCH):
+        return f"torch {torch.__version__}, older than {_LEAST_TORCH}"
+    saved: Any = torch.ones((), requires_grad=True).exp().grad_fn._raw_saved_result  # type: ignore[union-attr]
+    return None if hasattr(saved, "unpack_hook") else f"torch {torch.__version__}, which tells too little of its graph"

@@ -1,0 +1,176 @@
+"""A backward in two halves gives the bits of the plain one, and runs nothing twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynpipe_ds.splitting.graph import CantBeSplit
+from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
+from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    stage = BLOCKS[name]()
+    assert isinstance(stage, nn.Module)
+    return stage
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def forward(stage: Callable[[Tensor], Any], batch: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """An input, the outputs that get a gradient, and that; of several outputs the last one gets none."""
+    torch.manual_seed(100 + batch)
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+    outputs = tensors_of(stage(x))
+    outputs = outputs[:-1] if len(outputs) > 1 else outputs
+    return x, outputs, [torch.randn(output.shape) for output in outputs]
+
+
+def gradients_of(stage: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in stage.named_parameters()}
+
+
+def same(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second) and first.stride() == second.stride()
+
+
+def plain(stage: nn.Module, num_batches: int) -> list[Tensor | None]:
+    found = []
+    for batch in range(num_batches):
+        x, outputs, gradients = forward(stage, batch)
+        torch.autograd.backward(outputs, gradients)
+        found.append(x.grad)
+    return found
+
+
+def in_halves(stage: nn.Module, num_batches: int, delay: int) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    waiting: list[ParameterHalf] = []
+    for batch in range(num_batches):
+        x, outputs, gradients = forward(stage, batch)
+        before = {name: None if g is None else g.clone() for name, g in gradients_of(stage).items()}
+        waiting.append(backward_inputs(outputs, gradients, [x]))
+        del outputs
+        assert all(same(g, before[name]) for name, g in gradients_of(stage).items()), "the first half adds nothing up"
+        found.append(x.grad)
+        while len(waiting) > delay:
+            waiting.pop(0).run()
+    while waiting:
+        waiting.pop(0).run()
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_both_halves_are_the_plain_backward(name: str, delay: int) -> None:
+    expected, stage = build(name), build(name)
+    assert all(map(same, plain(expected, 3), in_halves(stage, 3, delay)))
+    theirs, ours = gradients_of(expected), gradients_of(stage)
+    assert any(gradient is not None for gradient in theirs.values())
+    for parameter, gradient in theirs.items():
+        assert same(gradient, ours[parameter]), parameter
+    assert [m.seen.sort() or m.seen for m in stage.modules() if hasattr(m, "seen")] == [
+        m.seen.sort() or m.seen for m in expected.modules() if hasattr(m, "seen")
+    ]
+    assert [m.num_forwards for m in stage.modules() if isinstance(m, Recomputed)] == [
+        m.num_forwards for m in expected.modules() if isinstance(m, Recomputed)
+    ]
+
+
+def test_a_function_runs_once() -> None:
+    stage = build("function")
+    Product.num_backwards = 0
+    x, outputs, gradients = forward(stage, 0)
+    half = backward_inputs(outputs, gradients, [x])
+    assert Product.num_backwards == 2
+    half.run()
+    assert Product.num_backwards == 2
+
+
+def test_what_waits_are_the_products() -> None:
+    """The first half computes norms, whose parameters are small; the second begins with the last product."""
+    stage = nn.Sequential(Mlp(), Attention())
+    x, outputs, gradients = forward(stage, 0)
+    half = backward_inputs(outputs, gradients, [x])
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    begun: list[str] = []
+    added = half.run(lambda parameter: begun.append(names[parameter].rpartition(".")[0]))
+    assert begun == ["1.out", "1.qkv", "0.down", "0.up"]
+    assert added == half.parameters == set(stage.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stage", "reason"),
+    [
+        (nn.Sequential(Mlp(), Recomputed(reentrant=True)), "reentrant activation checkpointing"),
+        (nn.Sequential(Frozen(), nn.Tanh()), ""),
+        (nn.LayerNorm(WIDTH), ""),
+    ],
+)
+def test_what_can_not_be_split_can_run_whole(stage: nn.Module, reason: str) -> None:
+    x, outputs, gradients = forward(stage, 0)
+    with pytest.raises(CantBeSplit, match=f"^{reason}$"):
+        backward_inputs(outputs, gradients, [x])
+    assert all(gradient is None for gradient in gradients_of(stage).values())
+    torch.autograd.backward(outputs, gradients)
+    assert x.grad is not None
+
+
+class Refusing(torch.autograd.Function):
+    """Does not let itself be asked for some gradients only."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+            raise RuntimeError("call backward() instead")
+        return gradient * 2.0
+
+
+def test_a_function_that_refuses() -> None:
+    def stage(of: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: of[1](Refusing.apply(of[0](x)))  # type: ignore[index]
+
+    expected, split = build("mlp"), build("mlp")
+    x, outputs, gradients = forward(stage(expected), 0)
+    torch.autograd.backward(outputs, gradients)
+    y, outputs, gradients = forward(stage(split), 0)
+    with pytest.raises(CantBeSplit, match="^RuntimeError: call backward\\(\\) instead$"):
+        backward_inputs(outputs, gradients, [y])
+    torch.autograd.backward(outputs, gradients)
+    assert same(x.grad, y.grad)
+    assert all(same(gradient, gradients_of(split)[name]) for name, gradient in gradients_of(expected).items())
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_layer_runs_whole() -> None:
+    stage = nn.Sequential(Mlp(), torch.compile(Mlp(), backend="aot_eager"))
+    x, outputs, gradients = forward(stage, 0)
+    with pytest.raises(CantBeSplit, match="^a compiled layer$"):
+        backward_inputs(outputs, gradients, [x])
+
+
+def test_an_old_torch_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynpipe_ds.splitting import halves
+
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
+    halves._why_not_here.cache_clear()
+    try:
+        x, outputs, gradients = forward(Mlp(), 0)
+        with pytest.raises(CantBeSplit, match=r"^torch 2\.6\.0\+cpu, older than 2\.7$"):
+            backward_inputs(outputs, gradients, [x])
+    finally:
+        halves._why_not_here.cache_clear()
