@@ -89,8 +89,9 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         return result
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        begin(self)
-        super()._exec_schedule(planned(pipe_schedule))
+        to_run = planned(pipe_schedule)
+        begin(self, to_run)
+        super()._exec_schedule(to_run)
         refuse_together(self)  # in evaluation; in training it was done before the step
 
     def set_dataloader(self, loader: Any) -> None:
