@@ -33,8 +33,8 @@ def add_parser(commands: Any) -> None:
     parser.option("--against", "PARTITION", "a second partition to set beside the first")
     parser.add_argument("--schedule", choices=get_args(ScheduleName), default="1f1b", help="(default 1f1b)")
     parser.add_argument(
-        "--sends", choices=get_args(Sends), default="rendezvous",
-        help="whether a sender waits for its receiver, as with gloo (default), or not",
+        "--sends", choices=get_args(Sends), default="buffered",
+        help="whether a send is over at once (buffered, as the engine sends; default) or with its receive",
     )
     parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
     reading.add_simulated(parser)
