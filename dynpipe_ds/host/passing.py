@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds.messages.channels import Channels
-from dynpipe_ds.messages.crossing import Crossing, Links, Passage, Told
+from dynpipe_ds.messages.crossing import Awaited, Crossing, Links, Passage, Told
 from dynpipe_ds.messages.layouts import Layout, same_memory
 from dynpipe_ds.messages.obstacles import cant_leave
 from dynpipe_ds.messages.values import CantCross, put_together, take_apart, tensors_in
@@ -64,7 +64,8 @@ def send_activations(engine: Any, buffer_id: int) -> None:
         tensors = told.zeros(engine.device)
     channels.out[stage].send(message, Told(told) if is_told else None, tensors)
     passage = Passage() if told is None else Passage(told.wanting(tensors), is_told)
-    links.sent[buffer_id] = links.sent_messages[message.micro_batch] = passage
+    links.sent[buffer_id] = passage
+    links.awaited[message.micro_batch] = Awaited(bool(passage.wanting), passage.is_told)
     channels.into[stage].post_ahead()  # its gradient can come back from now on
 
 
@@ -261,7 +262,7 @@ def begin(engine: Any, pipe_schedule: Any) -> None:
             raise BatchRefused(problem)
         pipeline.agreed.add(plan)
     links.refusals.clear()
-    links.sent_messages.clear()
+    links.awaited.clear()
     links.is_settled = links.has_left_out = False
     links.always_told = bool(engine.dynamic_shape or not engine.module.training)
     pipeline.channels.begin(traffic, links, links.refusals.append)

@@ -156,6 +156,18 @@ class Passage:
     is_told: bool = True
 
 
+class Awaited(NamedTuple):
+    """A gradient that may come back; without the tensors, which must not be kept for it.
+
+    Attributes:
+        comes: whether any tensor wanted one.
+        is_told: whether it is told about.
+    """
+
+    comes: bool
+    is_told: bool
+
+
 @dataclass
 class Links:
     """What this stage and its neighbours have told each other in a batch; ``None`` where nothing yet.
@@ -167,7 +179,7 @@ class Links:
         output_gradients: told by the next stage.
         received: from the previous stage, by buffer.
         sent: to the next stage, by buffer.
-        sent_messages: the same by micro-batch, until their gradients are here.
+        awaited: what comes back for what was sent to the next stage, by micro-batch.
         refusals: why this batch must not be trained on.
         always_told: whether every micro-batch is told about.
         has_left_out: whether this stage left out a micro-batch, since an earlier stage could not send it on.
@@ -180,7 +192,7 @@ class Links:
     output_gradients: Crossing | None = None
     received: dict[int, Passage] = field(default_factory=dict)
     sent: dict[int, Passage] = field(default_factory=dict)
-    sent_messages: dict[int, Passage] = field(default_factory=dict)
+    awaited: dict[int, Awaited] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
     always_told: bool = False
     has_left_out: bool = False
@@ -198,17 +210,17 @@ class Links:
 
     def is_known(self, message: Message) -> bool:
         """Whether it can be said yet if a message travels, and as what: a gradient's activation must have gone."""
-        return message.kind is Kind.ACTIVATION or message.micro_batch in self.sent_messages
+        return message.kind is Kind.ACTIVATION or message.micro_batch in self.awaited
 
     def travels(self, message: Message) -> bool:
         """Whether a message is sent at all: where no gradient is wanted, none is."""
-        return message.kind is Kind.ACTIVATION or bool(self.sent_messages[message.micro_batch].wanting)
+        return message.kind is Kind.ACTIVATION or self.awaited[message.micro_batch].comes
 
     def crossing(self, message: Message) -> Crossing | None:
         """The kinds of a message that travels; ``None`` where they are told before it."""
         if message.kind is Kind.ACTIVATION:
             return None if self.tells(self.inputs) else self.inputs
-        return None if self.sent_messages[message.micro_batch].is_told else self.output_gradients
+        return None if self.awaited[message.micro_batch].is_told else self.output_gradients
 
     def heard(self, message: Message, crossing: Crossing | None) -> None:
         """Take note of what was told before a message."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds.messages.channels import Channels
-from dynpipe_ds.messages.crossing import Crossing, Links, Passage, Told
+from dynpipe_ds.messages.crossing import Awaited, Crossing, Links, Passage, Told
 from dynpipe_ds.messages.traffic import traffic_of
 from dynpipe_ds.schedule import Instruction, Op, Order
 
@@ -174,7 +174,7 @@ class StageRun:
         links.outputs = crossing if is_told else links.outputs
         self.channels.out[self.stage + 1].send(message, Told(crossing) if is_told else None, tensors)
         value.data.fill_(-1)  # it may change at once
-        links.sent_messages[m] = Passage(crossing.wanting(tensors), is_told)
+        links.awaited[m] = Awaited(bool(crossing.wanting(tensors)), is_told)
         self.channels.into[self.stage + 1].post_ahead()
 
     def recv_activation(self, message: Any) -> None:
@@ -197,7 +197,7 @@ class StageRun:
 
     def recv_gradient(self, message: Any) -> None:
         m, into = message.micro_batch, self.channels.into[self.stage + 1]
-        if not self.links.sent_messages[m].wanting:
+        if not self.links.awaited[m].comes:
             into.skip(message)
             return
         _, _, [gradient] = into.take(message)
