@@ -241,7 +241,9 @@ def receive_gradients(engine: Any, buffer_id: int) -> None:
 
 
 def begin(engine: Any, pipe_schedule: Any) -> None:
-    """Before a schedule: nothing is refused yet; collective over all ranks where it, or the placement, is a new one.
+    """Before a schedule: all ranks have the same one, and nothing is refused yet; collective over all ranks.
+
+    Compared each time, in one small collective: a rank that alone has another order would else wait alone.
 
     Args:
         engine: of this stage.
@@ -256,11 +258,9 @@ def begin(engine: Any, pipe_schedule: Any) -> None:
         return
     traffic = pipeline.traffic_of(pipe_schedule)
     plan = (traffic.digest, engine.num_stages, *engine.module.boundaries)
-    if plan not in pipeline.agreed:
-        problem = disagreement(plan, "the order of a batch (a digest of it, stages, boundaries)", engine.device)
-        if problem is not None:
-            raise BatchRefused(problem)
-        pipeline.agreed.add(plan)
+    problem = disagreement(plan, "the order of a batch (a digest of it, stages, boundaries)", engine.device)
+    if problem is not None:
+        raise BatchRefused(problem)
     links.refusals.clear()
     links.awaited.clear()
     links.is_settled = links.has_left_out = False

@@ -35,7 +35,6 @@ class Pipeline:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
         channels: what carries activations and gradients.
-        agreed: what all ranks have agreed to run: orders with placements.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
@@ -45,7 +44,6 @@ class Pipeline:
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
         self.channels: Channels
-        self.agreed: set[tuple[int, ...]] = set()
         self._traffic: tuple[Order, Traffic] | None = None
 
     def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
@@ -66,7 +64,6 @@ class Pipeline:
         """Open the channels to the neighbouring stages; collective over all ranks, again when there are fewer."""
         stages = [self.ranks_of(stage) for stage in range(self.num_stages)]
         self.channels = Channels(wires(stages, self.rank), self.device, self.stage_id)
-        self.agreed = set()
         self._traffic = None
 
     def traffic_of(self, pipe_schedule: Any) -> Traffic:
