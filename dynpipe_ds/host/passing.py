@@ -256,6 +256,7 @@ def begin(engine: Any, pipe_schedule: Any) -> None:
     links, pipeline = links_of(engine), engine.dynamic.pipeline
     if engine.num_stages == 1:
         return
+    pipeline.channels.check_over()
     traffic = pipeline.traffic_of(pipe_schedule)
     plan = (traffic.digest, engine.num_stages, *engine.module.boundaries)
     problem = disagreement(plan, "the order of a batch (a digest of it, stages, boundaries)", engine.device)

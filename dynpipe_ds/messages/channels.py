@@ -388,13 +388,8 @@ class Channels:
         self.out = {other: Outgoing(wire, self.device) for other, wire in self.wires.items()}
         self.into = {other: Incoming(wire, self.device) for other, wire in self.wires.items()}
 
-    def begin(self, traffic: Traffic, expected: Links, refuse: Callable[[str], None]) -> None:
-        """Start a batch, or another schedule.
-
-        Args:
-            traffic: its messages.
-            expected: knows of what kinds they are.
-            refuse: takes why the batch must be refused.
+    def check_over(self) -> None:
+        """Make sure that another batch can begin.
 
         Raises:
             UnfinishedBatchError: if the one before ended in its middle.
@@ -404,6 +399,15 @@ class Channels:
                 f"a batch ended in its middle on stage {self.stage}, because something raised there, so the other "
                 "stages still wait for its messages; end this process, and go on from the last checkpoint"
             )
+
+    def begin(self, traffic: Traffic, expected: Links, refuse: Callable[[str], None]) -> None:
+        """Start a batch, or another schedule, after :meth:`check_over`.
+
+        Args:
+            traffic: its messages.
+            expected: knows of what kinds they are.
+            refuse: takes why the batch must be refused.
+        """
         self.finish()
         self._batch = (self._batch + 1) % _BATCHES
         self._turns = {op: deque(traffic.turns[op]) if op in traffic.turns else count() for op in (*SENT, *TAKEN)}

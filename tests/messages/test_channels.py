@@ -139,9 +139,10 @@ def test_a_batch_after_one_that_ended_in_its_middle() -> None:
     """Its messages are still expected elsewhere, so nothing more is sent from here."""
     traffic, fabric = traffic_of(order_of("1f1b", 2, 2), 1), Fabric(1)
     channels = Channels({0: FabricWire(fabric, 1, 0)}, CPU, 1)
+    channels.check_over()
     channels.begin(traffic, Links(), print)
     with pytest.raises(UnfinishedBatchError, match="a batch ended in its middle on stage 1, because something raised"):
-        channels.begin(traffic, Links(), print)
+        channels.check_over()
 
 
 def test_labels_differ() -> None:
