@@ -36,7 +36,7 @@ SENDS: tuple[Sends, ...] = get_args(Sends)
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (4, 1), (4, 8), (5, 3), (7, 9), (8, 16)]
 
 
-def reference(workload: Workload, schedule: ScheduleName, sends: Sends = "rendezvous") -> Simulation:
+def reference(workload: Workload, schedule: ScheduleName, sends: Sends = "buffered") -> Simulation:
     return simulate(workload, order_of(schedule, workload.num_micro_batches, workload.num_stages), sends=sends)
 
 
@@ -100,7 +100,7 @@ def test_unequal_stages() -> None:
         ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 5), ("backward", 0, 5, 6),
         ("wait", 1, 6, 9), ("backward", 1, 9, 10),
     ]
-    gpipe = simulate(workload, "gpipe", timeline=True)
+    gpipe = simulate(workload, "gpipe", sends="rendezvous", timeline=True)
     assert intervals(gpipe, 0)[2] == ("wait", 1, 2, 4), "until stage 1 has finished forward 0"
     assert simulate(workload, "gpipe", sends="buffered", timeline=True).timeline[2] == Interval(
         0, "wait", 0, 2, 8, "gradient"
@@ -389,7 +389,7 @@ def test_orders_that_do_not_fit_are_refused() -> None:
     serial = "RA0 F0 B0 SG0 RA1 F1 B1 SG1"
     both_send = Order.parse(f"F0 SA0 F1 SA1 RG0 B0 RG1 B1 | {serial}")
     with pytest.raises(ValueError, match="stage 0 waits for ever in send_activation of micro-batch 1"):
-        simulate(workload, both_send)
+        simulate(workload, both_send, sends="rendezvous")
     assert simulate(workload, both_send, sends="buffered").makespan_s > 0
     crossed = Order.parse(f"F1 SA1 F0 SA0 RG0 B0 RG1 B1 | {serial}")
     with pytest.raises(ValueError, match="activation over boundary 0: micro-batch 1 meets micro-batch 0"):

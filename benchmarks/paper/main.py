@@ -70,7 +70,7 @@ def network(options: argparse.Namespace) -> None:
     results = experiments.run(experiments.network(options.size), options.raw / "network.jsonl")
     report = Report("network", options.out, "replay", options.quick, "Unstable network (DynPipe D.2)")
     report.text = (
-        "Both sides of every message wait after they have met: *steady delays* a fifth of a dense stage's forward, "
+        "A message travels for a while, and its sender goes on: *steady delays* a fifth of a dense stage's forward, "
         "*delays vary* the same times N(1, 1) cut off at 0 and 4, anew for every message."
     )
     report.notes = ["No partition avoids a delay that every boundary has; what ours gains, it gains by the layers."]

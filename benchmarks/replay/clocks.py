@@ -7,7 +7,7 @@ and where the library works, by stated constants. Real messages carry the time a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,7 +19,13 @@ FORWARD, BACKWARD = 1, -1
 
 
 class ReplayClock(Clock, Protocol):
-    """What replay layers and links need besides what an engine reads."""
+    """What replay layers and links need besides what an engine reads.
+
+    Attributes:
+        arrivals: when messages that come here arrive.
+    """
+
+    arrivals: Arrivals
 
     def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> AbstractContextManager[None]:
         """Let what is inside last as long as told.
@@ -38,6 +44,56 @@ class ReplayClock(Clock, Protocol):
             seconds: how much.
         """
 
+    def reach(self, moment_s: float) -> None:
+        """Let time pass until a moment, unless that is over.
+
+        Args:
+            moment_s: as ``now_s`` counts.
+        """
+
+
+class Arrivals:
+    """When messages of a stage arrive: those of a channel follow each other on its wire, which carries one at a time.
+
+    Args:
+        clock: of the receiver.
+    """
+
+    def __init__(self, clock: ReplayClock) -> None:
+        self._clock = clock
+        self._free_s: dict[Hashable, float] = {}
+        self._left_s: float | None = None
+        self._receives = False
+
+    def left(self, moment_s: float) -> None:
+        """Take note of when something that has come was sent.
+
+        Args:
+            moment_s: as the clock counts.
+        """
+        if self._receives:
+            self._left_s = max(self._left_s or moment_s, moment_s)
+        else:
+            self._clock.reach(moment_s)
+
+    @contextmanager
+    def receiving(self, channel: Hashable, link_s: float) -> Iterator[None]:
+        """Wait for the message that is received inside, if there is one: until it was sent and has travelled.
+
+        Args:
+            channel: whose wire it takes.
+            link_s: seconds that it takes it.
+        """
+        self._receives, self._left_s = True, None
+        try:
+            yield
+        finally:
+            self._receives = False
+        if self._left_s is not None:
+            arrives_s = max(self._free_s.get(channel, self._left_s), self._left_s) + link_s
+            self._free_s[channel] = arrives_s
+            self._clock.reach(arrives_s)
+
 
 def replay_clock() -> ReplayClock:
     """The clock in use, which must be one of a replay."""
@@ -55,9 +111,11 @@ class SleepingClock(HostClock):
 
     Attributes:
         works_s: seconds of all that the library did, by kind.
+        arrivals: when messages that come here arrive.
     """
 
     def __init__(self) -> None:
+        self.arrivals = Arrivals(self)
         self.works_s: dict[str, list[float]] = {}
         self._last = {FORWARD: (-2, -1, 0.0), BACKWARD: (-2, -1, 0.0)}
 
@@ -92,6 +150,14 @@ class SleepingClock(HostClock):
         if seconds > 0:
             time.sleep(seconds)
 
+    def reach(self, moment_s: float) -> None:
+        """Sleep until a moment.
+
+        Args:
+            moment_s: as :meth:`now_s` counts, which is alike for all processes of a machine.
+        """
+        self.advance(moment_s - self.now_s())
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -100,7 +166,7 @@ class Costs:
     Args:
         forward_s: a forward through a stage, beside its layers.
         backward_s: a backward.
-        message_s: one exchange of messages between two ranks that have met.
+        message_s: one message on its way, and one exchange of moving layers between two ranks that have met.
         step_s: gradient reduction and optimizer step.
         batch_s: what lies between two batches beside the library's work.
         work_s: of each kind of the library's work.
@@ -128,11 +194,15 @@ class VirtualClock(HostClock):
     Args:
         costs: of everything but the layers.
         byte_scale: bytes of the model told for one that this replay's layers hold.
+
+    Attributes:
+        arrivals: when messages that come here arrive.
     """
 
     def __init__(self, costs: Costs | None = None, byte_scale: float = 1.0) -> None:
         self.costs = costs or Costs()
         self.byte_scale = byte_scale
+        self.arrivals = Arrivals(self)
         self._now_s = 0.0
         self._works = False
         self._last = {FORWARD: (-2, -1), BACKWARD: (-2, -1)}

@@ -33,11 +33,10 @@ from benchmarks.replay.case import (
     Move,
     Result,
     first_boundaries,
-    frozen_boundaries,
 )
 from benchmarks.replay.clocks import ReplayClock, SleepingClock, VirtualClock
 from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
-from benchmarks.replay.travelling import virtual_time
+from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
 from scenarios.launch import free_port
@@ -51,7 +50,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 @contextlib.contextmanager
 def time_of(case: Case) -> Iterator[ReplayClock]:
-    """The clock of a case, which engines made inside read; inside, messages take virtual time along.
+    """The clock of a case, which engines made inside read; inside, messages take virtual time, or a link's, along.
 
     Args:
         case: a run.
@@ -60,7 +59,8 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         sleeping = SleepingClock()
         use_clock(sleeping)
         try:
-            yield sleeping
+            with timed_messages(sleeping) if case.link_ms else contextlib.nullcontext():
+                yield sleeping
         finally:
             use_clock(None)
     else:
@@ -101,7 +101,9 @@ class Replay:
         self.engine.on_rebalance(self._note)
         self._speed, self._replica = case.speeds[self.engine.stage_id], self.engine.grid.get_data_parallel_id()
         self._counts = counts
-        self._links: _Links | None = _Links(self.engine, clock) if case.link_ms else None
+        self._links: _Links | None = None
+        if case.link_ms or case.clock == "virtual":
+            self._links = _Links(self.engine, clock, case.known_costs().message_s if case.clock == "virtual" else 0.0)
         if case.clock == "virtual":
             step_s = case.known_costs().step_s
             self.engine.optimizer.register_step_post_hook(lambda *_: clock.advance(step_s))
@@ -156,7 +158,7 @@ class Replay:
             forward_s = (moment.forward_s[index] * factors[index]).tolist()
             layer.set_batch(forward_s, (moment.backward_s[index] * factors[index]).tolist())
         if self._links is not None:
-            self._links.set_batch(*self.case.links_s(batch), frozen_boundaries(moment, self.engine.partition))
+            self._links.set_batch(*self.case.links_s(batch))
 
     def _parameter_counts(self, moment: TraceBatch) -> list[int]:
         return [max(1, round(size / 4 * self.parameter_scale)) for size in moment.parameter_bytes]
@@ -187,33 +189,35 @@ class Replay:
 
 
 class _Links:
-    """Makes messages of an engine take longer: both sides wait after they have met."""
+    """Says how long what an engine receives travels.
 
-    def __init__(self, engine: Any, clock: ReplayClock) -> None:
+    Args:
+        engine: receives.
+        clock: of its rank.
+        message_s: seconds of any message.
+    """
+
+    def __init__(self, engine: Any, clock: ReplayClock, message_s: float) -> None:
         from deepspeed.runtime.pipe import schedule
 
-        self._engine, self._clock, self._frozen = engine, clock, 0
+        self._engine, self._clock, self._message_s, self._frozen = engine, clock, message_s, 0
         self._seconds: tuple[Any, Any] = ((), ())
-        self._sent: dict[type, int] = {}
+        self._received: dict[type, int] = {}
         # Kind of message: activation or gradient, and where its boundary lies from this stage.
-        kinds = {
-            schedule.SendActivation: (0, 0), schedule.RecvActivation: (0, -1),
-            schedule.SendGrad: (1, -1), schedule.RecvGrad: (1, 0),
-        }
+        kinds = {schedule.RecvActivation: (0, -1), schedule.RecvGrad: (1, 0)}
         own = dict(engine._INSTRUCTION_MAP)
-        slow = {kind: self._slowed(kind, own[kind], *place) for kind, place in kinds.items()}
-        engine._INSTRUCTION_MAP = own | slow
+        engine._INSTRUCTION_MAP = own | {kind: self._timed(kind, own[kind], *place) for kind, place in kinds.items()}
 
-    def set_batch(self, activation_s: Any, gradient_s: Any, frozen: int) -> None:
-        self._seconds, self._frozen, self._sent = (activation_s, gradient_s), frozen, {}
+    def set_batch(self, activation_s: Any, gradient_s: Any) -> None:
+        self._seconds, self._received = (activation_s, gradient_s), {}
 
-    def _slowed(self, kind: type, function: Any, payload: int, shift: int) -> Callable[..., None]:
+    def _timed(self, kind: type, function: Any, payload: int, shift: int) -> Callable[..., None]:
         def run(engine: Any, **kwargs: Any) -> None:
-            function(engine, **kwargs)
-            boundary, number = self._engine.stage_id + shift, self._sent.get(kind, 0)
-            self._sent[kind] = number + 1
-            if payload == 0 or boundary >= self._frozen:
-                self._clock.advance(float(self._seconds[payload][boundary, number]))
+            boundary, number = self._engine.stage_id + shift, self._received.get(kind, 0)
+            self._received[kind] = number + 1
+            link_s = float(self._seconds[payload][boundary, number]) + self._message_s
+            with self._clock.arrivals.receiving((payload, boundary), link_s):
+                function(engine, **kwargs)
 
         return run
 

@@ -39,8 +39,8 @@ def add_parser(commands: Any) -> None:
         help="planned: backwards in two parts, in an order planned from the times (default 1f1b)",
     )
     parser.add_argument(
-        "--sends", choices=get_args(Sends),
-        help="whether a sender waits for its receiver, as with gloo (default), or not (default for planned)",
+        "--sends", choices=get_args(Sends), default="buffered",
+        help="whether a send is over at once (buffered, as the engine sends; default) or with its receive",
     )
     reading.add_planned(parser)
     cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> Result:
         outcomes = {cuts: _simulate(profile, cuts, order, arguments) for cuts, order in planned.items()}
     named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
     values = {
-        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": _sends(arguments),
+        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
         "weight_share": arguments.weight_share if arguments.schedule == PLANNED else None,
         "partitions": [_values(cuts, planned[cuts], outcome) for cuts, outcome in outcomes.items()],
         "files": _write(arguments, named),
@@ -103,7 +103,7 @@ def _planned(
 def _simulate(
     profile: PipelineProfile, cuts: Sequence[int], schedule: ScheduleName | Order, arguments: argparse.Namespace
 ) -> Simulation:
-    return simulate(_workload(profile, cuts, arguments), schedule, sends=_sends(arguments), timeline=True)
+    return simulate(_workload(profile, cuts, arguments), schedule, sends=arguments.sends, timeline=True)
 
 
 def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
@@ -111,11 +111,6 @@ def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse
         profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
         step_s=arguments.step_s, weight_s=reading.weight_s(profile, arguments.weight_share),
     )
-
-
-def _sends(arguments: argparse.Namespace) -> Sends:
-    usual: Sends = "buffered" if arguments.schedule == PLANNED else "rendezvous"
-    return arguments.sends or usual
 
 
 def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:

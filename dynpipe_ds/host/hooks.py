@@ -89,10 +89,11 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         return result
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        begin(self)
         pipeline = self.dynamic.pipeline
+        to_run = planned(pipe_schedule, pipeline.order_for)
+        begin(self, to_run)
         pipeline.in_flight.begin()
-        super()._exec_schedule(planned(pipe_schedule, pipeline.order_for))
+        super()._exec_schedule(to_run)
         refuse_together(self)  # in evaluation; in training it was done before the step
 
     def set_dataloader(self, loader: Any) -> None:

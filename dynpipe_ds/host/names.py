@@ -149,7 +149,7 @@ NEEDED: dict[str, Needed] = {
     ),
     "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
     "deepspeed.runtime.pipe.schedule": _needed(
-        "BufferOpInstruction PipeSchedule TrainSchedule",
+        "BufferOpInstruction InferenceSchedule PipeSchedule TrainSchedule",
         hooks=(
             "LoadMicroBatch ForwardPass BackwardPass SendActivation RecvActivation SendGrad RecvGrad ReduceTiedGrads "
             "ReduceGrads OptimizerStep"

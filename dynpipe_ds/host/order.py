@@ -38,7 +38,7 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
     block. Of 1F1B the instructions, and their buffers, are those of DeepSpeed's ``TrainSchedule``.
 
     Args:
-        order: what all stages run.
+        order: what all stages run, kept as an attribute.
         stage: which of them this is.
 
     Raises:
@@ -47,6 +47,7 @@ class OrderSchedule(schedule.PipeSchedule):  # type: ignore[misc]
 
     def __init__(self, order: Order, stage: int) -> None:
         super().__init__(order.num_micro_batches, order.num_stages, stage)
+        self.order = order
         self._stream = order.stages[stage]
         self._split = order.split(stage)
         if self._split:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.messages.crossing import FIRST_BYTES, Crossing, Links, Passage
+from dynpipe_ds.messages.channels import Channels
+from dynpipe_ds.messages.crossing import Awaited, Crossing, Links, Passage, Told
 from dynpipe_ds.messages.layouts import Layout, same_memory
 from dynpipe_ds.messages.obstacles import cant_leave
 from dynpipe_ds.messages.values import CantCross, put_together, take_apart, tensors_in
-from dynpipe_ds.migration.transport import exchange, exchange_bytes
-from dynpipe_ds.ranks.agreement import anywhere, first_error
+from dynpipe_ds.ranks.agreement import anywhere, disagreement, first_error
+from dynpipe_ds.schedule import Op
 
 
 class BatchRefused(ValueError):
@@ -26,7 +27,6 @@ class _LeftOut:
 
 
 LEFT_OUT = _LeftOut()
-_NOTHING = b"null"
 
 
 def links_of(engine: Any) -> Links:
@@ -41,27 +41,32 @@ def links_of(engine: Any) -> Links:
     return links
 
 
+def _channels(engine: Any) -> Channels:
+    channels: Channels = engine.dynamic.pipeline.channels
+    return channels
+
+
 # -- activations ------------------------------------------------------------------------------
 
 
 def send_activations(engine: Any, buffer_id: int) -> None:
-    """Send a micro-batch's outputs to the next stage, preceded once a batch by what they are."""
-    links, stage = links_of(engine), engine.next_stage
-    is_told = _is_told(engine, links.outputs)
+    """Send a micro-batch's outputs to the next stage, preceded once a batch by what they are; over at once."""
+    links, channels, stage = links_of(engine), _channels(engine), engine.next_stage
+    message = channels.turn(Op.SEND_ACTIVATION)
+    is_told = links.tells(links.outputs)
     crossing, tensors = _taken_apart(engine, buffer_id, is_told)
     if is_told:
         links.outputs = crossing
-        _tell(engine, crossing, stage)
     told = links.outputs
-    if told is None:
-        links.sent[buffer_id] = Passage()
-        return
-    if not is_told and not (crossing is not None and told.covers(crossing)):
+    if told is not None and not is_told and not (crossing is not None and told.covers(crossing)):
         if crossing is not None:
             links.refuse(f"what stage {engine.stage_id} puts out", told, crossing)
         tensors = told.zeros(engine.device)
-    _send(engine, tensors, stage)
-    links.sent[buffer_id] = Passage(told.wanting(tensors), is_told)
+    channels.out[stage].send(message, Told(told) if is_told else None, tensors)
+    passage = Passage() if told is None else Passage(told.wanting(tensors), is_told)
+    links.sent[buffer_id] = passage
+    links.awaited[message.micro_batch] = Awaited(bool(passage.wanting), passage.is_told)
+    channels.into[stage].post_ahead()  # its gradient can come back from now on
 
 
 def _taken_apart(engine: Any, buffer_id: int, is_told: bool) -> tuple[Crossing | None, list[Tensor]]:
@@ -87,16 +92,13 @@ def _has_anything_to_train(engine: Any, buffer_id: int) -> bool:
 
 
 def receive_activations(engine: Any, buffer_id: int) -> None:
-    """Receive a micro-batch's inputs from the previous stage."""
-    links, stage = links_of(engine), engine.prev_stage
-    is_told = _is_told(engine, links.inputs)
-    if is_told:
-        links.inputs = _hear(engine, stage)
-    told, inputs = links.inputs, engine.pipe_buffers["inputs"]
+    """Wait for a micro-batch's inputs from the previous stage."""
+    links, channels, stage = links_of(engine), _channels(engine), engine.prev_stage
+    told, is_told, received = channels.into[stage].take(channels.turn(Op.RECV_ACTIVATION))
+    inputs = engine.pipe_buffers["inputs"]
     if told is None:
         inputs[buffer_id], links.received[buffer_id] = LEFT_OUT, Passage()
         return
-    received = _receive(engine, told.layouts, stage)
     for tensor, wants_gradient in zip(received, told.flags, strict=True):
         tensor.requires_grad_(wants_gradient)
     links.received[buffer_id] = Passage(told.wanting(received), is_told)
@@ -199,7 +201,8 @@ def with_flags(forward: Callable[..., None]) -> Callable[..., None]:
 
 def send_gradients(engine: Any, buffer_id: int) -> None:
     """Send the gradients of the inputs that want one to the previous stage, preceded once a batch by what they are."""
-    links = links_of(engine)
+    links, channels = links_of(engine), _channels(engine)
+    message = channels.turn(Op.SEND_GRADIENT)
     passage = links.received.pop(buffer_id)
     engine.pipe_buffers["inputs"][buffer_id] = None
     if not passage.wanting:
@@ -213,25 +216,22 @@ def send_gradients(engine: Any, buffer_id: int) -> None:
     found = Crossing.of_gradients(gradients, [tensor.grad is not None for tensor in passage.wanting])
     if told is None:
         links.input_gradients = found
-        _tell(engine, found, engine.prev_stage)
     elif found.layouts != told.layouts:
         links.refuse(f"the gradient that stage {engine.stage_id} sends back", told, found, "")
         gradients = [layout.zeros(engine.device) for layout in told.layouts]
-    _send(engine, gradients, engine.prev_stage)
+    channels.out[engine.prev_stage].send(message, Told(found) if told is None else None, gradients)
 
 
 def receive_gradients(engine: Any, buffer_id: int) -> None:
-    """Receive the gradients of the outputs that want one from the next stage; ``None`` where there is none."""
+    """Wait for the gradients of the outputs that want one from the next stage; ``None`` where there is none."""
     engine.grad_layer = ()
-    links = links_of(engine)
-    passage = links.sent[buffer_id]
-    if not passage.wanting:
+    links, channels = links_of(engine), _channels(engine)
+    message, into = channels.turn(Op.RECV_GRADIENT), channels.into[engine.next_stage]
+    if not links.sent[buffer_id].wanting:
+        into.skip(message)
         return
-    if passage.is_told:
-        links.output_gradients = _hear(engine, engine.next_stage)
-    told = links.output_gradients
-    assert told is not None, "the first micro-batch of a batch that wants gradients is told about"
-    received = _receive(engine, told.layouts, engine.next_stage)
+    told, _, received = into.take(message)
+    assert told is not None, "gradients that travel have kinds"
     # What is not used in the first micro-batch of a batch may be used in another.
     engine.grad_layer = tuple(
         gradient if there_is or bool(gradient.any()) else None
@@ -239,53 +239,36 @@ def receive_gradients(engine: Any, buffer_id: int) -> None:
     )
 
 
-# -- messages ---------------------------------------------------------------------------------
-
-
-def _is_told(engine: Any, last: Crossing | None) -> bool:
-    """Whether the next micro-batch is told about. In evaluation it is: no step follows before which to refuse one."""
-    return last is None or last.again or bool(engine.dynamic_shape or not engine.module.training)
-
-
-def _tell(engine: Any, crossing: Crossing | None, stage: int) -> None:
-    text = _NOTHING if crossing is None else crossing.encode()
-    exchange_bytes({engine.grid.stage_to_global(stage_id=stage): text}, [], engine.device, first_bytes=FIRST_BYTES)
-
-
-def _hear(engine: Any, stage: int) -> Crossing | None:
-    rank = engine.grid.stage_to_global(stage_id=stage)
-    text = exchange_bytes({}, [rank], engine.device, first_bytes=FIRST_BYTES)[rank]
-    return None if text == _NOTHING else Crossing.decode(text)
-
-
-def _send(engine: Any, tensors: Sequence[Tensor], stage: int) -> None:
-    """Send tensors to a neighbour, all at once: one after the other, each waits to be asked for."""
-    messages = [Layout.of(tensor).message(tensor) for tensor in tensors if tensor.numel()]
-    exchange({engine.grid.stage_to_global(stage_id=stage): messages}, {})
-
-
-def _receive(engine: Any, layouts: Sequence[Layout], stage: int) -> list[Tensor]:
-    """New tensors with what a neighbour sends at once."""
-    tensors = [layout.empty(engine.device) for layout in layouts]
-    messages = [layout.message(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-    exchange({}, {engine.grid.stage_to_global(stage_id=stage): [message for message in messages if message.numel()]})
-    for layout, tensor, message in zip(layouts, tensors, messages, strict=True):
-        layout.unpack(message, tensor)
-    return tensors
-
-
 # -- refusing ---------------------------------------------------------------------------------
 
 
-def begin(engine: Any) -> None:
-    """Before a schedule: nothing is refused yet.
+def begin(engine: Any, pipe_schedule: Any) -> None:
+    """Before a schedule: all ranks have the same one, and nothing is refused yet; collective over all ranks.
+
+    Compared each time, in one small collective: a rank that alone has another order would else wait alone.
 
     Args:
         engine: of this stage.
+        pipe_schedule: what it is about to run.
+
+    Raises:
+        BatchRefused: on every rank, if they are to run different orders.
+        UnfinishedBatchError: if an earlier schedule ended in its middle.
     """
-    links = links_of(engine)
+    links, pipeline = links_of(engine), engine.dynamic.pipeline
+    if engine.num_stages == 1:
+        return
+    pipeline.channels.check_over()
+    traffic = pipeline.traffic_of(pipe_schedule)
+    plan = (traffic.digest, engine.num_stages, *engine.module.boundaries)
+    problem = disagreement(plan, "the order of a batch (a digest of it, stages, boundaries)", engine.device)
+    if problem is not None:
+        raise BatchRefused(problem)
     links.refusals.clear()
+    links.awaited.clear()
     links.is_settled = links.has_left_out = False
+    links.always_told = bool(engine.dynamic_shape or not engine.module.training)
+    pipeline.channels.begin(traffic, links, links.refusals.append)
 
 
 def refuse_together(engine: Any) -> None:
@@ -301,6 +284,7 @@ def refuse_together(engine: Any) -> None:
     if engine.num_stages == 1 or links.is_settled:
         return
     links.is_settled = True
+    _channels(engine).finish()
     message = first_error(ValueError(links.refusals[0]) if links.refusals else None, engine.device)
     if message is not None:
         raise BatchRefused(message)

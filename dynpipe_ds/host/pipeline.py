@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
@@ -16,7 +17,11 @@ from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
+from dynpipe_ds.host.wires import wires
+from dynpipe_ds.messages.channels import Channels
+from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
 from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.schedule import Order
 
 Copies = list[tuple[nn.Parameter, nn.Parameter]]
 
@@ -33,6 +38,7 @@ class Pipeline:
         data: where this stage is in the data.
         order_for: which order a training batch runs; may be set between two batches, to the same on every rank.
         in_flight: micro-batches of the present batch.
+        channels: what carries activations and gradients.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
@@ -43,6 +49,8 @@ class Pipeline:
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
+        self.channels: Channels
+        self._traffic: tuple[Order, Traffic] | None = None
 
     def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
         """Begin, after DeepSpeed's constructor.
@@ -55,7 +63,29 @@ class Pipeline:
                 "dynamic_pipeline sends whole activations; with tensor parallelism set "
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
+        self.connect()
         self._norm = GradientNorm(layer_of, num_layers=num_layers, grid=self.engine.grid, device=self.device)
+
+    def connect(self) -> None:
+        """Open the channels to the neighbouring stages; collective over all ranks, again when there are fewer."""
+        stages = [self.ranks_of(stage) for stage in range(self.num_stages)]
+        self.channels = Channels(wires(stages, self.rank), self.device, self.stage_id)
+        self._traffic = None
+
+    def traffic_of(self, pipe_schedule: Any) -> Traffic:
+        """The messages of this stage in a schedule; kept, since nearly every batch has the same.
+
+        Args:
+            pipe_schedule: DeepSpeed's, or one that runs an order of ours.
+        """
+        order = getattr(pipe_schedule, "order", None)
+        if order is None:
+            if type(pipe_schedule) is schedule.InferenceSchedule:
+                return traffic_in_line(pipe_schedule.micro_batches, self.stage_id, self.num_stages)
+            return Traffic()
+        if self._traffic is None or self._traffic[0] is not order:
+            self._traffic = order, traffic_of(order, self.stage_id)
+        return self._traffic[1]
 
     # -- its place ----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ def renumber(pipeline: Pipeline, world: World, placement: Placement) -> None:
         groups._clone_world_group()
     _renumber_module(module, topology, placement)
     _renumber_engine(pipeline.engine)
+    pipeline.connect()
     pipeline.name_parameters()
     old.hand_over(Groups(module), holders_of_groups(pipeline))
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dynpipe_ds.messages.layouts import Layout, contiguous_stride
+from dynpipe_ds.messages.traffic import Kind, Message
 from dynpipe_ds.messages.values import (
     Structure,
     dtype_name,
@@ -128,6 +129,16 @@ class Crossing:
         ]
 
 
+class Told(NamedTuple):
+    """What is told before a message.
+
+    Attributes:
+        crossing: the kinds of its tensors; ``None``: nothing can be sent.
+    """
+
+    crossing: Crossing | None
+
+
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
@@ -145,6 +156,18 @@ class Passage:
     is_told: bool = True
 
 
+class Awaited(NamedTuple):
+    """A gradient that may come back; without the tensors, which must not be kept for it.
+
+    Attributes:
+        comes: whether any tensor wanted one.
+        is_told: whether it is told about.
+    """
+
+    comes: bool
+    is_told: bool
+
+
 @dataclass
 class Links:
     """What this stage and its neighbours have told each other in a batch; ``None`` where nothing yet.
@@ -156,7 +179,9 @@ class Links:
         output_gradients: told by the next stage.
         received: from the previous stage, by buffer.
         sent: to the next stage, by buffer.
+        awaited: what comes back for what was sent to the next stage, by micro-batch.
         refusals: why this batch must not be trained on.
+        always_told: whether every micro-batch is told about.
         has_left_out: whether this stage left out a micro-batch, since an earlier stage could not send it on.
         is_settled: whether all ranks have agreed that no rank refuses the batch.
     """
@@ -167,9 +192,42 @@ class Links:
     output_gradients: Crossing | None = None
     received: dict[int, Passage] = field(default_factory=dict)
     sent: dict[int, Passage] = field(default_factory=dict)
+    awaited: dict[int, Awaited] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)
+    always_told: bool = False
     has_left_out: bool = False
     is_settled: bool = False
+
+    def tells(self, last: Crossing | None) -> bool:
+        """Whether the next micro-batch is told about.
+
+        Args:
+            last: what was told last, in the same direction.
+        """
+        return last is None or last.again or self.always_told
+
+    # -- what comes, for those who receive ahead --------------------------------------------------
+
+    def is_known(self, message: Message) -> bool:
+        """Whether it can be said yet if a message travels, and as what: a gradient's activation must have gone."""
+        return message.kind is Kind.ACTIVATION or message.micro_batch in self.awaited
+
+    def travels(self, message: Message) -> bool:
+        """Whether a message is sent at all: where no gradient is wanted, none is."""
+        return message.kind is Kind.ACTIVATION or self.awaited[message.micro_batch].comes
+
+    def crossing(self, message: Message) -> Crossing | None:
+        """The kinds of a message that travels; ``None`` where they are told before it."""
+        if message.kind is Kind.ACTIVATION:
+            return None if self.tells(self.inputs) else self.inputs
+        return None if self.awaited[message.micro_batch].is_told else self.output_gradients
+
+    def heard(self, message: Message, crossing: Crossing | None) -> None:
+        """Take note of what was told before a message."""
+        if message.kind is Kind.ACTIVATION:
+            self.inputs = crossing
+        else:
+            self.output_gradients = crossing
 
     def refuse(self, what: str, told: Crossing, found: Crossing, flag: str = _WANTING) -> None:
         """Note a micro-batch that is of another kind than told.

@@ -72,8 +72,32 @@ class Layout:
         """Allocate a tensor of zeros that lies so."""
         return self._in(torch.zeros(self.offset + self.span, dtype=self.dtype, device=device))
 
+    def room(self, device: torch.device, tail: int = 0) -> tuple[Tensor, Tensor]:
+        """Allocate a tensor that lies so, to be received.
+
+        Args:
+            device: where.
+            tail: bytes that come behind it; without elements none may.
+
+        Returns:
+            The tensor, and a row of bytes for its :meth:`message` and the tail, which shares its memory unless there
+            are gaps; then :meth:`unpack` copies.
+        """
+        size, begin = self.message_bytes, self.offset * self.dtype.itemsize
+        has_gaps = self._has_gaps
+        own = begin + self.span * self.dtype.itemsize
+        memory = torch.empty(own if has_gaps else own + tail, dtype=torch.uint8, device=device)
+        if has_gaps:
+            return self._in(memory), torch.empty(size + tail, dtype=torch.uint8, device=device)
+        return self._in(memory), memory[begin : begin + size + tail]
+
     def _in(self, memory: Tensor) -> Tensor:
-        return _within(memory, self.offset, self.shape, self.stride)
+        return _within(memory, self.offset, self.shape, self.stride, self.dtype)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of a :meth:`message`."""
+        return (prod(self._stored_shape) if self._has_gaps else self.span) * self.dtype.itemsize
 
     def message(self, tensor: Tensor) -> Tensor:
         """The elements as they travel: in one row, each once, without the gaps of a slice, as bytes.
@@ -118,9 +142,9 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def same_memory(tensor: Tensor) -> Tensor:
     """Another tensor in a tensor's memory, of which autograd does not know that it is one."""
-    return _within(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    return _within(tensor, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _within(memory: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    tensor = torch.empty(0, dtype=memory.dtype, device=memory.device)
+def _within(memory: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
     return tensor.set_(memory.untyped_storage(), offset, tuple(shape), tuple(stride))

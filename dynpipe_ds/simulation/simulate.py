@@ -19,7 +19,7 @@ def simulate(
     workload: Workload,
     schedule: ScheduleName | Order = "1f1b",
     *,
-    sends: Sends = "rendezvous",
+    sends: Sends = "buffered",
     timeline: bool = False,
 ) -> Simulation:
     """Simulate one training batch.
@@ -27,7 +27,7 @@ def simulate(
     Args:
         workload: what every stage has to do; :meth:`Workload.from_profile` makes it from a profile.
         schedule: ``"1f1b"``, which DeepSpeed runs, ``"gpipe"``, or any :class:`~dynpipe_ds.schedule.Order`.
-        sends: ``"rendezvous"`` as gloo's blocking messages do it, or ``"buffered"``.
+        sends: ``"buffered"``, as the engine's are over at once, or ``"rendezvous"``, as blocking ones end.
         timeline: whether to list every interval (runs the instructions one by one, slower; the figures
             are the same to the bit).
 

@@ -20,7 +20,7 @@ Channel = tuple[int, Payload]
 
 
 def run_order(
-    workload: Workload, order: Order, *, sends: Sends = "rendezvous", timeline: bool = False
+    workload: Workload, order: Order, *, sends: Sends = "buffered", timeline: bool = False
 ) -> Simulation:
     """Run every stage's instructions with the dependencies of its messages.
 

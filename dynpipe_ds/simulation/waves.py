@@ -63,7 +63,7 @@ def makespans(
     gradient_link_s: FloatArray | None = None,
     frozen_boundaries: int | Sequence[int] | npt.NDArray[np.int64] = 0,
     schedule: ScheduleName = "1f1b",
-    sends: Sends = "rendezvous",
+    sends: Sends = "buffered",
 ) -> FloatArray:
     """Makespans of many pipelines at once, for searches.
 
@@ -95,7 +95,7 @@ def makespans(
     return results
 
 
-def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "rendezvous") -> Simulation:
+def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "buffered") -> Simulation:
     """Simulate a batch wave by wave."""
     num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
     run = _AccountedRun(

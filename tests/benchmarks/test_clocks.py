@@ -45,6 +45,25 @@ def test_messages_take_their_time_but_within_the_librarys_work() -> None:
     assert clock.now_s() == 2.5
 
 
+def test_messages_of_a_channel_follow_each_other() -> None:
+    """Sent at 1 and 2 over a wire that takes 3; a third one long after; another channel has a wire of its own."""
+    clock = VirtualClock()
+    for channel, left_s, arrives_s in (("a", 1.0, 4.0), ("a", 2.0, 7.0), ("b", 5.0, 8.0), ("a", 20.0, 23.0)):
+        with clock.arrivals.receiving(channel, 3.0):
+            clock.arrivals.left(left_s - 0.5)
+            clock.arrivals.left(left_s)  # of several parts the last one counts
+        assert clock.now_s() == arrives_s
+    with clock.arrivals.receiving("a", 3.0):
+        pass
+    assert clock.now_s() == 23.0, "nothing came"
+    clock.advance(10.0)
+    with clock.arrivals.receiving("a", 3.0):
+        clock.arrivals.left(24.0)
+    assert clock.now_s() == 33.0, "it was there before it was needed"
+    clock.arrivals.left(40.0)
+    assert clock.now_s() == 40.0
+
+
 def test_a_sleeping_clock_keeps_what_the_library_took() -> None:
     clock = SleepingClock()
     with clock.work("decide"), clock.work("observe"):

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dynpipe_ds.host import passing
+from dynpipe_ds.messages.channels import Outgoing
+from dynpipe_ds.messages.traffic import Kind, Message
 from tests.distributed.clients import fused_adam_is_built
 from tests.distributed.configs import ADAMW, CLIP, EVEN, FUSED, OPTIMIZERS
 from tests.distributed.models import Run, data, digest, make_engine
@@ -52,13 +53,13 @@ def freeze(engine: Any, num_frozen: int) -> None:
 @contextmanager
 def counted_sends(engine: Any) -> Iterator[list[int]]:
     """Count what this stage sends to the previous one: gradients, nothing else."""
-    count, original = [0], passing._send
+    count, original = [0], Outgoing.send
 
-    def send(engine: Any, tensors: Sequence[torch.Tensor], stage: int) -> None:
-        count[0] += len(tensors) * (stage == engine.prev_stage)
-        original(engine, tensors, stage)
+    def send(out: Outgoing, message: Message, told: Any, tensors: Sequence[torch.Tensor]) -> None:
+        count[0] += len(tensors) * (message.kind is Kind.GRADIENT)
+        original(out, message, told, tensors)
 
-    with patch.object(passing, "_send", send):
+    with patch.object(Outgoing, "send", send):
         yield count
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from dynpipe_ds.messages.layouts import Layout, contiguous_stride, same_memory
 
 CPU = torch.device("cpu")
+TAIL = 16  # bytes behind a message
 
 # With the number of elements that travel.
 TENSORS: dict[str, tuple[Tensor, int]] = {
@@ -36,10 +37,12 @@ TENSORS: dict[str, tuple[Tensor, int]] = {
 def test_there_and_back(name: str) -> None:
     tensor, num_elements = TENSORS[name]
     layout = Layout.of(tensor)
-    message, arrived = layout.message(tensor), layout.empty(CPU)
-    inbox = layout.message(arrived)
+    message, (arrived, row) = layout.message(tensor), layout.room(CPU, TAIL * bool(tensor.numel()))
+    inbox = row[: layout.message_bytes]
     assert message.is_contiguous() and message.dtype == inbox.dtype == torch.uint8
     assert message.shape == inbox.shape == (num_elements * tensor.element_size(),)
+    assert row.numel() == inbox.numel() + TAIL * bool(tensor.numel())
+    row.fill_(255)
     inbox.copy_(message)
     layout.unpack(inbox, arrived)
     assert torch.equal(arrived, tensor) and arrived.stride() == tensor.stride()
@@ -53,9 +56,9 @@ def test_what_is_conjugated_or_negated_when_it_is_read() -> None:
     numbers = torch.randn(4, 6, dtype=torch.complex64)
     for tensor in (numbers.conj(), numbers.conj()[:, 1:4], numbers.conj().imag):
         layout = Layout.of(tensor)
-        arrived, message = layout.empty(CPU), layout.message(tensor)
-        layout.message(arrived).copy_(message)
-        layout.unpack(message, arrived)
+        message, (arrived, row) = layout.message(tensor), layout.room(CPU)
+        row.copy_(message)
+        layout.unpack(row, arrived)
         assert torch.equal(arrived, tensor) and arrived.stride() == tensor.stride()
 
 

@@ -112,7 +112,7 @@ def test_an_unknown_option_is_refused() -> None:
 
 def test_options_that_only_some_want_may_be_offered_to_all() -> None:
     layer = LayerProfile("l", 1.0, 2.0, 1, 4, 4, 8, 1)
-    profile = PipelineProfile(0, (0, 4), 2, (layer,) * 4, ())
+    profile = PipelineProfile(0, (0, 4), 8, (layer,) * 4, ())
     for partitioner in BUILT_IN:
         plan = run_partitioner(partitioner, profile.costs(), 2, profile=profile, activation_link_s=0.1)
         assert plan.boundaries == (0, 2, 4)
