@@ -27,12 +27,14 @@ from dynpipe_ds.host.order import BackwardInput, BackwardWeight
 from dynpipe_ds.host.passing import (
     BatchRefused,
     HandedOver,
-    links_of,
+    even_if_given_up,
+    give_up,
+    has_given_up,
     receive_activations,
     receive_gradients,
     send_activations,
     send_gradients,
-    unless_left_out,
+    unless_given_up,
     unless_refused,
     unless_replica_refuses,
     with_flags,
@@ -83,7 +85,7 @@ def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(step)
     def run(engine: Any, **kwargs: Any) -> None:
-        missing = in_flight_of(engine).whats_missing()
+        missing = None if has_given_up(engine) else in_flight_of(engine).whats_missing()
         if missing is not None:
             message = (
                 f"stage {engine.stage_id}: {missing}; that is a mistake in the order or in this library, please report "
@@ -91,7 +93,7 @@ def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
             )
             if engine.num_stages == 1:  # all ranks have run the same
                 raise BatchRefused(message)
-            links_of(engine).refusals.append(message)
+            give_up(engine, ValueError(message))
         step(engine, **kwargs)
 
     return run
@@ -179,6 +181,8 @@ def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
 
 def _is_idle(engine: Any, kind: int, kwargs: dict[str, int]) -> bool:
     """Whether there is nothing to compute in a part of a backward."""
+    if has_given_up(engine):
+        return True
     if kind == profiling.BACKWARD:
         return not wants_backward(engine, kwargs["buffer_id"])
     return kind == profiling.WEIGHT and in_flight_of(engine).halves[kwargs["buffer_id"]] is None
@@ -203,7 +207,11 @@ _OURS: dict[type, tuple[int, Callable[..., None]]] = {
 _REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
 
 _GUARDS: dict[type, tuple[Callable[[Callable[..., None]], Callable[..., None]], ...]] = {
-    schedule.ForwardPass: (unless_left_out, keep_loss),
+    schedule.LoadMicroBatch: (even_if_given_up,),
+    schedule.ForwardPass: (keep_loss, unless_given_up),
+    schedule.BackwardPass: (unless_given_up,),
+    BackwardInput: (unless_given_up,),
+    BackwardWeight: (unless_given_up,),
     schedule.ReduceGrads: (unless_replica_refuses,),
     schedule.OptimizerStep: (unless_refused, unless_incomplete),
 }
