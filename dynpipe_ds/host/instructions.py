@@ -91,9 +91,7 @@ def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
                 f"stage {engine.stage_id}: {missing}; that is a mistake in the order or in this library, please report "
                 "it, and train without an order of your own meanwhile"
             )
-            if engine.num_stages == 1:  # all ranks have run the same
-                raise BatchRefused(message)
-            give_up(engine, ValueError(message))
+            give_up(engine, BatchRefused(message))
         step(engine, **kwargs)
 
     return run
@@ -110,8 +108,7 @@ def load_micro_batch(engine: Any, buffer_id: int) -> None:
 def reduce_tied_gradients(engine: Any) -> None:
     """Give every copy of a tied weight the sum of all copies' gradients, added in layer order.
 
-    Raises:
-        ValueError: on every rank that holds the key, if only some of its copies are frozen.
+    Where only some of the copies are frozen, the batch is given up.
     """
     module = engine.module
     for key, layers in module.tied_layers().items():
@@ -126,11 +123,11 @@ def reduce_tied_gradients(engine: Any) -> None:
         )
         flags = _swap(engine, trainable.mean().view(1), dict.fromkeys(partners, 1))
         if any(bool(flag != trainable[0]) for flag in (trainable.mean(), *flags.values())):
-            raise ValueError(
+            give_up(engine, ValueError(
                 f"tied layers {layers} (key {key!r}) are frozen in one place and trained in another; "
                 "freeze or unfreeze all of them together"
-            )
-        if trainable[0]:
+            ))
+        elif trainable[0]:
             for i in range(len(module.tied_weights(mine[0]))):
                 _add_copies(engine, {layer: module.tied_weights(layer)[i] for layer in mine}, layers, owners)
 

@@ -238,7 +238,12 @@ def give_up(engine: Any, error: Exception) -> None:
     Args:
         engine: of this stage.
         error: why; the first one counts.
+
+    Raises:
+        Exception: the error, where there is one stage, so that nobody waits, or where all ranks end anyway.
     """
+    if engine.num_stages == 1 or isinstance(error, FatalError):
+        raise error
     links = links_of(engine)
     if links.failure is None:
         links.failure = error
@@ -264,15 +269,10 @@ def unless_given_up(compute: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(compute)
     def run(engine: Any, buffer_id: int) -> None:
-        if engine.num_stages == 1:
-            compute(engine, buffer_id=buffer_id)
-            return
         if not has_given_up(engine):
             try:
                 compute(engine, buffer_id=buffer_id)
                 return
-            except FatalError:
-                raise
             except Exception as error:  # noqa: BLE001 - a layer may raise anything
                 give_up(engine, error)
         engine.pipe_buffers["outputs"][buffer_id] = LEFT_OUT
@@ -294,9 +294,7 @@ def even_if_given_up(load: Callable[..., None]) -> Callable[..., None]:
     def run(engine: Any, buffer_id: int) -> None:
         try:
             load(engine, buffer_id=buffer_id)
-        except Exception as error:
-            if engine.num_stages == 1 or isinstance(error, FatalError):
-                raise
+        except Exception as error:  # noqa: BLE001 - so may data
             give_up(engine, error)
 
     return run

@@ -1,6 +1,7 @@
-"""A batch in whose middle something raises on one rank: every rank says so within seconds, and nothing of it is left.
+"""In the middle of a batch something raises on one rank, or a rank is lost: every rank says so within seconds.
 
-The script tries the same micro-batches once more, and has the bits of a run without the fault.
+Of a batch in which something raised nothing is left: the script tries the same micro-batches once more, and has the
+bits of a run without the fault.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +22,13 @@ from torch import Tensor
 from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.planning import plan_order
+from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.schedule import Op, Order
 from dynpipe_ds.simulation import Workload
-from tests.distributed import models
 from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, FP16, ZERO
 from tests.distributed.models import Block, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
+from tests.faults.points import kill
 from tests.matrix import mostly
 
 MICRO_BATCHES = 6
@@ -49,13 +53,13 @@ def out_of_memory(*_: Any) -> None:
 
 
 @contextmanager
-def in_layers(call: int, then: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Do something with what a layer puts out in its n-th forward here, once."""
+def in_layers(call: int, then: Callable[[Tensor], Any], *, with_graph: bool = False) -> Iterator[None]:
+    """Do something with what a layer puts out in the n-th forward here, of all or of those that make a graph; once."""
     original, calls = Block.forward, iter(range(1, 10**6))
 
     def forward(self: Any, x: Tensor) -> Tensor:
         out = original(self, x)
-        if next(calls) == call:
+        if (out.requires_grad or not with_graph) and next(calls) == call:
             then(out)
         return out
 
@@ -63,33 +67,9 @@ def in_layers(call: int, then: Callable[[Tensor], Any]) -> Iterator[None]:
         yield
 
 
-def in_backward(out: Tensor) -> None:
-    out.register_hook(out_of_memory)
-
-
-class _Raising(torch.autograd.Function):
-    """A sum that can't be computed."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        out_of_memory()
-        return gradient
-
-
-@contextmanager
-def in_loss(call: int) -> Iterator[None]:
-    """The backward of the n-th loss raises."""
-    original, calls = models.loss_fn, iter(range(1, 10**6))
-
-    def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-        return original(_Raising.apply(logits) if next(calls) == call else logits, labels)  # type: ignore[no-untyped-call]
-
-    with patch.object(models, "loss_fn", loss_fn):
-        yield
+def in_backward(call: int, action: Callable[..., None] = out_of_memory) -> AbstractContextManager[None]:
+    """Do something when the gradient of what a layer puts out is there."""
+    return in_layers(call, lambda out: out.register_hook(lambda _: action()), with_graph=True)
 
 
 class Failing:
@@ -130,9 +110,9 @@ FAULTS = {
     "a forward of the first stage": Fault(0, lambda: in_layers(4, out_of_memory)),
     "a forward of the last stage": Fault(-1, lambda: in_layers(4, out_of_memory)),
     "a forward in the middle": Fault(1, lambda: in_layers(5, out_of_memory)),
-    "a backward of the first stage": Fault(0, lambda: in_layers(3, in_backward)),
-    "a backward of the last stage": Fault(-1, lambda: in_layers(3, in_backward)),
-    "a backward in the middle": Fault(1, lambda: in_layers(2, in_backward)),
+    "a backward of the first stage": Fault(0, lambda: in_backward(3)),
+    "a backward of the last stage": Fault(-1, lambda: in_backward(3)),
+    "a backward in the middle": Fault(1, lambda: in_backward(2)),
     "data of the first stage": Fault(0, data=3),
     "data of the last stage": Fault(-1, data=2),
     "a forward of the last stage in evaluation": Fault(-1, lambda: in_layers(4, out_of_memory), evaluates=True),
@@ -215,3 +195,90 @@ IN_CONFIGS = {
 def test_the_same_bits_in_all_configurations(case: str) -> None:
     run, num_ranks, fault = IN_CONFIGS[case]
     compare(run, num_ranks, "planned", fault)
+
+
+# -- within seconds -------------------------------------------------------------------------------
+
+SLOW_S, MANY = 0.1, 30
+"""Seconds of a block's forward, and micro-batches: a whole batch takes 6 s or more."""
+WITHIN_S = 2.0
+
+
+def raising_at(note: str) -> Callable[..., None]:
+    def run(*_: Any) -> None:
+        Path(note).write_text(str(time.time()))
+        out_of_memory()
+
+    return run
+
+
+def in_a_slow_batch(rank: int, victim: int, order: str, is_backward: bool, note: str) -> float:
+    """When this rank has raised."""
+    engine = make_engine(Run(3, micro_batches=MANY, first=(0, 2, 5, 8)))
+    engine.dynamic.pipeline.order_for = ORDERS[order]
+    then = raising_at(note)
+    fault = in_backward(7, then) if is_backward else in_layers(7, then)
+    slow = in_every_forward(lambda: time.sleep(SLOW_S))
+    with slow, fault if rank == victim else nullcontext(), pytest.raises(BatchRefused, match=f"rank {victim}: OutOf"):
+        engine.train_batch(data(0, MANY))
+    return time.time()
+
+
+@contextmanager
+def in_every_forward(action: Callable[[], object]) -> Iterator[None]:
+    original = Block.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        action()
+        return original(self, x)
+
+    with patch.object(Block, "forward", forward):
+        yield
+
+
+@pytest.mark.parametrize(("victim", "order", "is_backward"), [
+    (0, "planned", False),
+    *(pytest.param(v, o, b, marks=pytest.mark.exhaustive) for v, o, b in [
+        (0, "1f1b", False), (0, "1f1b", True), (1, "1f1b", True), (2, "planned", False), (2, "1f1b", True),
+    ]),
+])  # fmt: skip
+def test_nobody_computes_the_rest_of_a_dropped_batch(
+    victim: int, order: str, is_backward: bool, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    ended_at = run_ranks(in_a_slow_batch, 3, victim, order, is_backward, str(tmp_path / "note"))
+    took_s = max(ended_at) - float((tmp_path / "note").read_text())
+    record_property("took_s", round(took_s, 2))
+    assert took_s < WITHIN_S
+
+
+def losing(rank: int, num_ranks: int, victim: int, order: str, call: int, is_backward: bool, note: str) -> Any:
+    """What this rank says, and when; the victim is killed in its second batch."""
+    engine = make_engine(Run(num_ranks, micro_batches=MICRO_BATCHES))
+    engine.dynamic.pipeline.order_for = ORDERS[order]
+    batches = data(0, MICRO_BATCHES)
+    engine.train_batch(batches)
+    end = partial(kill, note)
+    fault = in_backward(call, end) if is_backward else in_layers(call, lambda _: end())
+    with fault if rank == victim else nullcontext(), pytest.raises(RankLostError) as caught:
+        while True:
+            engine.train_batch(batches)
+    return str(caught.value), time.time()
+
+
+@pytest.mark.parametrize(("num_ranks", "victim", "order", "call", "is_backward"), [
+    (3, 1, "planned", 5, True),
+    *(pytest.param(n, v, o, 1 + (3 * v + n) % 6, b, marks=pytest.mark.exhaustive)
+      for n in (2, 3, 4) for v in range(n) for o in ORDERS for b in (False, True)),
+])  # fmt: skip
+def test_a_rank_lost_in_the_middle_is_named(
+    num_ranks: int, victim: int, order: str, call: int, is_backward: bool, tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    note = str(tmp_path / "note")
+    found = run_ranks(losing, num_ranks, num_ranks, victim, order, call, is_backward, note, may_die={victim})
+    assert found[victim] is None
+    others = [answer for answer in found if answer is not None]
+    assert all(text.startswith(f"rank {victim} ended while batch 1 was trained") for text, _ in others)
+    took_s = max(at for _, at in others) - float(Path(note).read_text())
+    record_property("took_s", round(took_s, 2))
+    assert took_s < 10.0
