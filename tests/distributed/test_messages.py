@@ -128,10 +128,15 @@ def test_after_a_refused_batch_training_goes_on_with_the_same_bits(name: str) ->
     assert len({text for _, text in found}) == 1 and FAULTS[name][1] in found[0][1]
 
 
+def interrupted(batches: list[Any]) -> Iterator[Any]:
+    yield from batches
+    raise KeyboardInterrupt
+
+
 def ended_in_the_middle(rank: int, run: Run) -> None:
     engine = make_engine(run)
-    with pytest.raises(StopIteration):  # the first stage has sent one micro-batch, the last one has taken it
-        engine.train_batch(iter([next(data(0, 1))] * (1 - rank)))
+    with pytest.raises(KeyboardInterrupt):  # the first stage has sent one micro-batch, the last one has taken it
+        engine.train_batch(interrupted([next(data(0, 1))] * (1 - rank)))
     with pytest.raises(UnfinishedBatchError, match=f"a batch ended in its middle on stage {rank}"):
         engine.eval_batch(data(0, 1))
 
