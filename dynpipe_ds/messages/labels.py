@@ -40,9 +40,8 @@ class Stamp:
         self.is_dropped |= bool(is_dropped)
         if (batch, digest, number, micro_batch) == (self.batch, self.digest, *message):
             return None
-        names = {int(kind): f"the {kind.name.lower()}" for kind in Kind}
-        text = f"{names.get(number, f'a message of kind {number}')} of micro-batch {micro_batch} came"
-        text += f" where {message} was planned"
+        what = {int(kind): kind.name.lower() for kind in Kind}.get(number, f"message of kind {number}")
+        text = f"the {what} of micro-batch {micro_batch} came where {message} was planned"
         if batch != self.batch:
             text += f" (of schedule {batch} instead of {self.batch})"
         return f"{text} (by another order)" if digest != self.digest else text

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from dynpipe_ds.host import order as planning
+from dynpipe_ds.host.order import OrderFor
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.wires import TorchWire
 from dynpipe_ds.messages.channels import Channels, Stamp, UnfinishedBatchError
@@ -19,7 +20,7 @@ from dynpipe_ds.messages.traffic import Kind, Message
 from tests.distributed.configs import MOVES
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.messages.fabric import eager
+from tests.messages.fabric import eager, planned
 
 DELAY_S = 2e-3
 BATCHES = 4
@@ -61,8 +62,9 @@ def checked_step(engine: Any) -> None:
     engine.optimizer.register_step_pre_hook(check)
 
 
-def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool) -> Any:
+def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool, order: OrderFor = planning.ONE_F_ONE_B) -> Any:
     engine = make_engine(run, dynamic_shape=is_dynamic)
+    engine.dynamic.pipeline.order_for = order
     checked_step(engine)
     batches, losses = data(engine.grid.get_data_parallel_id(), run.micro_batches), []
     with at_random_moments(rank) if is_late else nullcontext():
@@ -75,7 +77,9 @@ def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool) -> Any:
 
 
 def as_without(rank: int, run: Run, is_dynamic: bool) -> None:
-    assert trained(rank, run, True, is_dynamic) == trained(rank, run, False, False)
+    usual = trained(rank, run, False, False)
+    assert trained(rank, run, True, is_dynamic) == usual
+    assert trained(rank, run, True, is_dynamic, planned) == usual
 
 
 @pytest.mark.parametrize(("num_stages", "num_ranks", "is_dynamic"), [

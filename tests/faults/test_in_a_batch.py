@@ -21,25 +21,16 @@ from torch import Tensor
 
 from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from dynpipe_ds.host.passing import BatchRefused
-from dynpipe_ds.planning import plan_order
 from dynpipe_ds.ranks.fatal import RankLostError
-from dynpipe_ds.schedule import Op, Order
-from dynpipe_ds.simulation import Workload
 from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, FP16, ZERO
 from tests.distributed.models import Block, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import kill
 from tests.matrix import mostly
+from tests.messages.fabric import planned
 
 MICRO_BATCHES = 6
 BATCHES = 4
-
-
-def planned(num_micro_batches: int, num_stages: int) -> Order:
-    """An order with W, as it would be for equal stages."""
-    order = plan_order(Workload([1.0] * num_stages, [2.0] * num_stages, num_micro_batches, weight_s=[1.0] * num_stages))
-    assert any(one.op is Op.BACKWARD_WEIGHT for one in order.order.stages[-1])
-    return order.order
 
 
 ORDERS: dict[str, OrderFor] = {"1f1b": ONE_F_ONE_B, "planned": planned}
