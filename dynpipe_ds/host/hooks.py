@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.host.order import planned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
@@ -89,7 +88,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         pipeline = self.dynamic.pipeline
-        to_run = planned(pipe_schedule, pipeline.order_for)
+        to_run = pipeline.planned(pipe_schedule)
         begin(self, to_run)
         pipeline.in_flight.begin()
         try:

@@ -17,7 +17,7 @@ from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor, ordered
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor, ordered, planned
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -37,7 +37,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
-        order_for: which order a training batch runs.
+        order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         channels: what carries activations and gradients.
     """
@@ -45,7 +45,8 @@ class Pipeline:
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
-        self.order_for: OrderFor = ONE_F_ONE_B
+        self.order_for: OrderFor | None = None
+        self._decided: OrderFor = ONE_F_ONE_B
         self.in_flight = InFlight()
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
@@ -80,7 +81,15 @@ class Pipeline:
         Args:
             order: the same on every rank; ``None``: 1F1B.
         """
-        self.order_for = ONE_F_ONE_B if order is None else partial(ordered, order)
+        self._decided = ONE_F_ONE_B if order is None else partial(ordered, order)
+
+    def planned(self, pipe_schedule: Any) -> Any:
+        """What to run in place of a schedule of DeepSpeed's.
+
+        Args:
+            pipe_schedule: what DeepSpeed's engine would run.
+        """
+        return planned(pipe_schedule, self.order_for or self._decided)
 
     def traffic_of(self, pipe_schedule: Any) -> Traffic:
         """The messages of this stage in a schedule; kept, since nearly every batch has the same.
