@@ -126,11 +126,15 @@ def trained(rank: int, run: Run, order: str, fault: str | None) -> tuple[list[fl
             fails = rank == found.victim % torch.distributed.get_world_size()
             given = Failing(micro_batches, found.data) if fails and found.data is not None else iter(micro_batches)
             run_batch = engine.eval_batch if found.evaluates else engine.train_batch
-            began = time.monotonic()
+            began, streams = time.monotonic(), torch.get_rng_state()
             with found.around() if fails else nullcontext(), pytest.raises(BatchRefused) as caught:
                 run_batch(given)
             text, took_s = str(caught.value), time.monotonic() - began
             assert isinstance(caught.value.__cause__, torch.OutOfMemoryError if fails else type(None))
+            assert torch.equal(torch.get_rng_state(), streams)
+            if not engine.dynamic.pipeline.reads_data:
+                engine.dynamic.pipeline.data.catch_up(given)
+                assert not list(given), "other stages have read all of it"
         losses.append(float(engine.train_batch(iter(micro_batches))))
     for module in engine.local_layers().values():
         if isinstance(module, Block):
