@@ -17,10 +17,11 @@ from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.wires import TorchWire
 from dynpipe_ds.messages.channels import Channels, Stamp, UnfinishedBatchError
 from dynpipe_ds.messages.traffic import Kind, Message
+from dynpipe_ds.schedule import Order, order_of
 from tests.distributed.configs import MOVES
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.messages.fabric import eager, planned
+from tests.messages.fabric import planned
 
 DELAY_S = 2e-3
 BATCHES = 4
@@ -32,9 +33,13 @@ def other_order(change: Any) -> AbstractContextManager[Any]:
     return patch.object(planning, "OrderSchedule", lambda order, stage: PLANNED(change(order), stage))
 
 
+def gpipe(order: Order) -> Order:
+    return order_of("gpipe", order.num_micro_batches, order.num_stages)
+
+
 @contextmanager
 def at_random_moments(rank: int) -> Iterator[None]:
-    """Whoever posts a message, or is to begin something, dawdles at times; sends go as soon as they can."""
+    """Whoever posts a message, or is to begin something, dawdles at times."""
     draw, originals = random.Random(rank), (TorchWire.send, TorchWire.receive, Channels.turn)
 
     def late(original: Any) -> Any:
@@ -46,7 +51,7 @@ def at_random_moments(rank: int) -> Iterator[None]:
 
     with (
         patch.object(TorchWire, "send", late(originals[0])), patch.object(TorchWire, "receive", late(originals[1])),
-        patch.object(Channels, "turn", late(originals[2])), other_order(eager),
+        patch.object(Channels, "turn", late(originals[2])),
     ):
         yield
 
@@ -104,7 +109,7 @@ def mislabelled(self: Stamp, message: Message) -> bytes:
 LABEL = Stamp.label
 FAULTS: dict[str, tuple[AbstractContextManager[Any], str]] = {
     "label": (patch.object(Stamp, "label", mislabelled), "from stage 0 to stage 1 the gradient of micro-batch 3 came"),
-    "order": (other_order(eager), "the ranks disagree on the order of a batch (a digest of it, stages, boundaries): "),
+    "order": (other_order(gpipe), "the ranks disagree on the order of a batch (a digest of it, stages, boundaries): "),
 }
 
 

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,21 +248,6 @@ def run_stages(batches: Sequence[Batch], fabric: Fabric, seed: int = 0) -> list[
     if failures:
         raise next((error for error in failures if not isinstance(error, Deadlock)), failures[0])
     return runs
-
-
-def eager(order: Order) -> Order:
-    """The same with every message sent as soon as it is there."""
-    return Order(order.num_micro_batches, tuple(tuple(_sending_at_once(stream)) for stream in order.stages))
-
-
-def _sending_at_once(stream: Sequence[Instruction]) -> Iterator[Instruction]:
-    sends = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
-    for one in stream:
-        if one.op in sends.values():
-            continue
-        yield one
-        if one.op in sends and (sent := Instruction(sends[one.op], one.micro_batch)) in stream:
-            yield sent
 
 
 def drawn(draw: random.Random, num_stages: int, num_micro_batches: int) -> Order:

@@ -14,15 +14,14 @@ from dynpipe_ds.messages.channels import WINDOW, Channels, Incoming, Outgoing, S
 from dynpipe_ds.messages.crossing import FIRST_BYTES, Crossing, Links, Told
 from dynpipe_ds.messages.traffic import Kind, Message, traffic_of
 from dynpipe_ds.schedule import Order, order_of
-from tests.messages.fabric import CPU, Batch, Deadlock, Fabric, FabricWire, drawn, eager, planned, run_stages
+from tests.messages.fabric import CPU, Batch, Deadlock, Fabric, FabricWire, drawn, planned, run_stages
 
 DELAY_S = 3e-4
 
 
 def orders(num_stages: int, num_drawn: int) -> Iterator[Order]:
     for name in ("1f1b", "gpipe"):
-        order = order_of(name, num_stages + 2, num_stages)  # type: ignore[arg-type]
-        yield from (order, eager(order))
+        yield order_of(name, num_stages + 2, num_stages)  # type: ignore[arg-type]
     yield from (planned(count, num_stages) for count in (2, num_stages + 2, 3 * num_stages))
     draw = random.Random(num_stages)
     yield from (drawn(draw, num_stages, draw.randint(1, 6)) for _ in range(num_drawn))
@@ -47,7 +46,7 @@ def test_all_orders_run(num_stages: int) -> None:
 
 
 def test_receives_are_posted_ahead_within_the_window() -> None:
-    order = eager(order_of("1f1b", 12, 4))
+    order = order_of("1f1b", 12, 4)
     assert {run.most_posted for run in run_stages([Batch(order)], Fabric(4))} == {WINDOW}
 
 
