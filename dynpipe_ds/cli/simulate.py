@@ -14,7 +14,7 @@ from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.schedule import Order
-from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
+from dynpipe_ds.simulation import Interval, ScheduleName, Simulation, Workload, simulate
 
 PLANNED = "planned"
 WIDTH = 96
@@ -38,10 +38,6 @@ def add_parser(commands: Any) -> None:
         "--schedule", choices=(*get_args(ScheduleName), PLANNED), default="1f1b",
         help="planned: backwards in two parts, in an order planned from the times (default 1f1b)",
     )
-    parser.add_argument(
-        "--sends", choices=get_args(Sends), default="buffered",
-        help="whether a send is over at once (buffered, as the engine sends; default) or with its receive",
-    )
     reading.add_planned(parser)
     cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
     parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
@@ -63,8 +59,6 @@ def run(arguments: argparse.Namespace) -> Result:
       dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 8 --gradient-link-s 0.01 --schedule gpipe --json
       dynpipe simulate profile.json --partition 0,4,8 --schedule planned --weight-share 0.4
     """
-    if arguments.schedule == PLANNED and arguments.sends == "rendezvous":
-        raise UsageError("--sends rendezvous: a planned order needs sends that are over at once; leave it out")
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
     profile = reading.profile(arguments.profile, arguments.micro_batches)
@@ -82,7 +76,7 @@ def run(arguments: argparse.Namespace) -> Result:
         outcomes = {cuts: _simulate(profile, cuts, order, arguments) for cuts, order in planned.items()}
     named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
     values = {
-        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
+        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule,
         "weight_share": arguments.weight_share if arguments.schedule == PLANNED else None,
         "partitions": [_values(cuts, planned[cuts], outcome) for cuts, outcome in outcomes.items()],
         "files": _write(arguments, named),
@@ -103,7 +97,7 @@ def _planned(
 def _simulate(
     profile: PipelineProfile, cuts: Sequence[int], schedule: ScheduleName | Order, arguments: argparse.Namespace
 ) -> Simulation:
-    return simulate(_workload(profile, cuts, arguments), schedule, sends=arguments.sends, timeline=True)
+    return simulate(_workload(profile, cuts, arguments), schedule, timeline=True)
 
 
 def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
