@@ -50,7 +50,12 @@ class InFlight:
         self.halves: dict[int, ParameterHalf | _Whole | None] = {}
         self._owed: Counter[Tensor] = Counter()
         self._refused: str | None = None
-        self._told: set[str] = set()
+        self._reasons: dict[str, None] = {}
+
+    @property
+    def whole_because(self) -> tuple[str, ...]:
+        """Why backwards of this stage that an order splits have run whole; empty if they could be split so far."""
+        return tuple(self._reasons)
 
     def begin(self) -> None:
         """Forget the last batch, which may have ended in the middle."""
@@ -116,8 +121,8 @@ class InFlight:
         """
         if has_tried:
             self._refused = reason
-        if reason and reason not in self._told:
-            self._told.add(reason)
+        if reason and reason not in self._reasons:
+            self._reasons[reason] = None
             log.info(f"dynamic_pipeline: stage {stage} runs its backwards whole, since they can't be split: {reason}")
 
 
