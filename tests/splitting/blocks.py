@@ -67,6 +67,20 @@ class InPlace(torch.autograd.Function):
         return gradient.mul_(3.0)
 
 
+class Refusing(torch.autograd.Function):
+    """Does not let itself be asked for some gradients only."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+            raise RuntimeError("call backward() instead")
+        return gradient * 2.0
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()

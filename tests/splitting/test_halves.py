@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds.splitting.graph import CantBeSplit
 from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
-from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed
+from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed, Refusing
 
 
 def build(name: str) -> nn.Module:
@@ -124,20 +124,6 @@ def test_what_can_not_be_split_can_run_whole(stage: nn.Module, reason: str) -> N
     assert all(gradient is None for gradient in gradients_of(stage).values())
     torch.autograd.backward(outputs, gradients)
     assert x.grad is not None
-
-
-class Refusing(torch.autograd.Function):
-    """Does not let itself be asked for some gradients only."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x * 2.0
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
-            raise RuntimeError("call backward() instead")
-        return gradient * 2.0
 
 
 def test_a_function_that_refuses() -> None:
