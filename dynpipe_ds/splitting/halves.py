@@ -149,7 +149,7 @@ def backward_inputs(
     try:
         found = _gradients(outputs, gradients, inputs, cut)
     except Exception as error:
-        if not cut.has_functions:  # then parts of the graph were let go of, and nothing in it but hooks can raise
+        if any(side.passed for side in cut.waiting.values()):  # what was let go of can't run again
             raise
         raise CantBeSplit(f"{type(error).__name__}: {error}") from error
     finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch.autograd.function import BackwardCFunction
@@ -24,6 +24,9 @@ _WHOLE = {
 
 _KEPT_SHAPES = 64
 """Of stages whose graphs change with what they are given, the newest; a shape of 1,000 nodes takes about 0.1 MB."""
+
+_KEPT_KINDS = 4096
+"""Classes of nodes; a script may make new ones all the time."""
 
 _SMALL = {
     "NativeLayerNormBackward0": {"bias", "weight", "result1", "result2"},
@@ -50,7 +53,7 @@ class Kind(NamedTuple):
     saved: tuple[str, ...]
 
 
-@cache
+@lru_cache(maxsize=_KEPT_KINDS)
 def kind_of(cls: type) -> Kind:
     """What can be said of nodes of a class.
 
@@ -168,7 +171,8 @@ class _Planning:
         if not waiting:
             return CutPlan(refused="")
         has_functions = any(kind.is_function and not kind.leaves_gradients_alone for kind in self._kinds)
-        passed = {} if has_functions else self._passed(waiting)
+        # What runs code of others may fail, and must then be able to run again.
+        passed = {} if has_functions or self._packed else self._passed(waiting)
         spent = self._spent(waiting, at_once) - _union(passed.values())
         uses = Counter(leaf for side in waiting.values() for leaf in side.leaves)
         return CutPlan(
