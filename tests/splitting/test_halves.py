@@ -174,7 +174,7 @@ def test_what_is_known_of_a_graph_is_used_for_one_of_the_same_shape_only() -> No
 
     def run(stage: TwoWays, case: int, *, split: bool) -> list[Tensor | None]:
         torch.manual_seed(case)
-        stage.first.requires_grad_(case % 3 != 2)
+        stage.last.requires_grad_(case % 3 != 2)
         handed = [
             torch.randn(2, 4, WIDTH, requires_grad=case in wanting) for wanting in ((0, 1, 2, 4, 5, 6), (0, 1, 3, 6))
         ]
