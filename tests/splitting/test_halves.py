@@ -166,10 +166,10 @@ def test_what_is_known_of_a_graph_is_used_for_one_of_the_same_shape_only() -> No
     class TwoWays(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = Mlp(), Mlp()
+            self.first, self.second, self.last = Mlp(), Mlp(), Mlp()
 
         def forward(self, x: Tensor, y: Tensor, *, swap: bool) -> list[Tensor]:
-            found = [self.first(x) + self.second(y), self.second(x)]
+            found = [self.first(x) + self.last(y), self.second(x) * self.second(y)]
             return found[::-1] if swap else found
 
     def run(stage: TwoWays, case: int, *, split: bool) -> list[Tensor | None]:
