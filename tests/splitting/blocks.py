@@ -106,15 +106,15 @@ class Sharing(nn.Module):
         return x
 
 
-class Between(nn.Module):
-    """Uses a parameter itself once, between two ways to it."""
+class Before(nn.Module):
+    """Uses a parameter itself once, before two ways to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(torch.tanh(self.linear(x)) @ self.linear.weight))
+        return torch.tanh(self.linear(torch.tanh(self.linear(torch.tanh(x @ self.linear.weight)))))
 
 
 class Recomputed(nn.Module):
@@ -239,7 +239,7 @@ BLOCKS: dict[str, Callable[[], Callable[[Value], Value]]] = {
     "in place on a gradient": lambda: _stage(Changing(), Changing()),
     "two uses": lambda: _stage(Sharing(2)),
     "five uses": lambda: _stage(Mlp(), Sharing(5)),
-    "one use between two": lambda: _stage(Between(), Mlp()),
+    "one use before two": lambda: _stage(Before(), Mlp()),
     "mixed uses": lambda: _stage(Sharing(5, mixed=True), Mlp()),
     "frozen middle": lambda: _stage(Mlp(), Frozen(), Mlp()),
     "frozen end": lambda: _stage(Mlp(), Frozen()),
