@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from dynpipe_ds.host import halves
 from dynpipe_ds.host import order as planning
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.measure.recorder import WEIGHT
@@ -104,36 +107,81 @@ def test_another_order_in_every_batch() -> None:
 
 
 class LeavingOut(planning.OrderSchedule):
-    """Leaves out a stage's last W."""
+    """Leaves out a stage's last W, or all of its last backward."""
+
+    stage, kinds = 1, (planning.BackwardWeight,)
 
     def steps(self) -> Iterator[list[Any]]:
-        """As it should be, but for one instruction."""
+        """As it should be, but for an instruction or two."""
         steps = list(super().steps())
-        weights = [step for step in steps if type(step[-1]) is planning.BackwardWeight]
-        if self.stage_id == 1:
-            weights[-1].pop()
+        for kind in self.kinds if self.stage_id == self.stage else ():
+            [step for step in steps if step and type(step[-1]) is kind][-1].pop()
         yield from steps
+
+
+@contextmanager
+def leaving_out(stage: int, *kinds: type) -> Iterator[None]:
+    """Inside, a stage does not run its last instructions of some kinds."""
+    with patch.object(planning, "OrderSchedule", LeavingOut), patch.multiple(LeavingOut, stage=stage, kinds=kinds):
+        yield
+
+
+@contextmanager
+def adding_nothing(stage: int) -> Iterator[None]:
+    """Inside, the second half of a stage's backward does not reach the parameters."""
+    run = halves.ParameterHalf.run
+
+    def run_and_forget(half: Any, *args: Any) -> frozenset[Any]:
+        parameters = run(half, *args)
+        return frozenset() if torch.distributed.get_rank() == stage else parameters
+
+    with patch.object(halves.ParameterHalf, "run", run_and_forget):
+        yield
+
+
+LEFT_OUT: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "stage 1: 0 forwards were left without a backward, 1 backwards without their second half (W), and": (
+        lambda: leaving_out(1, planning.BackwardWeight)
+    ),
+    "stage 2: 1 forwards were left without a backward, 0 backwards without their second half (W), and 0 parameters": (
+        lambda: leaving_out(2, planning.BackwardInput, planning.BackwardWeight)
+    ),
+    "stage 0: 0 forwards were left without a backward, 1 backwards without their second half (W), and 0 parameters": (
+        lambda: leaving_out(0, planning.BackwardWeight)
+    ),
+    "stage 2: 0 forwards were left without a backward, 0 backwards without their second half (W), and 8 parameters": (
+        lambda: adding_nothing(2)
+    ),
+}
 
 
 def weights_of(engine: Any) -> list[float]:
     return [float(parameter.double().sum()) for parameter in engine.module.parameters()]
 
 
-def leave_out(_rank: int, run: Run) -> tuple[str, bool]:
-    engine = make_engine(run)
-    engine.dynamic.pipeline.order_for = delayed(1)
-    before = weights_of(engine)
-    with patch.object(planning, "OrderSchedule", LeavingOut), pytest.raises(BatchRefused) as refused:
+def leave_out(_rank: int, run: Run, cases: list[str]) -> list[tuple[str, bool]]:
+    found = []
+    for case in cases:
+        engine = make_engine(run)
+        engine.dynamic.pipeline.order_for = delayed(1)
+        before = weights_of(engine)
+        with LEFT_OUT[case](), pytest.raises(BatchRefused) as refused:
+            train(engine, run)
+        stays = weights_of(engine) == before
         train(engine, run)
-    stays = weights_of(engine) == before
-    train(engine, run)
-    return str(refused.value), stays and weights_of(engine) != before
+        found.append((str(refused.value), stays and weights_of(engine) != before))
+    return found
 
 
 def test_no_rank_steps_without_a_part_of_a_backward() -> None:
-    for message, went_on in run_ranks(leave_out, 3, Run(3, 2, config=ADAMW)):
-        assert "stage 1: 0 forwards were left without a backward, 1 backwards without their second half" in message
-        assert went_on
+    """All ranks refuse the batch alike, no weight has changed, and training can go on."""
+    alone = next(case for case in LEFT_OUT if case.startswith("stage 0"))
+    ranks = run_ranks(leave_out, 3, Run(3, 2, config=ADAMW), list(LEFT_OUT))
+    for case, (message, went_on) in [
+        *(pair for rank in ranks for pair in zip(LEFT_OUT, rank, strict=True)),
+        (alone, run_ranks(leave_out, 1, Run(1, 2, config=ADAMW), [alone])[0][0]),
+    ]:
+        assert case in message and went_on
 
 
 FIRST, SAVED, OTHER = (0, 3, 5, 8), (0, 1, 6, 8), (0, 2, 4, 8)
