@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from dynpipe_ds.host import halves
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from dynpipe_ds.planning import plan_order
 from dynpipe_ds.schedule import Instruction, Op, Order, order_of
 from dynpipe_ds.simulation import Workload
@@ -18,7 +19,6 @@ from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 
 AT_THE_END = 10**6
-OrderFor = Callable[[int, int], Order]
 
 
 def delayed(delay: int) -> OrderFor:
@@ -70,8 +70,8 @@ Way = int | str | None
 """1F1B (``None``), each W so many micro-batches after its B, or ``"planned"``: another order in every batch."""
 
 
-def order_for_of(way: Way) -> OrderFor | None:
-    return None if way is None else Planned() if isinstance(way, str) else delayed(way)
+def order_for_of(way: Way) -> OrderFor:
+    return ONE_F_ONE_B if way is None else Planned() if isinstance(way, str) else delayed(way)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def counting_splits() -> Any:
 ORIGINAL = halves.backward_inputs
 
 
-def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int], None] | None = None) -> Seen:
+def train_by(run: Run, order_for: OrderFor, on_batch: Callable[[Any, int], None] | None = None) -> Seen:
     norms: list[float] = []
 
     def before(engine: Any, batch: int) -> None:
@@ -116,8 +116,7 @@ def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int]
 
     with counting_splits() as split:
         engine = make_engine(run)
-        if order_for is not None:
-            engine.dynamic.pipeline.order_for = order_for
+        engine.dynamic.pipeline.order_for = order_for
         losses = train(engine, run, before)
         norms.append(float(engine.get_global_grad_norm() or 0.0))
         return Seen(losses, digest(engine), norms, engine.skipped_steps, len(split))

@@ -95,7 +95,7 @@ def change_orders(_rank: int, run: Run) -> tuple[Any, Any, list[Any]]:
         life(engine, batch)
         engine.dynamic.pipeline.order_for = orders[batch % len(orders)]
 
-    return train_by(run, None, life), train_by(run, None, by_turns), evaluated
+    return train_by(run, planning.ONE_F_ONE_B, life), train_by(run, None, by_turns), evaluated
 
 
 def test_another_order_in_every_batch() -> None:
@@ -197,8 +197,7 @@ def resume(_rank: int, run: Run, folder: str, before: Way, after: Way) -> tuple[
 
     whole = train_by(replace(run, moves={1: SAVED, 4: OTHER}), order_for_of(before), halfway)
     engine = make_engine(replace(run, first=OTHER))
-    if (order_for := order_for_of(after)) is not None:
-        engine.dynamic.pipeline.order_for = order_for
+    engine.dynamic.pipeline.order_for = order_for_of(after)
     engine.load_checkpoint(folder)
     batches = data(0, run.micro_batches)
     for _ in range(SAVED_AFTER * run.micro_batches):

@@ -124,8 +124,7 @@ def train_kind(kind: str, num_stages: int, way: Way) -> Seen:
     told: list[str] = []
     with counting_splits() as split, patch.object(halves.log, "info", told.append):
         engine, *_ = deepspeed.initialize(model=module, config=config)
-        if (order_for := order_for_of(way)) is not None:
-            engine.dynamic.pipeline.order_for = order_for
+        engine.dynamic.pipeline.order_for = order_for_of(way)
         draw = torch.Generator().manual_seed(1)
         batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
         losses = []

@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynpipe_ds import DynamicPipelineModule
 from dynpipe_ds.host import halves
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from tests.distributed.configs import ADAMW, BY_HAND, CLIP
 from tests.distributed.models import Run, data, digest
 from tests.distributed.ranks import run_ranks
-from tests.distributed.splitting import OrderFor, Planned, delayed, order_for_of, train_by
+from tests.distributed.splitting import Planned, delayed, order_for_of, train_by
 
 WIDTH, MICRO_BATCHES = 8, 4
 
@@ -42,7 +43,7 @@ def loss_fn(x: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(x, target)
 
 
-def make_engine(layers: list[type[nn.Module]], order_for: OrderFor | None) -> Any:
+def make_engine(layers: list[type[nn.Module]], order_for: OrderFor) -> Any:
     torch.manual_seed(5)
     module = DynamicPipelineModule(
         [LayerSpec(layer) for layer in layers], num_stages=2, loss_fn=loss_fn, partition_method="uniform"
@@ -52,8 +53,7 @@ def make_engine(layers: list[type[nn.Module]], order_for: OrderFor | None) -> An
         "steps_per_print": 10**9, "dynamic_pipeline": BY_HAND,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=module, config=config)
-    if order_for is not None:
-        engine.dynamic.pipeline.order_for = order_for
+    engine.dynamic.pipeline.order_for = order_for
     return engine
 
 
@@ -243,7 +243,7 @@ def own_forward(engine: Any, buffer_id: int) -> None:
 def train_with_own_forward(_rank: int, run: Run) -> list[Any]:
     PipelineEngine._INSTRUCTION_MAP[schedule.ForwardPass] = own_forward
     found = []
-    for order_for in (None, delayed(1), Planned()):
+    for order_for in (ONE_F_ONE_B, delayed(1), Planned()):
         own_forward.num_calls = 0  # type: ignore[attr-defined]
         evaluated: list[float] = []
 

@@ -54,8 +54,7 @@ def ordered(way: Way) -> Iterator[None]:
 
     def built(job: Job) -> Any:
         run = build(job)
-        if (order_for := order_for_of(way)) is not None:
-            run.engine.dynamic.pipeline.order_for = order_for
+        run.engine.dynamic.pipeline.order_for = order_for_of(way)
         return run
 
     with patch.object(exactness, "build", built):
