@@ -103,6 +103,7 @@ class Case:
         clock: ``"virtual"``: nobody sleeps, time is counted; ``"sleeping"``: layers sleep.
         costs: what all but the layers takes in virtual time: ``"calibrated"``; ``"unscaled"``, the same but that moved
             bytes are those of the replay's small layers, as in sleeping replay; or ``"none"``.
+        weight_share: of a layer's backward, what computes the gradients of its parameters and may be done later.
     """
 
     trace: str
@@ -121,6 +122,7 @@ class Case:
     leaves: tuple[tuple[int, int], ...] = ()
     clock: str = "virtual"
     costs: str = "calibrated"
+    weight_share: float = 0.5
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speeds", tuple(self.speeds) or (1.0,) * self.num_stages)
@@ -134,6 +136,8 @@ class Case:
         for name in ("layer_ms", "link_ms", "link_spread", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0 and finite")
+        if not 0 <= self.weight_share <= 1:
+            raise ValueError(f"weight_share = {self.weight_share}: must be from 0 to 1")
         if len(self.speeds) != self.num_stages or not all(0 < speed < math.inf for speed in self.speeds):
             raise ValueError(f"speeds = {self.speeds}: need one > 0 for each of {self.num_stages} stages")
         if self.num_batches <= WARM_UP:
@@ -213,13 +217,14 @@ class Case:
 
         trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
         forward_s = stages(moment.forward_s) + costs.forward_s
-        backward_s = stages(moment.backward_s) + costs.backward_s * trains
+        told_s = stages(moment.backward_s)  # frozen layers lead, and have none
+        backward_s = told_s + costs.backward_s * trains
         frozen = frozen_boundaries(moment, boundaries)
         activation_s, gradient_s = self.links_s(batch)
         return Workload(
             forward_s, backward_s, self.num_micro_batches, activation_link_s=activation_s + costs.message_s,
             gradient_link_s=gradient_s + costs.message_s, step_s=costs.step_s,
-            frozen_boundaries=frozen,
+            frozen_boundaries=frozen, weight_s=self.weight_share * told_s + costs.weight_s * trains,
         )
 
 

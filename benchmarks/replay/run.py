@@ -34,7 +34,7 @@ from benchmarks.replay.case import (
     Result,
     first_boundaries,
 )
-from benchmarks.replay.clocks import ReplayClock, SleepingClock, VirtualClock
+from benchmarks.replay.clocks import Pass, ReplayClock, SleepingClock, VirtualClock
 from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
@@ -88,7 +88,7 @@ class Replay:
         counts = self._parameter_counts(self.trace.batches[0])
         self.first_boundaries = first_boundaries(method, self.trace, case.num_stages)
         module = DynamicPipelineModule(
-            [LayerSpec(ReplayLayer, index, count) for index, count in enumerate(counts)],
+            [LayerSpec(ReplayLayer, index, count, 4 * count) for index, count in enumerate(counts)],
             num_stages=case.num_stages, loss_fn=loss_fn, partition_method=self.first_boundaries,
         )
         config = {
@@ -101,6 +101,7 @@ class Replay:
         self.engine.on_rebalance(self._note)
         self._speed, self._replica = case.speeds[self.engine.stage_id], self.engine.grid.get_data_parallel_id()
         self._counts = counts
+        _tell_passes(self.engine, clock)
         self._links: _Links | None = None
         if case.link_ms or case.clock == "virtual":
             self._links = _Links(self.engine, clock, case.known_costs().message_s if case.clock == "virtual" else 0.0)
@@ -156,7 +157,8 @@ class Replay:
         for index, layer in self.engine.local_layers().items():
             layer.requires_grad_(index >= moment.frozen_layers)
             forward_s = (moment.forward_s[index] * factors[index]).tolist()
-            layer.set_batch(forward_s, (moment.backward_s[index] * factors[index]).tolist())
+            backward_s = (moment.backward_s[index] * factors[index]).tolist()
+            layer.set_batch(forward_s, backward_s, self.case.weight_share)
         if self._links is not None:
             self._links.set_batch(*self.case.links_s(batch))
 
@@ -186,6 +188,27 @@ class Replay:
 
     def _overheads(self) -> tuple[float, float]:
         return self.engine.overhead.profiling_s, self.engine.overhead.planning_s
+
+
+_PASSES: dict[str, Pass] = {
+    "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInput": "backward", "BackwardWeight": "weight",
+}  # fmt: skip
+
+
+def _tell_passes(engine: Any, clock: ReplayClock) -> None:
+    """Let an engine's instructions tell the clock which pass the layers belong to that follow."""
+
+    def telling(kind: Pass, function: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: Any, **kwargs: Any) -> None:
+            clock.begin(kind)
+            function(engine, **kwargs)
+
+        return run
+
+    engine._INSTRUCTION_MAP = {
+        instruction: telling(_PASSES[instruction.__name__], function) if instruction.__name__ in _PASSES else function
+        for instruction, function in engine._INSTRUCTION_MAP.items()
+    }
 
 
 class _Links:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.replay.clocks import BACKWARD, FORWARD, Costs, SleepingClock, VirtualClock, replay_clock
+from benchmarks.replay.clocks import Costs, SleepingClock, VirtualClock, replay_clock
 from benchmarks.replay.layers import ReplayLayer
 from benchmarks.replay.travelling import WallClockError, virtual_time
 from dynpipe_ds.measure import HostClock, current_clock, use_clock
@@ -17,13 +17,16 @@ from dynpipe_ds.measure import HostClock, current_clock, use_clock
 
 def test_time_passes_where_it_is_told_to() -> None:
     clock = VirtualClock(Costs(forward_s=0.5, backward_s=0.25, work_s={"move": 2.0}, bytes_per_s=8.0), byte_scale=4.0)
-    for layer in (3, 4):
-        with clock.lasts(FORWARD, layer, 0, 1.0):
+    clock.begin("forward")
+    for _ in range(2):
+        with clock.lasts(1.0):
             pass
     assert clock.now_s() == 2.5, "two layers, one pass"
-    with clock.lasts(BACKWARD, 4, 0, 1.0):
+    clock.begin("backward")
+    clock.begin("backward")
+    with clock.lasts(1.0):
         pass
-    assert clock.now_s() == 3.75
+    assert clock.now_s() == 3.75, "a pass without layers takes no time"
     with clock.work("move") as moving:
         moving.num_bytes = 6
     assert moving.seconds == 2.0 + 6 * 4 / 8
