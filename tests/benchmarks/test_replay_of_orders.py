@@ -1,0 +1,62 @@
+"""Planned orders in virtual time: the real engine takes what the simulator says, and knows which layer took it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks.replay.case import Case, Result
+from benchmarks.replay.run import Replay, time_of
+from dynpipe_ds.planning import plan_order
+from dynpipe_ds.schedule import Op, Order
+from dynpipe_ds.simulation import simulate
+from tests.distributed.ranks import run_ranks
+
+BATCHES = 4
+
+
+def case_of(trace: str, num_stages: int, **options: Any) -> Case:
+    return Case(
+        f"model:{trace}", "static uniform", num_stages, 2 * num_stages, BATCHES, 2.0, costs="none", seed=1, **options
+    )
+
+
+# Frozen stages, links, a slow worker, and seconds that differ between micro-batches.
+CASES = {
+    2: case_of("pruning:6", 2, link_ms=0.5, link_spread=1.0), 4: case_of("freezing:8", 4, jitter=0.3),
+    8: case_of("early_exit:16", 8, link_ms=0.2, speeds=(1.0,) * 7 + (0.5,)),
+}  # fmt: skip
+
+
+def order_of(case: Case, batch: int) -> Order:
+    """Planned for a batch's seconds on the first partition."""
+    return plan_order(workload(case, batch), 10**12).order
+
+
+def workload(case: Case, batch: int) -> Any:
+    trace = case.load_trace()
+    blocks = len(trace.layers) - 2
+    cuts = [0, *(1 + blocks * stage // case.num_stages for stage in range(1, case.num_stages)), blocks + 2]
+    return case.workload(trace.at(batch, BATCHES), cuts, batch)
+
+
+def _replay(rank: int, case: Case, orders: list[Order]) -> Result:
+    with time_of(case) as clock:
+        run = Replay(case, clock)
+        coming = iter(orders)
+        run.engine.dynamic.pipeline.order_for = lambda *_: next(coming)
+        return run.run()
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_virtual_time_of_a_planned_order_is_what_the_simulator_says(num_stages: int) -> None:
+    case = CASES[num_stages]
+    orders = [order_of(case, batch) for batch in range(BATCHES)]
+    assert any(order.split(stage) for order in orders for stage in range(num_stages))
+    result = run_ranks(_replay, num_stages, case, orders)[0]
+    for batch, order in enumerate(orders):
+        told = simulate(workload(case, batch), order)
+        assert result.engine_s[batch] == pytest.approx(told.batch_s, rel=1e-9), batch
+        assert result.bubbles[batch] == pytest.approx(told.bubble_ratio, abs=1e-9)
