@@ -44,11 +44,11 @@ class ParameterHalf:
         leaves = computed.keys() | frozenset().union(*(waiting[node].leaves for node in gradients))
         self.parameters: frozenset[Tensor] = frozenset(map(_variable, leaves))
 
-    def run(self, begins: Callable[[Tensor], object] | None = None) -> frozenset[Tensor]:
+    def run(self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None) -> frozenset[Tensor]:
         """Compute the gradients and add them up.
 
         Args:
-            begins: called before each product with a parameter of it.
+            begins: called before each product, with a parameter of it and with what adds up the gradients so far.
 
         Returns:
             The parameters that got a gradient.
@@ -62,7 +62,7 @@ class ParameterHalf:
             for node, gradients in self._gradients.items():
                 side = self._waiting[node]
                 if begins is not None:
-                    begins(_variable(next(iter(side.leaves))))
+                    begins(_variable(next(iter(side.leaves))), adding.settle)
                 found = node(*gradients)  # type: ignore[operator]
                 found = found if isinstance(found, tuple) else (found,)
                 for place, edge in zip(side.places, side.edges, strict=True):
@@ -109,7 +109,12 @@ class _Adding:
         self._uses.subtract(leaves)
         self._open |= leaves
         self._open = {leaf for leaf in self._open if self._uses[leaf]}
-        if self._num_bytes >= _HELD_BYTES and not self._open:
+        if self._num_bytes >= _HELD_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up what is ready, unless a sum is open."""
+        if not self._open:
             self.finish()
 
     def finish(self) -> None:
