@@ -225,6 +225,7 @@ class Case:
             forward_s, backward_s, self.num_micro_batches, activation_link_s=activation_s + costs.message_s,
             gradient_link_s=gradient_s + costs.message_s, step_s=costs.step_s,
             frozen_boundaries=frozen, weight_s=self.weight_share * told_s + costs.weight_s * trains,
+            split_s=costs.weight_s * trains,
         )
 
 
@@ -322,7 +323,7 @@ class Result:
         first_boundaries: at the start.
         losses: of every batch (replay).
         layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
-            backward] by layer.
+            backward, of that the weights' part where it was computed apart] by layer.
         engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
         step_s: median seconds of the optimizer step of every stage (replay).
         machine_s: seconds that the machine took for all batches (replay).

@@ -136,7 +136,7 @@ class Replay:
             moves=self.moves, profiling_s=profiling_s, planning_s=planning_s,
             migrating_s=sum(move.migrate_s for move in self.moves[first_moves:]),
             parameter_scale=self.parameter_scale, first_boundaries=self.first_boundaries, losses=losses,
-            layers_s=[[[layer.forward_s, layer.backward_s] for layer in profile.layers] for profile in profiles],
+            layers_s=[[[x.forward_s, x.backward_s, x.weight_s] for x in profile.layers] for profile in profiles],
             engine_s=[max(stage.batch_s for stage in profile.stages) for profile in profiles],
             step_s=[
                 median(profile.stages[stage].step_s for profile in profiles if len(profile.stages) > stage)

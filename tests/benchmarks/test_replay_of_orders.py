@@ -60,3 +60,18 @@ def test_virtual_time_of_a_planned_order_is_what_the_simulator_says(num_stages: 
         told = simulate(workload(case, batch), order)
         assert result.engine_s[batch] == pytest.approx(told.batch_s, rel=1e-9), batch
         assert result.bubbles[batch] == pytest.approx(told.bubble_ratio, abs=1e-9)
+        _check_layers(case, batch, order, result)
+
+
+def _check_layers(case: Case, batch: int, order: Order, result: Result) -> None:
+    """The profile has each layer's forward, backward, and the half that was done apart."""
+    moment = case.load_trace().at(batch, BATCHES)
+    means = case.micro_batch_factors(moment, batch).mean(axis=1)
+    for stage, (low, high) in enumerate(pairwise(result.first_boundaries)):
+        is_split = bool(order.split(stage)) and moment.frozen_layers < low
+        for layer in range(low, high):
+            mean = means[layer] / case.speeds[stage]
+            backward_s = moment.backward_s[layer] * mean
+            weight_s = case.weight_share * backward_s if is_split else 0.0
+            told_s = [moment.forward_s[layer] * mean, backward_s, weight_s]
+            assert result.layers_s[batch][layer] == pytest.approx(told_s, rel=1e-9), (batch, layer)
