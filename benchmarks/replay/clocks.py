@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from dynpipe_ds.measure import Clock, HostClock, Span, Work, current_clock
 
 Pass = Literal["forward", "backward", "weight"]
-"""What a stage does with a micro-batch, layer by layer; ``"weight"``: the part of a backward that was left for later."""
+"""What a stage does with a micro-batch, layer by layer; ``"weight"``: what was left of a backward for later."""
 
 
 class ReplayClock(Clock, Protocol):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.replay.case import Case, Result
 from benchmarks.replay.run import Replay, time_of
 from dynpipe_ds.planning import plan_order
-from dynpipe_ds.schedule import Op, Order
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import simulate
 from tests.distributed.ranks import run_ranks
 
