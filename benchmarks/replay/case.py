@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.models import MODELS
+from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.partition import balanced
 from dynpipe_ds.simulation import Workload
 
@@ -24,6 +25,7 @@ PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are s
 CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
 CLOCKS = ("virtual", "sleeping")
+KNOWS_ORDERS = hasattr(DynamicPipelineEngine, "order")
 COSTS = ("calibrated", "unscaled", "none")
 
 
@@ -39,6 +41,7 @@ class Method:
         cost: ``"time"`` or ``"parameters"``.
         auto: our controller instead of a fixed interval.
         knows_speeds: whether it is told of slower workers.
+        schedule: in which order batches run: ``"1f1b"``, ``"planned"`` or ``"auto"``.
     """
 
     label: str
@@ -47,6 +50,7 @@ class Method:
     cost: str = "time"
     auto: bool = False
     knows_speeds: bool = False
+    schedule: str = "1f1b"
 
     def section(self, every: int, speeds: Sequence[float]) -> dict[str, Any]:
         """The ``dynamic_pipeline`` section.
@@ -56,6 +60,8 @@ class Method:
             speeds: relative speed of every stage.
         """
         section: dict[str, Any] = {"enabled": True, "profile_every": 1}  # results say what every batch took
+        if KNOWS_ORDERS:
+            section["schedule"] = self.schedule
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
         section |= {"partitioner": self.partitioner, "cost": self.cost}
@@ -77,7 +83,11 @@ OURS = (
     Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
     Method("simulated:time, auto", partitioner="simulated", auto=True, knows_speeds=True),
 )
-METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS)}
+ORDERS = (
+    Method("static uniform, planned order", schedule="planned"),
+    Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
+)
+METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS, *ORDERS)}
 
 
 @dataclass(frozen=True)
@@ -325,6 +335,9 @@ class Result:
         layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
             backward, of that the weights' part where it was computed apart] by layer.
         engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
+        told_s: simulated seconds of every batch on its partition and in its order: layers and links as told, nothing
+            else (replay).
+        num_orders: orders that batches ran in (replay).
         step_s: median seconds of the optimizer step of every stage (replay).
         machine_s: seconds that the machine took for all batches (replay).
         works_s: median seconds of the library's work by kind, on the first rank (sleeping replay).
@@ -345,6 +358,8 @@ class Result:
     losses: list[float] = field(default_factory=list)
     layers_s: list[list[list[float]]] = field(default_factory=list)
     engine_s: list[float] = field(default_factory=list)
+    told_s: list[float] = field(default_factory=list)
+    num_orders: int = 1
     step_s: list[float] = field(default_factory=list)
     machine_s: float = 0.0
     works_s: dict[str, float] = field(default_factory=dict)
@@ -358,6 +373,11 @@ class Result:
     def timed_batches_s(self) -> list[float]:
         """Seconds of the timed batches."""
         return self.batches_s[WARM_UP:]
+
+    @property
+    def longer(self) -> float:
+        """How many times as long a replay's timed batches were as its layers and links say."""
+        return self.wall_s / math.fsum(self.told_s[WARM_UP:])
 
     def last_throughput(self) -> float:
         """The same over the last quarter of the run, where the model has changed most."""

@@ -34,11 +34,13 @@ from benchmarks.replay.case import (
     Result,
     first_boundaries,
 )
-from benchmarks.replay.clocks import Pass, ReplayClock, SleepingClock, VirtualClock
+from benchmarks.replay.clocks import Costs, Pass, ReplayClock, SleepingClock, VirtualClock
 from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
+from dynpipe_ds.schedule import Order, order_of
+from dynpipe_ds.simulation import simulate
 from scenarios.launch import free_port
 
 IN_WORDS = {
@@ -113,12 +115,14 @@ class Replay:
         """Train all batches; the same result on every rank but for the clock of the first."""
         case, clock, batches_s, losses, profiles = self.case, self.clock, [], [], []
         machine_s, between_s, leaves = -time.perf_counter(), case.known_costs().batch_s, dict(case.leaves)
+        ran: list[tuple[Sequence[int], Order]] = []
         for batch in range(case.num_batches):
             if batch in leaves:
                 self.engine.repack(leaves[batch])
             if batch == WARM_UP:
                 began_s, before, first_moves = self._now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
+            ran.append((self.engine.partition, self._order()))
             start_s = clock.now_s()
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
@@ -138,12 +142,25 @@ class Replay:
             parameter_scale=self.parameter_scale, first_boundaries=self.first_boundaries, losses=losses,
             layers_s=[[[x.forward_s, x.backward_s, x.weight_s] for x in profile.layers] for profile in profiles],
             engine_s=[max(stage.batch_s for stage in profile.stages) for profile in profiles],
+            told_s=[] if leaves else [self._told_s(batch, *it) for batch, it in enumerate(ran)],
+            num_orders=len({order for _, order in ran}),
             step_s=[
                 median(profile.stages[stage].step_s for profile in profiles if len(profile.stages) > stage)
                 for stage in range(len(profiles[0].stages))
             ],
             machine_s=machine_s + time.perf_counter(), works_s={kind: median(works[kind]) for kind in works},
         )
+
+    def _order(self) -> Order:
+        """What the next batch runs."""
+        order: Order | None = getattr(self.engine, "order", None)
+        return order or order_of("1f1b", self.case.num_micro_batches, self.engine.num_stages)
+
+    def _told_s(self, batch: int, boundaries: Sequence[int], order: Order) -> float:
+        """Simulated seconds of a batch in an order: layers and links as told, nothing else."""
+        case, moment = self.case, self.trace.at(batch, self.case.num_batches)
+        workloads = (case.workload(moment, boundaries, batch, replica=r, costs=Costs()) for r in range(case.replicas))
+        return max(simulate(workload, order).batch_s for workload in workloads)
 
     def _now_s(self) -> float:
         """The time at which all ranks are here."""
