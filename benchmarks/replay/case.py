@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.models import MODELS
-from dynpipe_ds import DynamicPipelineEngine
 from dynpipe_ds.partition import balanced
 from dynpipe_ds.simulation import Workload
 
@@ -25,7 +24,6 @@ PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are s
 CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
 CLOCKS = ("virtual", "sleeping")
-KNOWS_ORDERS = hasattr(DynamicPipelineEngine, "order")
 COSTS = ("calibrated", "unscaled", "none")
 
 
@@ -59,9 +57,8 @@ class Method:
             every: interval of the methods that have one, in batches.
             speeds: relative speed of every stage.
         """
-        section: dict[str, Any] = {"enabled": True, "profile_every": 1}  # results say what every batch took
-        if KNOWS_ORDERS:
-            section["schedule"] = self.schedule
+        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule}
+        section["profile_every"] = 1  # results say what every batch took
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
         section |= {"partitioner": self.partitioner, "cost": self.cost}

@@ -39,7 +39,7 @@ from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
-from dynpipe_ds.schedule import Order, order_of
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import simulate
 from scenarios.launch import free_port
 
@@ -122,12 +122,13 @@ class Replay:
             if batch == WARM_UP:
                 began_s, before, first_moves = self._now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
-            ran.append((self.engine.partition, self._order()))
+            boundaries, pipeline = self.engine.partition, self.engine.dynamic.pipeline
             start_s = clock.now_s()
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
             if case.clock == "virtual":
                 clock.advance(between_s)
+            ran.append((boundaries, pipeline.order_for(case.num_micro_batches, len(boundaries) - 1)))
             batches_s.append(clock.now_s() - start_s)
             profiles.append(self.engine.last_batch_profile)
         wall_s = self._now_s() - began_s
@@ -150,11 +151,6 @@ class Replay:
             ],
             machine_s=machine_s + time.perf_counter(), works_s={kind: median(works[kind]) for kind in works},
         )
-
-    def _order(self) -> Order:
-        """What the next batch runs."""
-        order: Order | None = getattr(self.engine, "order", None)
-        return order or order_of("1f1b", self.case.num_micro_batches, self.engine.num_stages)
 
     def _told_s(self, batch: int, boundaries: Sequence[int], order: Order) -> float:
         """Simulated seconds of a batch in an order: layers and links as told, nothing else."""
