@@ -25,6 +25,7 @@ CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
 CLOCKS = ("virtual", "sleeping")
 COSTS = ("calibrated", "unscaled", "none")
+SENDS = ("buffered", "waited")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Case:
         clock: ``"virtual"``: nobody sleeps, time is counted; ``"sleeping"``: layers sleep.
         costs: what all but the layers takes in virtual time: ``"calibrated"``; ``"unscaled"``, the same but that moved
             bytes are those of the replay's small layers, as in sleeping replay; or ``"none"``.
+        sends: ``"buffered"``: over at once; ``"waited"``: in sleeping replay, over when the message is sent, as before.
         weight_share: of a layer's backward, what computes the gradients of its parameters and may be done later.
     """
 
@@ -130,11 +132,12 @@ class Case:
     clock: str = "virtual"
     costs: str = "calibrated"
     weight_share: float = 0.5
+    sends: str = "buffered"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speeds", tuple(self.speeds) or (1.0,) * self.num_stages)
         object.__setattr__(self, "leaves", tuple((batch, stages) for batch, stages in self.leaves))
-        for name, among in (("method", tuple(METHODS)), ("clock", CLOCKS), ("costs", COSTS)):
+        for name, among in (("method", tuple(METHODS)), ("clock", CLOCKS), ("costs", COSTS), ("sends", SENDS)):
             if getattr(self, name) not in among:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(among)}")
         for name in ("num_stages", "num_micro_batches", "every", "replicas"):
@@ -143,6 +146,8 @@ class Case:
         for name in ("layer_ms", "link_ms", "link_spread", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0 and finite")
+        if self.sends == "waited" and self.clock == "virtual":
+            raise ValueError("sends = 'waited', clock = 'virtual': only sleeping replay can wait for sends")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share = {self.weight_share}: must be from 0 to 1")
         if len(self.speeds) != self.num_stages or not all(0 < speed < math.inf for speed in self.speeds):

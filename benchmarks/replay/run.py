@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,10 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         sleeping = SleepingClock()
         use_clock(sleeping)
         try:
-            with timed_messages(sleeping) if case.link_ms else contextlib.nullcontext():
+            with (
+                timed_messages(sleeping) if case.link_ms else contextlib.nullcontext(),
+                _waiting_for_sends() if case.sends == "waited" else contextlib.nullcontext(),
+            ):
                 yield sleeping
         finally:
             use_clock(None)
@@ -69,6 +73,21 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         byte_scale = 1.0 if case.costs == "unscaled" else 1 / parameter_scale(case)
         with virtual_time(VirtualClock(case.known_costs(), byte_scale)) as virtual:
             yield virtual
+
+
+@contextlib.contextmanager
+def _waiting_for_sends() -> Iterator[None]:
+    """Let a send be over when its message is sent."""
+    send = dist.isend
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        work = send(*args, **kwargs)
+        assert work is not None
+        work.wait()
+        return work
+
+    with patch.object(dist, "isend", run):
+        yield
 
 
 class Replay:
