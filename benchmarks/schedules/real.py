@@ -88,7 +88,7 @@ def _own_engine(settings: Settings) -> Any:
     with silence():
         module = PipelineModule(
             layers=build_layers(scenario, settings.model), loss_fn=scenario.loss_fn(), num_stages=2,
-            partition_method=settings.partition_method, seed_layers=True, base_seed=settings.seed,
+            partition_method=settings.partition_method, base_seed=settings.seed,
         )  # fmt: skip
         return deepspeed.initialize(model=module, config=config)[0]
 
