@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -81,3 +82,41 @@ def _check_layers(case: Case, batch: int, order: Order, result: Result) -> None:
             weight_s = case.weight_share * backward_s if is_split else 0.0
             told_s = [moment.forward_s[layer] * mean, backward_s, weight_s]
             assert result.layers_s[batch][layer] == pytest.approx(told_s, rel=1e-9), (batch, layer)
+
+
+def _replay_all(rank: int, cases: list[Case]) -> list[Result]:
+    found = []
+    for case in cases:
+        with time_of(case) as clock:
+            found.append(Replay(case, clock).run())
+    return found
+
+
+def test_the_controller_plans_orders_and_each_batch_takes_what_is_told() -> None:
+    """Batches that only measure halves, those of planned orders, and 1F1B before them."""
+    case = Case("model:early_exit:9", "optimal:time, auto", 3, 6, 12, 20.0, costs="none")
+    usual, planned = run_ranks(
+        _replay_all, 3, [case, replace(case, method="optimal:time, auto, auto order")]
+    )[0]  # fmt: skip
+    assert usual.num_orders == 1 and planned.num_orders > 2
+    assert planned.losses == usual.losses
+    for run in (usual, planned):
+        assert run.engine_s == pytest.approx(run.told_s, rel=1e-9)
+    assert planned.wall_s < 0.995 * usual.wall_s and planned.longer == pytest.approx(1.0, rel=1e-9)
+
+
+def test_sleeping_layers_sleep_in_both_parts_of_a_backward() -> None:
+    """As long as told at least; how much longer is up to the machine. Waiting for sends changes no bit."""
+    case = replace(case_of("dense:6", 2), clock="sleeping", costs="calibrated")
+    order = order_of(case, 0)
+    split = run_ranks(_replay, 2, case, [order] * BATCHES)[0]
+    usual, waited = run_ranks(_replay_all, 2, [case, replace(case, sends="waited")])[0]
+    assert split.losses == usual.losses == waited.losses
+    moment = case.load_trace().batches[0]
+    for layers_s, is_split in ((split.layers_s[-1], True), (usual.layers_s[-1], False)):
+        for layer, (forward_s, backward_s, weight_s) in enumerate(layers_s):
+            assert forward_s >= 0.99 * moment.forward_s[layer] and backward_s >= 0.99 * moment.backward_s[layer]
+            if is_split and layer >= split.first_boundaries[1]:
+                assert weight_s >= 0.99 * case.weight_share * moment.backward_s[layer]
+            else:
+                assert weight_s == 0.0
