@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 from dynpipe_ds.host import halves
 from dynpipe_ds.schedule import Instruction, Op, Order, order_of
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 
@@ -70,6 +71,12 @@ def counting_splits() -> Any:
 ORIGINAL = halves.backward_inputs
 
 
+def by_1f1b(run: Run) -> Run:
+    """The same without the batches that split backwards to measure them."""
+    section = run.config.get("dynamic_pipeline", BY_HAND)
+    return replace(run, config={**run.config, "dynamic_pipeline": {**section, "schedule": "1f1b"}})
+
+
 def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int], None] | None = None) -> Seen:
     norms: list[float] = []
 
@@ -79,7 +86,7 @@ def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int]
             on_batch(engine, batch)
 
     with counting_splits() as split:
-        engine = make_engine(run)
+        engine = make_engine(run if order_for is not None else by_1f1b(run))
         if order_for is not None:
             engine.dynamic.pipeline.order_for = order_for
         losses = train(engine, run, before)
