@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -297,12 +298,14 @@ def test_a_profile_and_a_partition() -> None:
     assert workload.activation_bytes == (10, 5) and workload.num_micro_batches == 3
     assert Workload.from_profile(profile, num_micro_batches=9).num_micro_batches == 9
     assert not workload.weight_s.any() and workload.weight_bytes == (10, 5)
+    halves = zip(profile.layers, [1.0, 0.5, 3.0], [0.0, 0.25, 0.5], strict=True)
+    layers = [replace(layer, weight_s=weight_s, split_s=split_s) for layer, weight_s, split_s in halves]
     split = Workload.from_profile(
-        profile, [0, 2, 3], speeds=[1.0, 0.5], weight_s=[1.0, 0.5, 3.0], weight_bytes=[1, 2, 4]
+        replace(profile, layers=layers), [0, 2, 3], speeds=[1.0, 0.5], weight_bytes=[1, 2, 4]
     )
     assert split.weight_s.tolist() == [[1.5], [6.0]] and split.weight_bytes == (3, 4)
-    with pytest.raises(ValueError, match="weight_s has 2 numbers for 3 layers: need one for each"):
-        Workload.from_profile(profile, weight_s=[1.0, 0.5])
+    assert split.split_s.tolist() == [[0.25], [1.0]] and split.backward_s.tolist() == [[4.0], [8.0]]
+    assert split.stage_seconds(1).input_s == [3.0] * 3, "8 s and 1 s for the split, without 6 s of W"
     found = predicted(profile, [(0, 1, 3), (0, 2, 3)])
     assert found == [simulate(Workload.from_profile(profile, cut)).makespan_s for cut in ((0, 1, 3), (0, 2, 3))]
     with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 3"):
@@ -433,7 +436,7 @@ def test_wrong_numbers_are_refused() -> None:
         Workload([1.0, 1.0], [1.0] * 2, 4, activation_bytes=[1])
     with pytest.raises(ValueError, match=r"weight_bytes = \(1, -1\): need one number >= 0 for each of 2 stages"):
         Workload([1.0, 1.0], [1.0] * 2, 4, weight_bytes=[1, -1])
-    with pytest.raises(ValueError, match=r"weight_s of stage 1 is 2.5, its backward_s 2.0: must be a part of it"):
+    with pytest.raises(ValueError, match=r"weight_s of stage 1 is 2.5, its backward_s 2.0 with split_s: must"):
         Workload([1.0, 1.0], [3.0, 2.0], 4, weight_s=2.5)
     with pytest.raises(ValueError, match="frozen_boundaries = 2: 2 stages have 1 boundaries"):
         Workload([1.0, 1.0], [1.0] * 2, 4, frozen_boundaries=2)

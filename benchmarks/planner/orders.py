@@ -21,7 +21,7 @@ from benchmarks.traces.models import BLOCK_FORWARD_S, EDGE, MODELS
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
-from dynpipe_ds.planning import activation_caps, plan_batch, plan_order
+from dynpipe_ds.planning import activation_caps, assume_halves, plan_batch, plan_order
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 SIZES = ((4, 16, 24), (8, 32, 24), (16, 32, 48), (24, 48, 48))
@@ -114,15 +114,14 @@ def uniform_cut(num_stages: int, num_blocks: int) -> tuple[int, ...]:
 def outcomes(case: Case, num_stages: int, arguments: argparse.Namespace) -> dict[str, Outcome]:
     """All rows of one case."""
     profile, costs = case.profile, case.profile.costs("time")
-    weight_s = [arguments.weight_share * layer.backward_s for layer in profile.layers]
+    split = assume_halves(profile, arguments.weight_share)
     weight_bytes = [round(arguments.between * held) for held in profile.activation_bytes()]
     link_s = arguments.latency * BLOCK_FORWARD_S
     best = simulated(costs, num_stages, profile=profile).boundaries
 
     def workload(cuts: Sequence[int]) -> Workload:
         return Workload.from_profile(
-            profile, cuts, weight_s=weight_s, weight_bytes=weight_bytes, activation_link_s=link_s,
-            gradient_link_s=link_s,
+            split, cuts, weight_bytes=weight_bytes, activation_link_s=link_s, gradient_link_s=link_s
         )
 
     def of(simulation: Simulation, started_s: float = 0.0) -> Outcome:
@@ -138,7 +137,7 @@ def outcomes(case: Case, num_stages: int, arguments: argparse.Namespace) -> dict
     found["best cut, planned order"] = of(planned.simulation, started_s)
     started_s = time.thread_time()
     together = plan_batch(
-        profile, [best, optimal(costs, num_stages).boundaries], worker_bytes=case.worker_bytes, weight_s=weight_s,
+        split, [best, optimal(costs, num_stages).boundaries], worker_bytes=case.worker_bytes,
         weight_bytes=weight_bytes, activation_link_s=link_s, gradient_link_s=link_s,
     )
     found["together"] = of(together.planned.simulation, started_s)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
+from dynpipe_ds.measure.profile import SECONDS, LayerProfile, PipelineProfile, StageProfile
 
-_SIZES = [field.name for field in fields(LayerProfile) if field.name not in ("name", "forward_s", "backward_s")]
+_SIZES = [field.name for field in fields(LayerProfile) if field.name not in ("name", *SECONDS)]
 _Sizes = tuple[tuple[Any, ...], ...]  # name and sizes of every layer, as LayerProfile has them
 
 
@@ -24,12 +24,14 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
     tables: dict[_Sizes, int] = {}
     table_of = [tables.setdefault(_sizes(profile), len(tables)) for profile in profiles]
     stages = [stage for profile in profiles for stage in profile.stages]
+    is_split = any(layer.weight_s or layer.split_s for profile in profiles for layer in profile.layers)
+    kept = SECONDS if is_split else SECONDS[:2]
     return {
         "batches": [profile.batch for profile in profiles],
         "boundaries": [profile.boundaries for profile in profiles],
         "num_micro_batches": [profile.num_micro_batches for profile in profiles],
         "seconds": torch.tensor(
-            [[(layer.forward_s, layer.backward_s) for layer in profile.layers] for profile in profiles],
+            [[[getattr(layer, key) for key in kept] for layer in profile.layers] for profile in profiles],
             dtype=torch.float64,
         ),
         "names": [[layer[0] for layer in table] for table in tables],
@@ -55,12 +57,18 @@ def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
             boundaries=packed["boundaries"][i],
             num_micro_batches=packed["num_micro_batches"][i],
             layers=tuple(
-                LayerProfile(name, *times, *numbers)
+                _layer(name, times, numbers)
                 for name, times, numbers in zip(names[table], seconds, sizes[table], strict=True)
             ),
             stages=tuple(StageProfile(*stage) for stage in islice(stages, packed["num_stages"][i])),
         ))  # fmt: skip
     return profiles
+
+
+def _layer(name: str, times: list[float], numbers: list[int]) -> LayerProfile:
+    """A layer, with as many of its seconds as were kept."""
+    found: dict[str, Any] = dict(zip(SECONDS, times, strict=False))
+    return LayerProfile(name=name, **found, **dict(zip(_SIZES, numbers, strict=True)))
 
 
 def _sizes(profile: PipelineProfile) -> _Sizes:

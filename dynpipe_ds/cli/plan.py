@@ -21,7 +21,14 @@ from dynpipe_ds.partition import (
     run_partitioner,
 )
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning import PlannedBatch, activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import (
+    PlannedBatch,
+    activation_caps,
+    assume_halves,
+    plan_batch,
+    plan_order,
+    worker_bytes_of_1f1b,
+)
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 _OF_THE_SECTION = ("partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages")
@@ -123,7 +130,7 @@ class _Case:
             num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,
         )
         self.weight_share = arguments.weight_share
-        self.weight_s = reading.weight_s(profile, self.weight_share)
+        self.halves = assume_halves(profile, self.weight_share)
         self.chosen: Sequence[int] = ()
         self.current = profile.boundaries if len(profile.boundaries) == num_stages + 1 else None
         if arguments.current is not None:
@@ -141,7 +148,7 @@ class _Case:
     def _planned(self, boundaries: Sequence[int]) -> dict[str, Any]:
         """Figures of the order planned for a partition."""
         workload = Workload.from_profile(
-            self.profile, boundaries, speeds=self.config.stage_speeds, weight_s=self.weight_s, **self.links
+            self.halves, boundaries, speeds=self.config.stage_speeds, **self.links
         )
         caps = activation_caps(self.profile, boundaries, self._worker_bytes())
         return self._figures(PlannedBatch(Placement.of(boundaries), plan_order(workload, caps)))
@@ -149,8 +156,8 @@ class _Case:
     def _together(self, candidates: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Figures of the best partition and order."""
         best = plan_batch(
-            self.profile, candidates, worker_bytes=self._worker_bytes(), weight_s=self.weight_s,
-            speeds=self.config.stage_speeds, pinned=self.config.pinned_cuts,
+            self.halves, candidates, worker_bytes=self._worker_bytes(), speeds=self.config.stage_speeds,
+            pinned=self.config.pinned_cuts,
             allow_empty=self.config.allow_empty_stages, **self.links,
         )
         return {"partitioner": "together", **self._figures(best)}

@@ -130,11 +130,6 @@ def add_planned(parser: Parser) -> None:
     parser.option("--weight-share", "SHARE", weight_share, share, default=0.5)
 
 
-def weight_s(profile: PipelineProfile, weight_share: float) -> list[float]:
-    """Seconds of every layer's backward that may be done later, as ``--weight-share`` assumes."""
-    return [weight_share * layer.backward_s for layer in profile.layers]
-
-
 def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
     link_s = "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary"

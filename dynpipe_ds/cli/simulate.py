@@ -11,7 +11,7 @@ from typing import Any, get_args
 from dynpipe_ds.cli import reading, show
 from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
@@ -108,8 +108,9 @@ def _simulate(
 
 def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
     return Workload.from_profile(
-        profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
-        step_s=arguments.step_s, weight_s=reading.weight_s(profile, arguments.weight_share),
+        assume_halves(profile, arguments.weight_share), cuts, activation_link_s=arguments.activation_link_s,
+        gradient_link_s=arguments.gradient_link_s,
+        step_s=arguments.step_s,
     )
 
 

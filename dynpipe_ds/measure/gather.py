@@ -51,7 +51,7 @@ def layer_sizes(
     )
 
 
-_LAYER_FIELDS = 8
+_LAYER_FIELDS = 9
 _STAGE_FIELDS = 11
 
 
@@ -110,6 +110,7 @@ def gather_profile(
         numbers[layer * _LAYER_FIELDS : (layer + 1) * _LAYER_FIELDS] = [
             times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            times.weight_s.get(layer, 0.0) / max(1, times.num_micro_batches),
             size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
             activation_bytes.get(layer, 0), layer in obstacles,
         ]
@@ -143,8 +144,8 @@ def gather_profile(
         boundaries=boundaries,
         num_micro_batches=times.num_micro_batches,
         layers=tuple(
-            LayerProfile(name, row[0], row[1], *(int(v) for v in row[2:-1]))
-            for name, row in zip(names, table, strict=True)
+            LayerProfile(name, forward_s, backward_s, *map(int, sizes[:-1]), weight_s)  # type: ignore[call-arg]
+            for name, (forward_s, backward_s, weight_s, *sizes) in zip(names, table, strict=True)
         ),
         stages=tuple(stages),
     )

@@ -38,7 +38,7 @@ class BatchTimes:
         compute_end_s: end of the last computation, counted from the start of the batch.
         step_s: seconds in the optimizer step.
         batch_s: the whole batch.
-        weight_s: by layer, the part of the backward that was computed apart for weights; none without a split.
+        weight_s: by layer, the part of the backward that was computed apart for weights; none where it ran whole.
     """
 
     forward_s: dict[int, float]
@@ -248,7 +248,8 @@ def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchT
         compute_end_s=compute_end_s,
         step_s=step_s,
         batch_s=now_s,
-        weight_s=totals[WEIGHT],
+        # Where a stage has no inputs that want a gradient, W is the whole backward.
+        weight_s={layer: seconds for layer, seconds in totals[WEIGHT].items() if layer in totals[BACKWARD]},
     )
 
 

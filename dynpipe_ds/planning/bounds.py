@@ -20,9 +20,10 @@ def least_seconds(workload: Workload) -> float:
     Returns:
         A lower bound of the makespan: that of a stage which waits for nothing after its first forward.
     """
-    input_s = workload.backward_s - workload.weight_s
+    weight_s = np.minimum(workload.weight_s, workload.backward_s)
+    input_s = workload.backward_s - weight_s  # in whatever order: what a split adds is left out
     awaited_s, weights_s = (
-        table.mean(axis=1) * workload.num_micro_batches for table in (workload.forward_s + input_s, workload.weight_s)
+        table.mean(axis=1) * workload.num_micro_batches for table in (workload.forward_s + input_s, weight_s)
     )
     return float(
         bounds(

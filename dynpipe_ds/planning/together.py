@@ -48,7 +48,6 @@ def plan_batch(
     candidates: Sequence[Placement | Sequence[int]],
     *,
     worker_bytes: int | Sequence[int] | None = None,
-    weight_s: Sequence[float] | None = None,
     weight_bytes: Sequence[int] | None = None,
     activation_link_s: Seconds = 0.0,
     gradient_link_s: Seconds = 0.0,
@@ -70,8 +69,7 @@ def plan_batch(
         candidates: partitions of the same number of stages, the present one first.
         worker_bytes: state and activations that a worker may hold, for all or for each; None: what the fullest
             worker holds under 1F1B on the first candidate.
-        weight_s: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
-        weight_bytes: the same.
+        weight_bytes: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
         activation_link_s: seconds of a micro-batch's activations over every boundary.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
@@ -93,7 +91,7 @@ def plan_batch(
         profile.costs("time"), num_stages, current=starts[0], pinned=pinned, speeds=speeds, allow_empty=allow_empty
     )
     case = _Case(
-        profile, problem, worker_bytes, starts[0], weight_s, weight_bytes, (activation_link_s, gradient_link_s)
+        profile, problem, worker_bytes, starts[0], weight_bytes, (activation_link_s, gradient_link_s)
     )
     shortlist = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
     share = int(effort * (1 - _SHARE_OF_SEARCH)) // len(shortlist)
@@ -165,19 +163,18 @@ class _Case:
 
     def __init__(
         self, profile: PipelineProfile, problem: Problem, worker_bytes: int | Sequence[int] | None,
-        present: tuple[int, ...], weight_s: Sequence[float] | None, weight_bytes: Sequence[int] | None,
-        links_s: tuple[Seconds, Seconds],
+        present: tuple[int, ...], weight_bytes: Sequence[int] | None, links_s: tuple[Seconds, Seconds],
     ) -> None:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         layers = profile.layers
-        self.weight_s = [0.0] * len(layers) if weight_s is None else list(weight_s)
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.policies = first_policies(problem.num_stages, _QUICK)
         starts = list(problem.starts)
         by_layer: dict[str, list[float] | list[int]] = {
             "forward": [layer.forward_s for layer in layers], "backward": [layer.backward_s for layer in layers],
-            "weight": self.weight_s, "trains": [int(layer.backward_s > 0) for layer in layers],
+            "weight": [min(layer.weight_s, layer.backward_s) for layer in layers],
+            "trains": [int(layer.backward_s > 0) for layer in layers],
             "state": profile.state_bytes(), "activation": profile.activation_bytes(),
         }  # fmt: skip
         self.until = {name: np.append(0, np.cumsum(values))[starts] for name, values in by_layer.items()}
@@ -187,7 +184,7 @@ class _Case:
 
     def workload(self, cuts: Cuts) -> Workload:
         return Workload.from_profile(
-            self.profile, self.boundaries(cuts), speeds=self.problem.speeds, weight_s=self.weight_s,
+            self.profile, self.boundaries(cuts), speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
         )
 

@@ -44,8 +44,8 @@ class Workload:
     All seconds may be given as :data:`Seconds` and become tables with one column (the same for every
     micro-batch) or M columns.
 
-    A stage may split a backward (see :class:`~dynpipe_ds.schedule.Order`): ``B`` then takes ``backward_s - weight_s``
-    and ``W`` takes ``weight_s``.
+    A stage may split a backward (see :class:`~dynpipe_ds.schedule.Order`): ``B`` then takes
+    ``backward_s + split_s - weight_s`` and ``W`` takes ``weight_s``.
 
     Args:
         forward_s: forward seconds of a micro-batch on every stage, ``(S, 1)`` or ``(S, M)``.
@@ -58,8 +58,9 @@ class Workload:
         activation_bytes: bytes that one micro-batch holds on every stage from forward until backward.
         frozen_boundaries: how many boundaries, from the first on, no gradient crosses because all
             layers before them are frozen.
-        weight_s: the part of ``backward_s`` that computes gradients of weights and may be done later,
+        weight_s: the part of a split backward that computes gradients of weights and may be done later,
             at most all of it; 0 where a stage can't split.
+        split_s: what both parts of a backward take longer than the whole.
         weight_bytes: bytes that one micro-batch holds on every stage between ``B`` and ``W``; empty: as
             many as ``activation_bytes``.
 
@@ -78,6 +79,7 @@ class Workload:
     frozen_boundaries: int
     weight_s: FloatArray
     weight_bytes: tuple[int, ...]
+    split_s: FloatArray
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class Workload:
         frozen_boundaries: int = 0,
         weight_s: Seconds = 0.0,
         weight_bytes: Sequence[int] = (),
+        split_s: Seconds = 0.0,
     ) -> None:
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches = {num_micro_batches}: must be >= 1")
@@ -99,8 +102,9 @@ class Workload:
         if num_stages < 1:
             raise ValueError(f"forward_s = {forward_s}: need one number, or one row, for each stage")
         counts = {"forward_s": num_stages, "backward_s": num_stages}
-        counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1, "weight_s": num_stages}
-        given = (forward_s, backward_s, activation_link_s, gradient_link_s, weight_s)
+        counts |= {"activation_link_s": num_stages - 1, "gradient_link_s": num_stages - 1}
+        counts |= {"weight_s": num_stages, "split_s": num_stages}
+        given = (forward_s, backward_s, activation_link_s, gradient_link_s, weight_s, split_s)
         values: dict[str, object] = {
             name: table(name, seconds, rows, num_micro_batches)
             for (name, rows), seconds in zip(counts.items(), given, strict=True)
@@ -117,11 +121,11 @@ class Workload:
         }  # fmt: skip
         for name, value in {"num_micro_batches": num_micro_batches, **values}.items():
             object.__setattr__(self, name, value)
-        if (self.weight_s > self.backward_s).any():
-            stage = int((self.weight_s > self.backward_s).any(axis=1).argmax())
+        if (self.weight_s > self.backward_s + self.split_s).any():
+            stage = int((self.weight_s > self.backward_s + self.split_s).any(axis=1).argmax())
             raise ValueError(
                 f"weight_s of stage {stage} is {self.weight_s[stage].max()}, its backward_s "
-                f"{self.backward_s[stage].min()}: must be a part of it"
+                f"{(self.backward_s + self.split_s)[stage].min()} with split_s: must be a part of it"
             )
 
     @property
@@ -138,9 +142,10 @@ class Workload:
         Returns:
             Lists of M seconds.
         """
-        tables = (self.forward_s, self.backward_s, self.weight_s)
-        forward_s, backward_s, weight_s = (by_micro_batch(table[stage], self.num_micro_batches) for table in tables)
-        input_s = [whole_s - later_s for whole_s, later_s in zip(backward_s, weight_s, strict=True)]
+        tables = (self.forward_s, self.backward_s, self.backward_s + self.split_s - self.weight_s, self.weight_s)
+        forward_s, backward_s, input_s, weight_s = (
+            by_micro_batch(table[stage], self.num_micro_batches) for table in tables
+        )
         return StageSeconds(forward_s, backward_s, input_s, weight_s)
 
     @classmethod
@@ -154,7 +159,6 @@ class Workload:
         gradient_link_s: Seconds = 0.0,
         step_s: float | Sequence[float] = 0.0,
         speeds: Sequence[float] | None = None,
-        weight_s: Sequence[float] | None = None,
         weight_bytes: Sequence[int] | None = None,
     ) -> Workload:
         """Put a profile's layers on the stages of a partition.
@@ -167,8 +171,8 @@ class Workload:
             gradient_link_s: as in the constructor.
             step_s: as in the constructor.
             speeds: S relative speeds to divide by, when layer times are at unit speed.
-            weight_s: L seconds, of every layer's backward what may be done later; None: nothing.
-            weight_bytes: L bytes that one micro-batch of a layer holds until then; None: its activation bytes.
+            weight_bytes: L bytes that one micro-batch of a layer holds between both parts of a split backward; None:
+                its activation bytes.
 
         Returns:
             The workload.
@@ -179,6 +183,11 @@ class Workload:
         placement = profile.placement if boundaries is None else Placement.of(boundaries)
         forward_s, backward_s = stage_seconds(profile, placement, speeds)
         activation_bytes = profile.activation_bytes()
+        weight_s, split_s = (
+            _stage_sums(placement, [getattr(layer, name) for layer in profile.layers], speeds)
+            for name in ("weight_s", "split_s")
+        )
+        halves = zip(weight_s, backward_s, split_s, strict=True)
         return cls(
             forward_s,
             backward_s,
@@ -188,8 +197,9 @@ class Workload:
             step_s=step_s,
             activation_bytes=_summed(placement, activation_bytes),
             frozen_boundaries=frozen_boundaries(backward_s),
-            weight_s=0.0 if weight_s is None else weight_seconds(placement, weight_s, backward_s, speeds),
+            weight_s=[min(later, whole + more) for later, whole, more in halves],  # sums round
             weight_bytes=_summed(placement, activation_bytes if weight_bytes is None else weight_bytes),
+            split_s=split_s,
         )
 
 
@@ -204,32 +214,14 @@ def stage_seconds(
     Raises:
         ValueError: when it is not one of the profile's layers, or a stage holds several ranges.
     """
-    num_stages = len(Placement.of(placement, num_layers=len(profile.layers)).boundaries) - 1
-    factors = [1.0] * num_stages if speeds is None else speeds
-    forward_s = placement.by_stage([layer.forward_s for layer in profile.layers])
-    backward_s = placement.by_stage([layer.backward_s for layer in profile.layers])
-    return (
-        [fsum(seconds) / speed for seconds, speed in zip(forward_s, factors, strict=True)],
-        [fsum(seconds) / speed for seconds, speed in zip(backward_s, factors, strict=True)],
-    )
+    Placement.of(placement, num_layers=len(profile.layers))
+    forward_s = _stage_sums(placement, [layer.forward_s for layer in profile.layers], speeds)
+    return forward_s, _stage_sums(placement, [layer.backward_s for layer in profile.layers], speeds)
 
 
-def weight_seconds(
-    placement: Placement, weight_s: Sequence[float], backward_s: Sequence[float], speeds: Sequence[float] | None = None
-) -> list[float]:
-    """Seconds of every stage's backward that may be done later: of its layers, and at most all of it.
-
-    Returns:
-        S seconds.
-
-    Raises:
-        ValueError: when there is not one number for each layer.
-    """
-    if len(weight_s) != placement.num_layers:
-        raise ValueError(f"weight_s has {len(weight_s)} numbers for {placement.num_layers} layers: need one for each")
+def _stage_sums(placement: Placement, seconds: Sequence[float], speeds: Sequence[float] | None) -> list[float]:
     factors = [1.0] * placement.num_stages if speeds is None else speeds
-    sums = (fsum(seconds) / speed for seconds, speed in zip(placement.by_stage(weight_s), factors, strict=True))
-    return [min(seconds, whole) for seconds, whole in zip(sums, backward_s, strict=True)]  # sums round
+    return [fsum(found) / speed for found, speed in zip(placement.by_stage(seconds), factors, strict=True)]
 
 
 def _summed(placement: Placement, layer_bytes: Sequence[int]) -> list[int]:

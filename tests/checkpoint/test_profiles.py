@@ -44,3 +44,10 @@ def test_the_longest_history_of_a_large_model_is_small() -> None:
     torch.save(pack(many), buffer)
     assert buffer.tell() < 64 * 400 * 16 * 2, "less than twice the seconds alone"
     assert buffer.tell() < sum(len(profile.dumps()) for profile in many) / 5, "a fifth of what it is as text"
+
+
+def test_halves_of_backwards_are_kept() -> None:
+    (whole,) = profiles(1, 3, 2)
+    layers = [replace(layer, weight_s=layer.backward_s / 3, split_s=0.125) for layer in whole.layers]
+    mixed = [whole, replace(whole, layers=layers)]
+    assert unpack(pack(mixed)) == mixed

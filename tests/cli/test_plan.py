@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynpipe_ds.partition import optimal, registry, simulated
-from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Workload, simulate
 from tests.cli.conftest import Command, example_profile
 
@@ -105,11 +105,10 @@ def test_compare_lists_planned_orders(dynpipe: Command) -> None:
     options = ("--stages", 3, "--micro-batches", 8, "--weight-share", 0.4, "--compare")
     values = dynpipe("plan", "profile.json", *options, "--json").json
     eight = replace(profile, num_micro_batches=8)
-    weight_s = [0.4 * layer.backward_s for layer in profile.layers]
     most = worker_bytes_of_1f1b(eight, values["boundaries"])
     for other in values["others"]:
         cuts, planned = other["boundaries"], other["planned"]
-        workload = Workload.from_profile(eight, cuts, weight_s=weight_s)
+        workload = Workload.from_profile(assume_halves(eight, 0.4), cuts)
         assert planned["batch_s"] == plan_order(workload, activation_caps(eight, cuts, most)).seconds
         assert planned["batch_s"] < other["batch_s"] and planned["peak_bytes"] <= most
         assert values["together"]["batch_s"] <= planned["batch_s"] * (1 + 1e-9)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynpipe_ds.cli.simulate import text_timeline
-from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval, Workload, simulate
 from tests.cli.conftest import Command, example_profile
@@ -75,7 +75,7 @@ def test_a_planned_order(dynpipe: Command) -> None:
     options = "--schedule planned --weight-share 0.4 --activation-link-s 0.001 --partition 0,3,6,8".split()
     (found,) = dynpipe("simulate", "profile.json", *options, "--json").json["partitions"]
     workload = Workload.from_profile(
-        profile, (0, 3, 6, 8), activation_link_s=0.001, weight_s=[0.4 * layer.backward_s for layer in profile.layers]
+        assume_halves(profile, 0.4), (0, 3, 6, 8), activation_link_s=0.001
     )
     caps = activation_caps(profile, (0, 3, 6, 8), worker_bytes_of_1f1b(profile, (0, 3, 6, 8)))
     planned = plan_order(workload, caps)

@@ -10,7 +10,7 @@ import pytest
 
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import StageMemory, optimal, simulated
-from dynpipe_ds.planning import PlannedBatch, least_seconds, plan_batch, plan_order
+from dynpipe_ds.planning import PlannedBatch, assume_halves, least_seconds, plan_batch, plan_order
 from dynpipe_ds.planning.planner import SAME
 from dynpipe_ds.simulation import Workload, simulate
 
@@ -24,13 +24,13 @@ def random_profile(seed: int, num_layers: int, num_micro_batches: int, num_froze
     return PipelineProfile(0, (), num_micro_batches, layers, ())
 
 
-def half(profile: PipelineProfile) -> list[float]:
-    return [layer.backward_s / 2 for layer in profile.layers]
+def half(profile: PipelineProfile) -> PipelineProfile:
+    return assume_halves(profile, 0.5)
 
 
 def planned_on(profile: PipelineProfile, cuts: tuple[int, ...], worker_bytes: int) -> float:
     """Seconds of the order planned for one partition; infinite if it does not fit."""
-    workload = Workload.from_profile(profile, cuts, weight_s=half(profile))
+    workload = Workload.from_profile(half(profile), cuts)
     state = [sum(held) for held in (profile.state_bytes()[a:b] for a, b in zip(cuts, cuts[1:], strict=False))]
     caps = [worker_bytes - held for held in state]
     if any(cap < needed for cap, needed in zip(caps, workload.activation_bytes, strict=True)):
@@ -52,7 +52,7 @@ def test_near_the_best_of_all_partitions(num_frozen: int) -> None:
         memory = StageMemory(profile.state_bytes(), profile.activation_bytes(), 6, 0)
         start = optimal(profile.costs("time"), 3).boundaries
         worker_bytes = max(memory.stage_bytes(start))
-        found = plan_batch(profile, [start], weight_s=half(profile))
+        found = plan_batch(half(profile), [start])
         every = [(0, a, b, 9) for a, b in combinations(range(1, 9), 2)]
         ratios.append(found.seconds / min(planned_on(profile, cuts, worker_bytes) for cuts in every))
         assert max(peaks(profile, found)) <= worker_bytes, "of the fullest worker under 1F1B on the first candidate"
@@ -68,9 +68,9 @@ def test_better_than_either_alone() -> None:
         memory = StageMemory(profile.state_bytes(), profile.activation_bytes(), 12, 0)
         most = max(memory.stage_bytes(cuts))
         batch_s = simulate(Workload.from_profile(profile, cuts)).makespan_s
-        found = plan_batch(profile, [cuts], weight_s=half(profile))
+        found = plan_batch(half(profile), [cuts])
         assert found.seconds <= planned_on(profile, cuts, most) * (1 + SAME) <= batch_s * (1 + 2 * SAME)
-        assert found == plan_batch(profile, [cuts], weight_s=half(profile)), "deterministic"
+        assert found == plan_batch(half(profile), [cuts]), "deterministic"
         gains.append(batch_s / found.seconds)
     assert min(gains) > 1.03 and np.mean(gains) > 1.15, gains
 
@@ -88,21 +88,21 @@ def test_never_slower_than_1f1b_on_a_candidate() -> None:
 def test_links_speeds_and_constraints_count() -> None:
     profile = random_profile(1, 12, 6)
     options = {"speeds": [1.0, 0.5, 1.0], "activation_link_s": [0.1, 0.0], "gradient_link_s": 0.2}
-    found = plan_batch(profile, [(0, 4, 8, 12)], pinned=[3, 5], weight_s=half(profile), **options)
+    found = plan_batch(half(profile), [(0, 4, 8, 12)], pinned=[3, 5], **options)
     assert not {3, 5} & set(found.placement.boundaries)
-    workload = Workload.from_profile(profile, found.placement, weight_s=half(profile), **options)
+    workload = Workload.from_profile(half(profile), found.placement, **options)
     assert found.seconds == simulate(workload, found.planned.order, sends="buffered").makespan_s
     assert found.planned.least_s == least_seconds(workload)
-    slow = plan_batch(profile, [(0, 4, 8, 12)], weight_s=half(profile))
+    slow = plan_batch(half(profile), [(0, 4, 8, 12)])
     slow_layers, layers = ([len(p.placement.chunks_of(1)[0]) for p in (found, slow)])
     assert slow_layers < layers, "a worker at half speed gets fewer layers"
 
 
 def test_memory_of_each_worker() -> None:
     profile = random_profile(2, 12, 6)
-    free = plan_batch(profile, [(0, 4, 8, 12)], weight_s=half(profile), worker_bytes=10**9)
+    free = plan_batch(half(profile), [(0, 4, 8, 12)], worker_bytes=10**9)
     caps = [10**9, 3600, 10**9]
-    tight = plan_batch(profile, [(0, 5, 7, 12)], weight_s=half(profile), worker_bytes=caps)
+    tight = plan_batch(half(profile), [(0, 5, 7, 12)], worker_bytes=caps)
     assert peaks(profile, free)[1] > 3600 >= peaks(profile, tight)[1] and tight.seconds >= free.seconds
 
 
