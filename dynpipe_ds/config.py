@@ -109,6 +109,21 @@ class DynamicPipelineConfig(Section):
         rule='a whole number of batches >= 1 or "forever"',
         example="20",
     )
+    schedule: Literal["auto", "1f1b", "planned"] = key(
+        "auto",
+        "In which order a stage runs forwards and backwards. \"1f1b\": as DeepSpeed. \"planned\": in an order that is "
+        "planned from measured seconds, in which a backward may be split, so that what computes gradients of weights "
+        "fills idle time. \"auto\": planned, where that is measured to be faster. The bits of training are the same.",
+        rule='"auto", "1f1b" or "planned"',
+        example='"auto"',
+    )
+    activation_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] = key(
+        1.0,
+        "What a worker may hold for activations under a planned order, as a multiple of what the fullest worker holds "
+        "under 1F1B on the first partition. More makes batches faster.",
+        rule="a finite number > 0, so large that one micro-batch finds room",
+        example="1.5",
+    )
     memory_cap_bytes: Annotated[
         _PositiveInt | Annotated[list[_PositiveInt], Field(min_length=1)] | None,
         BeforeValidator(_each_parse_bytes),
@@ -204,6 +219,11 @@ class DynamicPipelineConfig(Section):
                 "repack.method = 'first_fit', memory_cap_bytes = None: first fit packs by memory alone; set "
                 "memory_cap_bytes, or use the method 'fewest_stages'"
             )
+        if self.schedule == "1f1b" and self.is_given("activation_budget"):
+            yield (
+                f"activation_budget = {self.activation_budget}, schedule = '1f1b': the budget is used by planned "
+                "orders only; set schedule to 'auto' or 'planned', or remove activation_budget"
+            )
         speeds, caps = self.stage_speeds, self.memory_cap_bytes
         if speeds is not None and isinstance(caps, list) and len(speeds) != len(caps):
             yield (
@@ -242,6 +262,7 @@ def check_against_model(
     *,
     num_layers: int,
     num_stages: int,
+    num_micro_batches: int | None = None,
     partitioner: str | None = None,
 ) -> None:
     """Check the rules that need the model; a disabled section passes.
@@ -250,6 +271,7 @@ def check_against_model(
         config: the parsed section.
         num_layers: L, the length of the module's layer list.
         num_stages: S, the number of pipeline stages.
+        num_micro_batches: M, of a batch; ``None``: not known.
         partitioner: the partitioner in use when ``config.partitioner`` is ``None`` and the
             module's ``partition_method`` names one.
 
@@ -264,6 +286,12 @@ def check_against_model(
         problems.append(
             f"pinned_cuts = {config.pinned_cuts}: with {num_layers} layers a cut lies between 1 "
             f"and {num_layers - 1}; remove {', '.join(map(str, outside))}"
+        )
+    held = num_stages if num_micro_batches is None else min(num_stages, num_micro_batches)  # by the first under 1F1B
+    if config.activation_budget * held < 1:
+        problems.append(
+            f"activation_budget = {config.activation_budget}: under 1F1B a worker holds at most {held} micro-batches; "
+            f"that one finds room needs {1 / held:.3g} or more; raise the budget, or remove it (1.0)"
         )
     num_cuts = num_layers - 1 - len(set(config.pinned_cuts) - set(outside))
     if not config.allow_empty_stages and num_cuts < num_stages - 1:

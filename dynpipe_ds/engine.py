@@ -32,6 +32,7 @@ from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.reporting.measured import measured_timeline
 from dynpipe_ds.reporting.monitor import GuardedMonitor
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
@@ -73,6 +74,11 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
     def partition(self) -> tuple[int, ...]:
         """The present boundaries, ``S + 1`` ints: stage s holds layers ``[p[s], p[s + 1])``."""
         return tuple(int(b) for b in self.module.parts)
+
+    @property
+    def order(self) -> Order | None:
+        """What every stage runs in a training batch, in which sequence; ``None`` without the section."""
+        return None if self._training is None else self._training.order
 
     @property
     def profile(self) -> PipelineProfile | None:
@@ -264,7 +270,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         check_hooks(type(self))
         method = method_at_run_time(config, module.partition_method)
         check_against_model(
-            config, num_layers=len(module.layer_names()), num_stages=module.num_stages, partitioner=method.partitioner
+            config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
+            num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
         self._INSTRUCTION_MAP = instruction_map(type(self))
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.

@@ -16,18 +16,21 @@ from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
 from dynpipe_ds.decide import Balancer, Decision
 from dynpipe_ds.events import Overhead, RebalanceEvent
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.order import ordered
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
+from dynpipe_ds.messages.traffic import digest
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.telling import tell_all, warn
 
@@ -139,6 +142,7 @@ class Training:
         self.notice_frozen_layers()
         self.stage.pipeline.begin_batch()
         is_profiled = self.profiling and self._wants_profile()
+        self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
         result = self._run(run, is_profiled=is_profiled)
         self.num_batches += 1
         if is_profiled:
@@ -180,16 +184,22 @@ class Training:
 
     def _balance(self) -> None:
         """Decide, agree, move; what fails on every rank together leaves training going on as before."""
-        batch = self.num_batches - 1
+        batch, ordering = self.num_batches - 1, self.balancer.ordering
         decided: tuple[Plan, Decision] | None = None
+        order: Order | None = None
         failure: Exception | None = None
         with self.clock.work("decide") as deciding:
+            is_due = ordering.is_due()
             try:
                 decided = self.balancer.decide(batch, self.stage.partition)
+                moves = decided is not None and decided[1].rebalance
+                boundaries = decided[0].boundaries if decided is not None and moves else self.stage.partition
+                order = ordering.choose(self.balancer.smoothed(), boundaries)
             except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
                 failure = error
-            if decided is not None or failure is not None:  # on one rank as on all: what is due follows from profiles
-                failure = self._disagreement(decided and decided[0], failure)
+            # On one rank as on all: what is due follows from profiles.
+            if is_due or decided is not None or failure is not None:
+                failure = self._disagreement(decided and decided[0], order, failure)
         plan_s = deciding.seconds
         if decided is not None and failure is None and decided[1].rebalance:
             try:
@@ -199,18 +209,23 @@ class Training:
         else:
             self.overhead.planning_s += plan_s
             self.profiler.count_deciding(plan_s)
-        if failure is not None:
+        if failure is None:
+            ordering.adopt(order, self.stage.partition)
+        else:
             self.balancer.failed(batch)
             self.warn_once(
                 f"re-partitioning after batch {self.num_batches} failed, training goes on with "
-                f"{list(self.stage.partition)} ({failure})", "rebalance",
+                f"{list(self.stage.partition)} and the order it has ({failure})", "rebalance",
             )
 
-    def _disagreement(self, plan: Plan | None, failure: Exception | None) -> Exception | None:
+    def _disagreement(
+        self, plan: Plan | None, order: Order | None, failure: Exception | None
+    ) -> Exception | None:
         """What every rank may raise if they have not all made the same plan; collective."""
         boundaries = () if plan is None else plan.boundaries
-        what = f"the boundaries chosen by {self.balancer.method}"
-        problem = disagreement(boundaries, what, self.stage.device, failure)
+        what = f"the boundaries chosen by {self.balancer.method} (before them a digest of the order, 0 for 1F1B)"
+        digested = 0 if order is None else digest(order)
+        problem = disagreement((digested, *boundaries), what, self.stage.device, failure)
         return None if problem is None else failure or ValueError(problem)
 
     def _move(self, plan: Plan, plan_s: float) -> RebalanceEvent | None:
@@ -224,12 +239,19 @@ class Training:
             batch=self.num_batches, before=before, after=self.stage.partition, predicted_gain=plan.predicted_gain,
             bytes_moved=plan.bytes_to_move, plan_s=plan_s, migrate_s=moving.seconds,
         )
+        self.balancer.ordering.adopt(None, self.stage.partition)  # one for another partition may hold too much here
         self.overhead.migrating_s += event.migrate_s
         self.profiler.count_move(event.seconds)
         self.balancer.moved(self.num_batches - 1)
         write_rebalance(self._monitor, event, self.stage.pipeline.num_samples)
         tell_all(self.callbacks, event, "on_rebalance")
         return event
+
+    @property
+    def order(self) -> Order:
+        """What every stage runs in an ordinary batch."""
+        num_micro_batches, num_stages = int(self.pipeline.engine.micro_batches), self.stage.num_stages
+        return ordered(self.balancer.ordering.order, num_micro_batches, num_stages)
 
     @property
     def repacking(self) -> Repacker:
@@ -306,7 +328,7 @@ class Training:
                     plan = self.balancer.choose(self.stage.partition)
                 except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
                     failure = error
-                failure = self._disagreement(plan, failure)
+                failure = self._disagreement(plan, None, failure)
             if plan is None or failure is not None:
                 raise failure or AssertionError
             event = self._move(plan, deciding.seconds)

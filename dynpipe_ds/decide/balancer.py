@@ -24,6 +24,7 @@ from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches
 from dynpipe_ds.decide.history import History
 from dynpipe_ds.decide.judgement import Decision, judge
 from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
+from dynpipe_ds.decide.ordering import Ordering
 from dynpipe_ds.decide.sampling import SETTLED, Sampling
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan, StageMemory
@@ -50,6 +51,7 @@ class Balancer:
     Attributes:
         method: as given.
         pinned: all of them, ascending.
+        ordering: in which order batches run.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Balancer:
     def _start(self, config: DynamicPipelineConfig) -> None:
         self._config = config
         self._history = History(config)
+        self.ordering = Ordering(config, self._history)
         self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
         self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
         self._decided_batch: int | None = None
@@ -97,9 +100,15 @@ class Balancer:
         """
         return self._sampling.wants(batch) or self._next_end(batch) - batch < self._config.profile_batches
 
-    def expect_change(self) -> None:
-        """Profile every batch for a while: layers were frozen, replaced or moved."""
+    def expect_change(self, *, of_layers: bool = True) -> None:
+        """Profile every batch for a while: layers were frozen, replaced or moved.
+
+        Args:
+            of_layers: whether layers themselves have changed.
+        """
         self._sampling.restart()
+        if of_layers:
+            self.ordering.expect_change()
 
     def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
         """Take in the profile of one batch.
@@ -117,7 +126,7 @@ class Balancer:
                 f"profile of batch {profile.batch} has {len(profile.layers)} layers, the one "
                 f"before {len(newest[-1].layers)}: a balancer serves one model"
             )
-        self._history.append(profile)
+        self._history.append(profile, self.ordering.observe(profile))
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         self._sampling.observe(
             profile.batch, self._history.seconds_until[-1],
@@ -139,9 +148,11 @@ class Balancer:
         """The newest ``profile_batches`` profiles combined, to plan with.
 
         Returns:
-            The profile, with layer times of a worker of speed 1; ``None`` before the first batch.
+            The profile, with layer times of a worker of speed 1 and, where they are known, halves of backwards;
+            ``None`` before the first batch.
         """
-        return self._history.smoothed()
+        profile = self._history.smoothed()
+        return None if profile is None else self.ordering.fill(profile)
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -182,6 +193,8 @@ class Balancer:
             return False
         if batch < self._paused_until or self.is_held(batch):
             return False
+        if self.ordering.is_planned() and not self.ordering.is_due():
+            return False  # what was planned with an order is not judged without one
         if every == "auto":
             gains = self._history.gains(self.newest[-1].boundaries, None)
             return confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE) > 0
@@ -212,10 +225,14 @@ class Balancer:
                 state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
                 num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes,
             )
-        return self.method.plan(
+        plan = self.method.plan(
             profile, len(current) - 1, current=current, pinned=self.pinned, memory=memory,
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
         )
+        if not (self.method.seeks_best and heed_memory and self.ordering.is_planned()):
+            return plan
+        best = self.ordering.together(profile, [current, plan.boundaries], self.pinned)
+        return self.method.replan(plan, best.boundaries, profile, current=current, speeds=config.stage_speeds)
 
     @staticmethod
     def plan_of(boundaries: tuple[int, ...], current: Sequence[int], profile: PipelineProfile | None) -> Plan:
@@ -248,7 +265,8 @@ class Balancer:
         profile = profile or self.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         self._decided_batch = profile.batch
-        return judge(plan, profile, self._history, self._config, self._costs_s)
+        prospect = self.ordering.prospect(plan, profile)
+        return judge(plan, profile, self._history, self._config, self._costs_s, prospect)
 
     def _next_end(self, batch: int) -> float:
         """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
@@ -274,7 +292,7 @@ class Balancer:
         """
         self._decided_batch = batch
         self._num_failures = 0
-        self.expect_change()
+        self.expect_change(of_layers=False)
 
     def record_cost(self, seconds: float) -> None:
         """Take in what a move cost, as soon as all ranks know it.
@@ -343,6 +361,7 @@ class Balancer:
             "paused_until": self._paused_until,
             "held_until": self._held_until,
             "sampling": self._sampling.state_dict(),
+            "ordering": self.ordering.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool = True) -> None:
@@ -361,6 +380,7 @@ class Balancer:
         self._num_failures = kept.get("num_failures", 0)
         self._paused_until = kept.get("paused_until", 0)
         self._held_until = kept.get("held_until", 0.0)
+        self.ordering.load_state_dict(state.get("ordering", {}), same_stages=same_stages)
         self._sampling.restart()
         if "sampling" in kept:
             self._sampling.load_state_dict(kept["sampling"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
@@ -12,7 +12,11 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import HISTORY, noise_of
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
-from dynpipe_ds.simulation import predicted_batches_s
+from dynpipe_ds.planning import least_seconds
+from dynpipe_ds.simulation import Workload, predicted_batches_s
+
+_PLANNED_FOR = 16
+"""Newest batches in which a gain of planned orders is looked for: each takes two bounds."""
 
 
 class History:
@@ -32,13 +36,21 @@ class History:
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
         self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
 
-    def append(self, profile: PipelineProfile) -> None:
-        """Take in the profile of one batch."""
-        speeds = self._config.stage_speeds
-        at_unit_speed = profile if speeds is None else profile.at_unit_speed(speeds)
+    def append(self, profile: PipelineProfile, whole: PipelineProfile) -> None:
+        """Take in the profile of one batch.
+
+        Args:
+            profile: as measured.
+            whole: the same as if all backwards had run whole.
+        """
+        at_unit_speed = self._at_unit_speed(whole)
         self._newest.append(profile)
         self._profiles.append(at_unit_speed)
         self.seconds_until.append(_seconds_until(at_unit_speed))
+
+    def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
+        speeds = self._config.stage_speeds
+        return profile if speeds is None else profile.at_unit_speed(speeds)
 
     @property
     def newest(self) -> list[PipelineProfile]:
@@ -51,10 +63,10 @@ class History:
         return len(self._newest) >= self._config.profile_batches
 
     def smoothed(self) -> PipelineProfile | None:
-        """The newest profiles combined, with layer times of a worker of speed 1; ``None`` before the first batch."""
+        """The newest profiles combined, backwards whole, of a worker of speed 1; ``None`` before the first batch."""
         if not self._newest:
             return None
-        return smooth(self._newest, self._config.smoothing, speeds=self._config.stage_speeds)
+        return smooth(list(self._profiles)[-len(self._newest) :], self._config.smoothing)
 
     # -- what would have been -----------------------------------------------------------------
 
@@ -75,6 +87,23 @@ class History:
             speeds=self._config.stage_speeds,
         )
         before, after = seconds[: len(self._profiles)], seconds[len(self._profiles) :]
+        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+
+    def least_gains(
+        self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile]
+    ) -> list[float]:
+        """What a partition would have saved of the seconds that a batch takes at least, in whatever order.
+
+        Args:
+            present: boundaries.
+            planned: other ones.
+            fill: adds halves of backwards to a profile of whole ones.
+        """
+        newest = [fill(profile) for profile in list(self._profiles)[-_PLANNED_FOR:]]
+        before, after = (
+            [least_seconds(Workload.from_profile(p, cut, speeds=self._config.stage_speeds)) for p in newest]
+            for cut in (present, planned)
+        )
         return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
 
     def stage_noise(self, boundaries: Sequence[int]) -> float:
@@ -109,7 +138,8 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, each profile once."""
-        measured = {} if self._config.stage_speeds is None else {"newest": list(self._newest)}
+        same = all(a is b for a, b in zip(reversed(self._newest), reversed(self._profiles), strict=False))
+        measured = {} if same else {"newest": list(self._newest)}
         return {"profiles": list(self._profiles), "num_newest": len(self._newest), **measured}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
@@ -121,7 +151,7 @@ class History:
             same_stages: whether it comes from as many stages; else the newest profiles are left out, while layer
                 times at unit speed serve any number.
         """
-        profiles = state.get("profiles", [])
+        profiles = state["profiles"] if "profiles" in state else list(map(self._at_unit_speed, state["newest"]))
         self._profiles = deque(profiles, maxlen=HISTORY)
         seconds_until = state["history"] if "history" in state else map(_seconds_until, profiles)
         self.seconds_until = deque(map(tuple, seconds_until), maxlen=HISTORY)

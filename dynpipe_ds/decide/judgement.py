@@ -43,8 +43,24 @@ class Decision:
     noise: float
 
 
+@dataclass(frozen=True)
+class Prospect:
+    """What a plan promises where orders are planned with partitions.
+
+    Args:
+        present_s: predicted seconds of a batch on the present partition, in its best order.
+        planned_s: the same on the planned one.
+        gains: what the planned partition would have saved of each of the newest batches.
+    """
+
+    present_s: float
+    planned_s: float
+    gains: Sequence[float]
+
+
 def judge(
-    plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, costs_s: Collection[float]
+    plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, costs_s: Collection[float],
+    prospect: Prospect | None = None,
 ) -> Decision:
     """Decide on a plan.
 
@@ -54,13 +70,17 @@ def judge(
         history: earlier profiles.
         config: the section.
         costs_s: seconds that the newest moves took.
+        prospect: of planned orders; ``None``: both run 1F1B.
     """
     every = config.rebalance_every
     if tuple(plan.boundaries) == profile.boundaries:
         return Decision(False, "the present partition is the best one known", saved_s=0.0, cost_s=0.0, noise=0.0)
-    batch_s, planned_s = predicted_batches_s(
-        [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
-    )
+    if prospect is not None:
+        batch_s, planned_s = prospect.present_s, prospect.planned_s
+    else:
+        batch_s, planned_s = predicted_batches_s(
+            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
+        )
     num_batches = every if isinstance(every, int) else config.horizon_batches
     saved_s = num_batches * (batch_s - planned_s)
     if abs(batch_s - planned_s) <= ROUNDING * batch_s:
@@ -68,9 +88,12 @@ def judge(
     # The low median keeps a slow first move (memory pools, connections) from blocking others.
     cost_s = median_low(costs_s) if costs_s else FIRST_COST * batch_s
     # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
-    refines = plan.predicted_gain <= 0 < saved_s
-    gain = 1.0 - planned_s / batch_s if refines else plan.predicted_gain
-    gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
+    refines = prospect is not None or plan.predicted_gain <= 0 < saved_s
+    gain = 1.0 - planned_s / batch_s if refines and batch_s else plan.predicted_gain
+    if prospect is not None:
+        gains = prospect.gains
+    else:
+        gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
     noise = max(noise_of(gains), history.stage_noise(profile.boundaries))
     if every == "never":
         rebalance, reason = False, "rebalance_every is 'never'"

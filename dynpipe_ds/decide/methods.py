@@ -124,6 +124,31 @@ class PartitionMethod:
             boundaries, costs, current=current, layer_bytes=layer_bytes, speeds=speeds
         )
 
+    @property
+    def seeks_best(self) -> bool:
+        """Whether it is to find the fastest partition, rather than one by a rule of its own."""
+        return self.partitioner == "optimal" and self.cost == "time"
+
+    def replan(
+        self, plan: Plan, boundaries: Sequence[int], profile: PipelineProfile, *, current: Sequence[int],
+        speeds: Sequence[float] | None,
+    ) -> Plan:
+        """A plan with other boundaries, which are the best for another order than 1F1B.
+
+        Args:
+            plan: the method's.
+            boundaries: S + 1 layer indices.
+            profile: that it was made from.
+            current: the present boundaries.
+            speeds: S relative speeds.
+        """
+        if tuple(boundaries) == plan.boundaries:
+            return plan
+        return plan_from_boundaries(
+            tuple(boundaries), _known_costs(profile, self.cost or "time"), current=current,
+            layer_bytes=profile.moved_bytes(), speeds=speeds,
+        )
+
     def __str__(self) -> str:
         if self.partitioner is not None:
             return f"{self.partitioner}:{self.cost}"

@@ -80,6 +80,19 @@ OrderFor = Callable[[int, int], Order]
 ONE_F_ONE_B: OrderFor = partial(order_of, "1f1b")
 
 
+def ordered(order: Order | None, num_micro_batches: int, num_stages: int) -> Order:
+    """An order where it is of this size, else 1F1B: a batch may have other micro-batches than the ones before.
+
+    Args:
+        order: ``None``: 1F1B.
+        num_micro_batches: M.
+        num_stages: S.
+    """
+    if order is None or (order.num_micro_batches, order.num_stages) != (num_micro_batches, num_stages):
+        return ONE_F_ONE_B(num_micro_batches, num_stages)
+    return order
+
+
 def planned(pipe_schedule: Any, order_for: OrderFor = ONE_F_ONE_B) -> Any:
     """What to run in place of a schedule of DeepSpeed's: for a training batch an order, any other as it is.
 

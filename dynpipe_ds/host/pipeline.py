@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor, ordered
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -36,7 +37,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
-        order_for: which order a training batch runs; may be set between two batches, to the same on every rank.
+        order_for: which order a training batch runs.
         in_flight: micro-batches of the present batch.
         channels: what carries activations and gradients.
     """
@@ -71,6 +72,14 @@ class Pipeline:
         stages = [self.ranks_of(stage) for stage in range(self.num_stages)]
         self.channels = Channels(wires(stages, self.rank), self.device, self.stage_id)
         self._traffic = None
+
+    def run_order(self, order: Order | None) -> None:
+        """Let the next training batches run an order where it fits them, 1F1B elsewhere.
+
+        Args:
+            order: the same on every rank; ``None``: 1F1B.
+        """
+        self.order_for = ONE_F_ONE_B if order is None else partial(ordered, order)
 
     def traffic_of(self, pipe_schedule: Any) -> Traffic:
         """The messages of this stage in a schedule; kept, since nearly every batch has the same.

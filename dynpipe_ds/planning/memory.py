@@ -9,17 +9,23 @@ from dynpipe_ds.partition.memory import StageMemory
 from dynpipe_ds.placement import Placement
 
 
-def worker_bytes_of_1f1b(profile: PipelineProfile, boundaries: Placement | Sequence[int]) -> int:
+def worker_bytes_of_1f1b(
+    profile: PipelineProfile, boundaries: Placement | Sequence[int], *, activation_budget: float = 1.0
+) -> int:
     """State and activations that the fullest worker holds under 1F1B.
 
     Args:
         profile: bytes of every layer, and M.
         boundaries: S + 1 layer indices, or a placement that is a partition.
+        activation_budget: how often its activations count.
 
     Returns:
         Bytes.
     """
-    return max(_memory(profile).stage_bytes(boundaries))
+    placement = Placement.of(boundaries, num_layers=len(profile.layers))
+    state = (sum(held) for held in placement.by_stage(profile.state_bytes()))
+    held = zip(state, _memory(profile).stage_bytes(placement), strict=True)
+    return max(kept + round(activation_budget * (most - kept)) for kept, most in held)
 
 
 def activation_caps(

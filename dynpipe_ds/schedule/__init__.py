@@ -4,7 +4,7 @@ Pure: ``order`` (the value), ``makers`` (orders by name). :mod:`dynpipe_ds.simul
 ``host/order.py`` turns it into DeepSpeed's instructions.
 """
 
-from dynpipe_ds.schedule.makers import ScheduleName, order_of
+from dynpipe_ds.schedule.makers import ScheduleName, order_of, split_at_once
 from dynpipe_ds.schedule.order import Instruction, Op, Order
 
-__all__ = ["Instruction", "Op", "Order", "ScheduleName", "order_of"]
+__all__ = ["Instruction", "Op", "Order", "ScheduleName", "order_of", "split_at_once"]

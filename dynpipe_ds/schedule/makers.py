@@ -36,6 +36,27 @@ def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -
     return Order(num_micro_batches, tuple(streams))
 
 
+@lru_cache(maxsize=8)
+def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> Order:
+    """1F1B with backwards in two halves, of which the second follows the first: to measure them apart.
+
+    Args:
+        num_micro_batches: M.
+        num_stages: S.
+        first_stage: the first one that splits.
+
+    Returns:
+        The order.
+    """
+    usual = order_of("1f1b", num_micro_batches, num_stages)
+    streams = [list(stream) for stream in usual.stages]
+    for stream in streams[first_stage:]:
+        for micro_batch in range(num_micro_batches):
+            at = stream.index(Instruction(Op.BACKWARD, micro_batch))
+            stream.insert(at + 1, Instruction(Op.BACKWARD_WEIGHT, micro_batch))
+    return Order(num_micro_batches, tuple(map(tuple, streams)))
+
+
 def check_schedule(schedule: str) -> None:
     """Refuse the name of a schedule that nobody makes.
 

@@ -1,0 +1,256 @@
+"""In which order to run a batch: 1F1B, or one planned from measured seconds, whichever is faster by prediction.
+
+A prediction leaves out what it does not know: messages, noise, what computing side by side costs. So what batches
+took is set beside what was predicted for them, under either kind of order, and the predictions are corrected by it
+before they are compared: an order that only looks faster is given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning.planner import EFFORT, num_computations
+from dynpipe_ds.schedule import Order
+from dynpipe_ds.simulation import Workload, simulate
+
+LEAST_GAIN = 0.01
+"""Share of a batch that a planned order must save for ``"auto"``."""
+
+RATE = 200_000
+"""Computations that planning looks at in a second, on a slow processor."""
+
+SHARE_OF_TIME = 0.005
+"""Of the training time, what planning may take; simulating what was run, and comparing, takes as much again."""
+
+FIRST_EFFORT = 4_000
+"""Computations that may be looked at before any time was trained: 20 milliseconds."""
+
+_NEWEST = 8  # batches that a correction is taken from
+
+
+@dataclass(frozen=True)
+class OrderedBatch:
+    """A partition, the order to run it in, and the seconds that are predicted.
+
+    Args:
+        boundaries: S + 1 layer indices.
+        order: what to run; ``None``: 1F1B.
+        seconds: of a batch, corrected by what batches have taken.
+    """
+
+    boundaries: tuple[int, ...]
+    order: Order | None
+    seconds: float
+
+
+class Orders:
+    """Plans orders and says which one to run.
+
+    Args:
+        config: the section.
+
+    Attributes:
+        order: to run; ``None``: 1F1B.
+    """
+
+    def __init__(self, config: DynamicPipelineConfig) -> None:
+        self._config = config
+        self.order: Order | None = None
+        self._chosen_for: tuple[int, ...] = ()
+        self._excess: dict[bool, deque[float]] = {kind: deque(maxlen=_NEWEST) for kind in (False, True)}
+        self._start: tuple[int, ...] | None = None
+        self._worker_bytes = 0
+        self._effort = float(FIRST_EFFORT)
+        self._known: dict[tuple[int, ...], OrderedBatch] = {}
+        self._newest_batch = -1
+
+    # -- observing ----------------------------------------------------------------------------
+
+    def observe(self, profile: PipelineProfile, ran: Order | None, *, is_trial: bool) -> None:
+        """Take in a batch.
+
+        Args:
+            profile: as measured.
+            ran: what it ran; ``None``: 1F1B.
+            is_trial: whether it ran 1F1B with split backwards, which is nobody's choice.
+        """
+        self._known.clear()
+        batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
+        self._effort += RATE * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
+        self._newest_batch = profile.batch
+        if self._start is None:
+            self._start = profile.boundaries
+            self._worker_bytes = self._bytes_of_1f1b(profile)
+        computing_s = max((stage.busy_s + stage.idle_s for stage in profile.stages), default=0.0)
+        if not is_trial and computing_s > 0:
+            workload = Workload.from_profile(profile)
+            predicted_s = simulate(workload, ran or "1f1b").makespan_s
+            if predicted_s > 0:
+                self._excess[ran is not None].append(computing_s / predicted_s)
+
+    @property
+    def correction(self) -> float:
+        """What planned orders take longer than predicted, as a multiple of what 1F1B does; 1 until both have run."""
+        planned, usual = (median(self._excess[kind]) if self._excess[kind] else 0.0 for kind in (True, False))
+        return planned / usual if planned and usual else 1.0
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def has_choice(self, profile: PipelineProfile) -> bool:
+        """Whether another order than 1F1B may run.
+
+        Args:
+            profile: of any batch.
+        """
+        return self._config.schedule != "1f1b" and profile.num_micro_batches > 1 and len(profile.boundaries) > 2
+
+    def is_affordable(self, profile: PipelineProfile) -> bool:
+        """Whether planning an order keeps within its share of the time.
+
+        Args:
+            profile: of any batch.
+        """
+        return self._effort >= 2 * 3 * (len(profile.boundaries) - 1) * profile.num_micro_batches
+
+    def knows(self, boundaries: Sequence[int]) -> bool:
+        """Whether the best order for a partition was found since the newest batch.
+
+        Args:
+            boundaries: S + 1 layer indices.
+        """
+        return tuple(boundaries) in self._known
+
+    def best(self, profile: PipelineProfile, boundaries: Sequence[int]) -> OrderedBatch:
+        """The best order for a partition.
+
+        Args:
+            profile: with halves.
+            boundaries: S + 1 layer indices.
+        """
+        cuts = tuple(boundaries)
+        if cuts not in self._known:
+            self._known[cuts] = self._better(self._usual(profile, cuts), self._planned(profile, cuts))
+        return self._known[cuts]
+
+    def together(
+        self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
+    ) -> OrderedBatch:
+        """The best partition and order.
+
+        Args:
+            profile: with halves.
+            candidates: partitions, the present one first.
+            pinned: cuts that no partition may have.
+        """
+        found = [self.best(profile, cuts) for cuts in candidates]
+        effort = int(min(EFFORT, max(0.0, self._effort)))
+        try:
+            planned = plan_batch(
+                profile, [tuple(cuts) for cuts in candidates], worker_bytes=self._caps(profile), pinned=pinned,
+                speeds=self._config.stage_speeds, allow_empty=self._config.allow_empty_stages, effort=effort,
+            )
+        except ValueError:  # no candidate keeps the memory of the workers, under any order
+            return min(found, key=lambda one: one.seconds)
+        self._effort -= effort
+        cuts = planned.placement.boundaries
+        found.append(self.best(profile, cuts))
+        if not planned.planned.is_1f1b:
+            corrected = OrderedBatch(cuts, planned.planned.order, planned.seconds * self.correction)
+            found.append(self._better(self._usual(profile, cuts), corrected))
+        best = min(found, key=lambda one: one.seconds)
+        self._known[best.boundaries] = best
+        return best
+
+    def _usual(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> OrderedBatch:
+        return OrderedBatch(cuts, None, simulate(self._workload(profile, cuts)).makespan_s)
+
+    def _planned(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> OrderedBatch | None:
+        """What is planned for a partition; ``None`` where that is 1F1B, or nothing fits."""
+        workload, effort = self._workload(profile, cuts), int(min(EFFORT, max(0.0, self._effort)))
+        try:
+            planned = plan_order(workload, activation_caps(profile, cuts, self._caps(profile)), effort=effort)
+        except ValueError:  # its layers leave no room for what an order of ours may hold
+            return None
+        self._effort -= max(2 * num_computations(workload), min(effort, 5 * num_computations(workload)))
+        if planned.is_1f1b:
+            return None
+        return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
+
+    def _better(self, usual: OrderedBatch, planned: OrderedBatch | None) -> OrderedBatch:
+        if planned is None:
+            return usual
+        pays = planned.seconds <= usual.seconds * (1.0 - LEAST_GAIN)
+        return planned if pays or self._config.schedule == "planned" else usual
+
+    def _workload(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> Workload:
+        return Workload.from_profile(profile, cuts, speeds=self._config.stage_speeds)
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def order_on(self, boundaries: Sequence[int]) -> Order | None:
+        """The present order, if it was chosen for these boundaries; on others it might hold too much.
+
+        Args:
+            boundaries: S + 1 layer indices.
+        """
+        return self.order if tuple(boundaries) == self._chosen_for else None
+
+    def adopt(self, order: Order | None, boundaries: Sequence[int]) -> None:
+        """Run an order from now on.
+
+        Args:
+            order: ``None``: 1F1B.
+            boundaries: what it was chosen for.
+        """
+        self.order, self._chosen_for = order, tuple(boundaries)
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def _caps(self, profile: PipelineProfile) -> int | list[int]:
+        """What workers may hold: as much as the fullest under 1F1B at the start, and no more than their caps."""
+        most = max(self._worker_bytes, self._bytes_of_1f1b(profile))
+        given = self._config.memory_cap_bytes
+        if isinstance(given, list):
+            return [min(most, cap) for cap in given]
+        return most if given is None else min(most, given)
+
+    def _bytes_of_1f1b(self, profile: PipelineProfile) -> int:
+        start = self._start
+        if start is None or len(start) != len(profile.boundaries):
+            return 0
+        return worker_bytes_of_1f1b(profile, start, activation_budget=self._config.activation_budget)
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, plain values."""
+        return {
+            "order": None if self.order is None else str(self.order), "effort": self._effort,
+            "chosen_for": self._chosen_for,
+            "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
+            "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take in what :meth:`state_dict` gave.
+
+        Args:
+            state: as given; empty from an older checkpoint, or from other stages.
+        """
+        text = state.get("order")
+        self.order = None if text is None else Order.parse(text)
+        self._chosen_for = tuple(state.get("chosen_for", ()))
+        self._effort = state.get("effort", float(FIRST_EFFORT))
+        for kind, values in state.get("excess", {}).items():
+            self._excess[kind] = deque(values, maxlen=_NEWEST)
+        self._start = None if state.get("start") is None else tuple(state["start"])
+        self._worker_bytes = state.get("worker_bytes", 0)
+        self._newest_batch = state.get("newest_batch", -1)
+        self._known.clear()
