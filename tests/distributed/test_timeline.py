@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 from dynpipe_ds.reporting import chrome_trace
 from dynpipe_ds.schedule import Op
 from dynpipe_ds.simulation import Interval, Workload, simulate
-from tests.distributed.configs import ADAMW
+from tests.distributed.configs import ADAMW, BY_HAND
 from tests.distributed.models import Run, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.sleeping import napping, told_time
@@ -23,7 +24,7 @@ BUSY = ("forward", "backward", "weight")
 def told(_rank: int) -> tuple[Any, ...]:
     """Two cuts; then the first stage is frozen, which gets no gradients any more."""
     with told_time():
-        engine = engine_of(napping(NAPS), [0, 2, 4, 6])
+        engine = engine_of(napping(NAPS), [0, 2, 4, 6], {"dynamic_pipeline": {**BY_HAND, "schedule": "1f1b"}})
         before = engine.timeline()
         nap(engine, 2)
         first = engine.timeline()
@@ -63,8 +64,10 @@ def test_the_timeline_is_the_simulators_where_no_other_time_passes() -> None:
 
 def real(_rank: int, run: Run) -> tuple[Any, ...]:
     engine = make_engine(run)
-    engine.dynamic.pipeline.order_for = delayed(2)
-    train(engine, run)
+    pipeline = engine.dynamic.pipeline
+    with patch.object(pipeline, "run_order"):  # else it is chosen anew before every batch
+        pipeline.order_for = delayed(2)
+        train(engine, run)
     return engine.timeline()
 
 
