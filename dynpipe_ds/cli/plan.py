@@ -27,7 +27,10 @@ from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
-_OF_THE_SECTION = ("partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages")
+_OF_THE_SECTION = (
+    "partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages", "schedule",
+    "activation_budget",
+)  # fmt: skip
 SCHEDULES = ("auto", "1f1b", "planned")
 _COLUMNS = {
     "stage": "stage", "layers": "layers", "forward ms": "forward_s", "backward ms": "backward_s",
@@ -57,10 +60,12 @@ def add_parser(commands: Any) -> None:
     parser.option("--config", "FILE", f'DeepSpeed JSON whose "{SECTION}" section has these settings')
     parser.option("--current", "PARTITION", "boundaries now in use, to compare with (default: the profile's)")
     parser.add_argument(
-        "--schedule", choices=SCHEDULES, default="auto",
+        "--schedule", choices=SCHEDULES,
         help="order of forwards and backwards: 1f1b, planned, or planned where it is known what of a backward can be "
         "done later (auto, default)",
     )
+    budget = "what planned orders may hold of activations, as a multiple of 1F1B's fullest worker (default 1)"
+    parser.option("--activation-budget", "X", budget, reading.at_least_0("a finite number > 0"))
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="import it first: it may call register_partitioner",
@@ -95,21 +100,26 @@ def run(arguments: argparse.Namespace) -> Result:
         raise UsageError(f"{arguments.profile} has no partition of its own; give the number of stages by --stages")
     with usage():
         try:
-            case = _Case(profile, num_stages, _config(arguments, len(profile.layers), num_stages), arguments)
+            config = _config(arguments, len(profile.layers), num_stages, profile.num_micro_batches)
+            case = _Case(profile, num_stages, config, arguments)
             values = case.values()
         except InfeasiblePartitionError as error:
             raise ProblemError(str(error)) from error
     return OK, _text(case, values), values
 
 
-def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> DynamicPipelineConfig:
+def _config(
+    arguments: argparse.Namespace, num_layers: int, num_stages: int, num_micro_batches: int
+) -> DynamicPipelineConfig:
     """The section of --config with the options laid over it, checked by the section's own rules."""
     file = reading.json_object(arguments.config)
     with usage(f"{arguments.config}: "):  # what is wrong there is said of the file alone
         parse_config(file)
     given = {key: getattr(arguments, key) for key in _OF_THE_SECTION if getattr(arguments, key) is not None}
     config = parse_config({SECTION: {**file.get(SECTION, {}), **given, "enabled": True}})
-    check_against_model(config, num_layers=num_layers, num_stages=num_stages)
+    check_against_model(
+        config, num_layers=num_layers, num_stages=num_stages, num_micro_batches=num_micro_batches
+    )
     return config
 
 
@@ -144,7 +154,7 @@ class _Case:
         )
         self.has_halves = reading.has_halves(profile)
         self.weight_share = arguments.weight_share
-        self.schedule = arguments.schedule
+        self.schedule = config.schedule
         self.plans_orders = self.has_times and (
             self.schedule == "planned" or (self.schedule == "auto" and self.has_halves)
         )
@@ -205,10 +215,12 @@ class _Case:
         return _Row(_TOGETHER, best.placement.boundaries, order, best.planned.simulation)
 
     def _worker_bytes(self, chosen: Sequence[int]) -> int | Sequence[int]:
-        """The cap, or what the fullest stage holds under 1F1B on the present partition, or else on the chosen one."""
-        if self.config.memory_cap_bytes is not None:
-            return self.config.memory_cap_bytes
-        return worker_bytes_of_1f1b(self.profile, self.current or chosen)
+        """As in training: the cap, and what the fullest stage holds under 1F1B on the present or the chosen partition."""
+        budget, given = self.config.activation_budget, self.config.memory_cap_bytes
+        most = worker_bytes_of_1f1b(self.profile, self.current or chosen, activation_budget=budget)
+        if isinstance(given, list):
+            return [min(most, cap) for cap in given]
+        return most if given is None else min(most, given)
 
     # -- what they promise --------------------------------------------------------------------
 

@@ -152,6 +152,21 @@ def test_memory_of_planned_orders(dynpipe: Command) -> None:
     assert "stage 2 may hold 30,000 bytes" in wrong["error"]
 
 
+def test_the_budget_of_the_section(dynpipe: Command) -> None:
+    """Keys of the JSON file count, by its rules; more memory is faster; an option wins."""
+    options = ("--stages", 3, "--micro-batches", 8, "--weight-share", 0.5, "--json")
+    sections = {"wide.json": ("activation_budget", 2.0), "usual.json": ("schedule", "1f1b")}
+    for name, section in {**sections, "low.json": ("activation_budget", 0.1)}.items():
+        Path(name).write_text(json.dumps({"dynamic_pipeline": dict([section])}), encoding="utf-8")
+    plain, wide = (dynpipe("plan", "profile.json", *options, *more).json for more in ((), ("--config", "wide.json")))
+    assert wide["batch_s"] < plain["batch_s"]
+    assert max(s["peak_bytes"] for s in wide["stages"]) > max(s["peak_bytes"] for s in plain["stages"])
+    assert dynpipe("plan", "profile.json", *options, "--config", "wide.json", "--activation-budget", 1).json == plain
+    assert dynpipe("plan", "profile.json", *options, "--config", "usual.json").json["order"] == "1F1B"
+    refused = dynpipe("plan", "profile.json", *options, "--config", "low.json")
+    assert refused.code == 2 and "activation_budget = 0.1: under 1F1B a worker holds at most 3" in refused.err
+
+
 def test_an_own_partitioner(dynpipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered by a module that is imported first."""
     monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
