@@ -91,6 +91,8 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         pipeline = self.dynamic.pipeline
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        if self.module.recorder is not None:
+            self.module.recorder.order = getattr(to_run, "order", None)
         pipeline.in_flight.begin()
         try:
             super()._exec_schedule(to_run)
