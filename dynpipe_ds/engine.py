@@ -21,7 +21,7 @@ from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
-from dynpipe_ds.host.instructions import instruction_map
+from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.measure.profile import PipelineProfile
@@ -273,6 +273,7 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
             num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
+        check_schedule(config.schedule, type(self))
         self._INSTRUCTION_MAP = instruction_map(type(self))
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())

@@ -214,6 +214,25 @@ _GUARDS: dict[type, tuple[Callable[[Callable[..., None]], Callable[..., None]], 
 }
 
 
+def check_schedule(name: str, engine_class: type) -> None:
+    """Refuse planned orders where the client's own schedule would run instead, and nobody would notice.
+
+    Args:
+        name: the key ``schedule`` of the section.
+        engine_class: class of the engine.
+
+    Raises:
+        ValueError: if it must be another one.
+    """
+    instructions = engine_class._INSTRUCTION_MAP  # type: ignore[attr-defined]
+    own = sorted(one.__name__ for one in instructions if one not in PipelineEngine._INSTRUCTION_MAP)
+    if name == "planned" and own:
+        raise ValueError(
+            f"schedule = 'planned': {engine_class.__name__} has instructions of its own, {', '.join(own)}, which run "
+            "in a schedule of its own and not in a planned order; set schedule to 'auto' or '1f1b'"
+        )
+
+
 def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:
     """What a dynamic engine does for each pipeline instruction.
 
