@@ -22,7 +22,9 @@ from dynpipe_ds.host import accelerator
 from dynpipe_ds.host.specs import LayerSpec, forward_function, layer_name
 from dynpipe_ds.measure.gather import layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, ActivationMeter, BatchRecorder, BatchTimes
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, WEIGHT, ActivationMeter, BatchRecorder, BatchTimes
+from dynpipe_ds.splitting.graph import CantBeSplit
+from dynpipe_ds.splitting.halves import backward_inputs
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -108,10 +110,16 @@ class _Layer:
     module: nn.Module | None
     loss: Callable[[Any], Tensor] | None
 
-    def run(self, recorder: BatchRecorder, x: Any, meter: Any, *, checkpointed: bool) -> tuple[BatchTimes, Any]:
-        """Run it forward and backward once; its input's ``requires_grad`` says whether layers before it train."""
+    def run(
+        self, recorder: BatchRecorder, x: Any, meter: Any, *, checkpointed: bool, split: bool = False
+    ) -> tuple[BatchTimes, Any]:
+        """Run it forward and backward once; its input's ``requires_grad`` says whether layers before it train.
+
+        Its backward is split if asked for, and possible.
+        """
+        given = _map(lambda t: t.detach().requires_grad_(t.requires_grad), x)
         # A copy is no leaf, as inside a stage, so layers may change their input in place.
-        x = _map(lambda t: t.detach().requires_grad_(t.requires_grad).clone(), x)
+        x = _map(lambda t: t.clone(), given)
         recorder.start(meter)
         recorder.instruction(FORWARD, self.index)
         y = self._forward(recorder, x, checkpointed=checkpointed)
@@ -120,8 +128,22 @@ class _Layer:
         if outputs:
             gradients = [torch.ones_like(t) for t in outputs]
             recorder.instruction(BACKWARD, self.index)
-            torch.autograd.backward(outputs, gradients)
+            wanting = [t for t in _tensors(given) if t.requires_grad]
+            if not (split and wanting and self._split(recorder, outputs, gradients, wanting)):
+                torch.autograd.backward(outputs, gradients)
         return recorder.stop(), _map(lambda t: t.detach().requires_grad_(t.requires_grad), y)
+
+    def _split(
+        self, recorder: BatchRecorder, outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor]
+    ) -> bool:
+        """Run the backward in two halves; false if it must run whole."""
+        try:
+            half = backward_inputs(outputs, gradients, inputs)
+        except CantBeSplit:
+            return False
+        recorder.instruction(WEIGHT, self.index)
+        half.run()
+        return True
 
     def _forward(self, recorder: BatchRecorder, x: Any, *, checkpointed: bool) -> Any:
         inputs = _tensors(x)
@@ -175,9 +197,12 @@ def measure_layers(
         nonlocal x, counted
         with_loss = loss_fn is not None and index == len(layers) - 1
         layer = _build(index, spec, partial(_call_loss, loss_fn, labels) if with_loss else None, device, memory.dtype)
-        passes = [layer.run(recorder, x, None, checkpointed=checkpointed)[0] for _ in range(warmup + repeats)]
+        whole, halves = (
+            [layer.run(recorder, x, None, checkpointed=checkpointed, split=split)[0] for _ in range(warmup + repeats)]
+            for split in (False, True)
+        )
         activation_bytes, counted, x = _metered(layer, recorder, x, counted, checkpointed=checkpointed)
-        return _layer_profile(layer_name(spec), layer, passes[warmup:], activation_bytes, memory)
+        return _layer_profile(layer_name(spec), layer, whole[warmup:], halves[warmup:], activation_bytes, memory)
 
     for index, spec in enumerate(layers):
         try:
@@ -213,8 +238,13 @@ def _metered(
 
 
 def _layer_profile(
-    name: str, layer: _Layer, passes: Sequence[BatchTimes], activation_bytes: int, memory: TrainingMemory
+    name: str, layer: _Layer, whole: Sequence[BatchTimes], halves: Sequence[BatchTimes], activation_bytes: int,
+    memory: TrainingMemory,
 ) -> LayerProfile:
+    backward_s, halves_s, weight_s = (
+        median(seconds.get(layer.index, 0.0) for seconds in found)
+        for found in ([t.backward_s for t in whole], [t.backward_s for t in halves], [t.weight_s for t in halves])
+    )
     sizes = layer_sizes(
         nn.ModuleList() if layer.module is None else layer.module,
         lambda p: round(p.numel() * memory.optimizer_bytes) if p.requires_grad else 0,
@@ -222,9 +252,11 @@ def _layer_profile(
     )
     return LayerProfile(
         name=name,
-        forward_s=median(times.forward_s.get(layer.index, 0.0) for times in passes),
-        backward_s=median(times.backward_s.get(layer.index, 0.0) for times in passes),
+        forward_s=median(times.forward_s.get(layer.index, 0.0) for times in whole),
+        backward_s=backward_s,
         activation_bytes=activation_bytes,
+        weight_s=min(weight_s, halves_s),
+        split_s=max(0.0, halves_s - backward_s) if weight_s else 0.0,
         **asdict(sizes),
     )
 

@@ -75,6 +75,19 @@ def test_known_times() -> None:
     assert [layer.optimizer_state_bytes for layer in measured.layers] == [0, 0, 8 * 20]
 
 
+def test_halves_are_measured_where_there_are_any() -> None:
+    """Not of the first layer, whose input wants no gradient, frozen ones, functions, and what is recomputed."""
+    frozen = nn.Linear(64, 64).requires_grad_(False)
+    layers = [nn.Linear(64, 64), nn.Linear(64, 64), torch.relu, frozen, nn.Linear(64, 4)]
+    inputs = torch.randn(256, 64)
+    measured = measure_layers(layers, inputs, memory=MEMORY)
+    assert [layer.weight_s > 0 for layer in measured.layers] == [False, True, False, False, True]
+    assert all(layer.weight_s <= layer.backward_s + layer.split_s for layer in measured.layers)
+    assert not any(layer.split_s for layer in measured.layers if not layer.weight_s)
+    again = measure_layers(layers, inputs, memory=MEMORY, checkpointed=True)
+    assert not any(layer.weight_s for layer in again.layers)
+
+
 class Counted(nn.Module):
     """Knows how many of its kind exist at once."""
 
