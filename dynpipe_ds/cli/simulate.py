@@ -14,7 +14,7 @@ from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.schedule import Order, order_of
-from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
+from dynpipe_ds.simulation import Interval, ScheduleName, Simulation, Workload, simulate
 
 PLANNED = "planned"
 SCHEDULES = (*get_args(ScheduleName), PLANNED)
@@ -47,10 +47,6 @@ def add_parser(commands: Any) -> None:
         f"one or more of {', '.join(SCHEDULES)}; planned: an order planned from the times (default: planned where it "
         "is known what of a backward can be done later, else 1f1b)", _schedules,
     )  # fmt: skip
-    parser.add_argument(
-        "--sends", choices=get_args(Sends), default="buffered",
-        help="whether a send is over at once (buffered, as the engine sends; default) or with its receive",
-    )
     cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
     parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
     parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
@@ -90,8 +86,6 @@ def run(arguments: argparse.Namespace) -> Result:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
     profile = reading.profile(arguments)
     schedules = arguments.schedule or [PLANNED if reading.has_halves(profile) else "1f1b"]
-    if PLANNED in schedules and arguments.sends == "rendezvous":
-        raise UsageError("--sends rendezvous: a planned order needs sends that are over at once; leave it out")
     if not any(profile.costs("time")):
         raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
     if arguments.partition is None and not profile.boundaries:
@@ -107,9 +101,8 @@ def run(arguments: argparse.Namespace) -> Result:
             for cuts in dict.fromkeys(partitions) for schedule in dict.fromkeys(schedules)
         ]  # fmt: skip
     values = {
-        "num_micro_batches": profile.num_micro_batches, "sends": arguments.sends,
-        "weight_share": arguments.weight_share, "batches": list(map(_values, batches)),
-        "files": _write(arguments, batches),
+        "num_micro_batches": profile.num_micro_batches, "weight_share": arguments.weight_share,
+        "batches": list(map(_values, batches)), "files": _write(arguments, batches),
     }  # fmt: skip
     return OK, _text(batches, values), values
 
@@ -126,7 +119,7 @@ def _simulate(
         order = plan_order(workload, activation_caps(profile, cuts, worker_bytes)).order
     else:
         order = order_of(cast(ScheduleName, schedule), workload.num_micro_batches, workload.num_stages)
-    return _Batch(cuts, schedule, order, simulate(workload, order, sends=arguments.sends, timeline=True))
+    return _Batch(cuts, schedule, order, simulate(workload, order, timeline=True))
 
 
 def _write(arguments: argparse.Namespace, batches: Sequence[_Batch]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
-from dynpipe_ds.host.data_position import DataPosition, LateLoader
+from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor, ordered
+from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -37,7 +36,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
-        order_for: which order a training batch runs.
+        order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         channels: what carries activations and gradients.
     """
@@ -45,13 +44,15 @@ class Pipeline:
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
-        self.order_for: OrderFor = ONE_F_ONE_B
+        self._order: Order | None = None
+        self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
         self.channels: Channels
         self._traffic: tuple[Order, Traffic] | None = None
+        self._before: tuple[dict[str, int], RandomStreams]
 
     def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
         """Begin, after DeepSpeed's constructor.
@@ -79,7 +80,7 @@ class Pipeline:
         Args:
             order: the same on every rank; ``None``: 1F1B.
         """
-        self.order_for = ONE_F_ONE_B if order is None else partial(ordered, order)
+        self._order = order
 
     def traffic_of(self, pipe_schedule: Any) -> Traffic:
         """The messages of this stage in a schedule; kept, since nearly every batch has the same.
@@ -217,21 +218,29 @@ class Pipeline:
     # -- what it caches -----------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """Let what crosses a boundary be announced anew."""
+        """Let what crosses a boundary be announced anew, and remember what a batch that fails must leave as it was."""
         self.engine.reset_activation_shape()
+        self._before = self.micro_batch_counters(), random_streams()
 
     def forget_layers(self) -> None:
         """Renew what DeepSpeed caches about the layers of a stage."""
         assert self._norm is not None
-        self.begin_batch()
+        self.engine.reset_activation_shape()
         for buffers in self.engine.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.in_flight.forget_layers()
         self._norm.install(self.engine.optimizer)
 
+    def forget_batch(self) -> None:
+        """Leave counters and random streams as before the batch; the micro-batches that it has read stay read."""
+        counters, streams = self._before
+        self.set_micro_batch_counters(counters)
+        set_random_streams(streams)
+        self.in_flight.forget_layers()  # what raised in a half may have been no matter of halves
+
     def drop_batch(self) -> None:
         """Let the next batch, or a move, begin as if the one that was refused had not been there."""
-        self.in_flight.begin()
+        self.forget_batch()
         timer = self.engine.timers(TRAIN_BATCH_TIMER)
         if getattr(timer, "started_", False):  # a client's own train_batch need not use it
             timer.stop()
@@ -276,14 +285,10 @@ class Pipeline:
         else:
             self.engine.data_iterator = iterator
 
-    def note_batch(self) -> None:
-        """Keep count of a training batch that other stages have read."""
-        self.note_read(self.engine.data_iterator)
-
-    def note_read(self, iterator: Any, num_micro_batches: int | None = None) -> None:
-        """Keep count of micro-batches that other stages have read; by default a batch's."""
+    def note_read(self, num_micro_batches: int) -> None:
+        """Keep count of micro-batches that other stages have read from the present iterator."""
         if not self.reads_data:
-            self.data.fall_behind(iterator, num_micro_batches or self.engine.micro_batches)
+            self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
 
     def start_reading(self) -> None:
         """Bring the present iterator to where the other stages' are.

@@ -109,14 +109,16 @@ class BatchRecorder:
         self._begun.append(len(self._labels))
         self._mark(kind, layer)
 
-    def mark_layer(self, kind: int, layer: int) -> None:
-        """Note that an instruction turns to another layer.
+    def mark_layer(self, kind: int, layer: int, settle: Callable[[], object] = lambda: None) -> None:
+        """Note that an instruction turns to another layer, if it does.
 
         Args:
             kind: of the instruction.
             layer: which one.
+            settle: does before what is left to do for the layer that was the last one.
         """
         if self._labels[-1] != (kind, layer):
+            settle()
             self._mark(kind, layer)
 
     def run(self, layer: int, function: Callable[[Any], Any], x: Any) -> Any:
@@ -299,4 +301,11 @@ class ActivationMeter:
             # Handing back the output itself would tie it to its own graph in a reference cycle.
             return tensor if tensor.is_leaf else tensor.detach()
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_unpack.gives_what_was_saved = True  # type: ignore[attr-defined]  # a backward may be split although these hooks hold it

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("workplace")
 
 def test_figures_are_the_simulators(dynpipe: Command) -> None:
     """With links, another schedule and a step."""
-    options = "--schedule gpipe --sends buffered --step-s 0.003 --activation-link-s 0.001 --gradient-link-s 0.002"
+    options = "--schedule gpipe --step-s 0.003 --activation-link-s 0.001 --gradient-link-s 0.002"
     values = dynpipe("simulate", "profile.json", "--partition", "0,3,8", *options.split(), "--json").json
     workload = Workload.from_profile(
         example_profile(), (0, 3, 8), activation_link_s=0.001, gradient_link_s=0.002, step_s=0.003
     )
-    outcome = simulate(workload, "gpipe", sends="buffered")
+    outcome = simulate(workload, "gpipe")
     (found,) = values["batches"]
     assert (found["makespan_s"], found["batch_s"]) == (outcome.makespan_s, outcome.batch_s)
     assert [stage["waiting_s"] for stage in found["stages"]] == [stage.waiting_s for stage in outcome.stages]
@@ -119,6 +119,3 @@ def test_memory_of_a_planned_order(dynpipe: Command) -> None:
     refused = dynpipe(*command, "--memory-cap-bytes", "9KiB")
     assert refused.code == 2 and "stage 0 may hold 9,216 bytes: must be at least the " in refused.err
     assert "one micro-batch (3,000) take; raise the cap" in refused.err
-    waits = dynpipe(*command, "--sends", "rendezvous")
-    assert waits.code == 2 and "a planned order needs sends that are over at once; leave it out" in waits.err
-    assert dynpipe(*command).json["sends"] == "buffered"
