@@ -29,8 +29,7 @@ from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import check_boundaries
-from dynpipe_ds.ranks.agreement import gather
-from dynpipe_ds.reporting.measured import measured_timeline
+from dynpipe_ds.reporting.measured import gathered_timeline
 from dynpipe_ds.reporting.monitor import GuardedMonitor
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval
@@ -137,12 +136,16 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             Intervals of this rank's replica of the pipeline, on one clock; none before the first profiled batch.
         """
         training = self._need_training("timeline")
-        recorder, pipeline = training.profiler.recorder, training.pipeline
-        everyone = gather((pipeline.replica, pipeline.stage_id, recorder.by_instruction()))
-        if recorder.order is None or not recorder.marks:
-            return ()
-        stages = {stage: marks for replica, stage, marks in everyone if replica == pipeline.replica}
-        return measured_timeline(recorder.order, [marks for _, marks in sorted(stages.items())])
+        return gathered_timeline(training.profiler.recorder, training.pipeline.replica, training.pipeline.stage_id)
+
+    @in_ordinary_mode
+    def whole_backwards(self) -> dict[int, tuple[str, ...]]:
+        """Why stages run backwards whole that a planned order splits; collective over all ranks.
+
+        Returns:
+            Reasons by stage; none where all could be split so far.
+        """
+        return self._need_training("whole_backwards").pipeline.whole_backwards()
 
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by global layer index; function layers are left out."""

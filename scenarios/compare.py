@@ -161,6 +161,7 @@ class Contender:
             [*interval[:3], *(round(seconds, _DIGITS) for seconds in interval[3:5]), interval.payload]
             for interval in self.engine.timeline()
         ]
+        measured.whole_backwards = [[stage, *reasons] for stage, reasons in self.engine.whole_backwards().items()]
         profiling_s, planning_s, migrating_s = _largest(measured.timed_overheads_s, self.engine.device)
         resumed = ", ".join(map(str, measured.resumed_at))
         all_windows = tuple((first, count, seconds) for first, count, seconds in measured.windows)

@@ -162,6 +162,7 @@ class Measurements:
         recording: what the report page shows of the layers.
         validations: after how many batches what loss and perplexity were found, for each evaluation.
         timeline: the newest profiled batch, fields of :class:`~dynpipe_ds.simulation.Interval`; when the run is over.
+        whole_backwards: stages that ran backwards whole which an order split, each with its reasons; likewise.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -176,6 +177,7 @@ class Measurements:
     recording: Recording = field(default_factory=Recording)
     validations: list[dict[str, float]] = field(default_factory=list)
     timeline: list[list[Any]] = field(default_factory=list)
+    whole_backwards: list[list[Any]] = field(default_factory=list)
 
     @property
     def timed_s(self) -> float:

@@ -215,7 +215,7 @@ class _Case:
         return _Row(_TOGETHER, best.placement.boundaries, order, best.planned.simulation)
 
     def _worker_bytes(self, chosen: Sequence[int]) -> int | Sequence[int]:
-        """As in training: the cap, and what the fullest stage holds under 1F1B on the present or chosen partition."""
+        """As in training: the cap, and what 1F1B needs at most on the present or the chosen partition."""
         budget, given = self.config.activation_budget, self.config.memory_cap_bytes
         most = worker_bytes_of_1f1b(self.profile, self.current or chosen, activation_budget=budget)
         if isinstance(given, list):

@@ -20,7 +20,7 @@ from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.agreement import gather, together
 from dynpipe_ds.schedule import Order
 
 Copies = list[tuple[nn.Parameter, nn.Parameter]]
@@ -132,6 +132,12 @@ class Pipeline:
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """All ranks of a stage, ascending."""
         return tuple(self.engine.module._topo.get_axis_list(axis="pipe", idx=stage))
+
+    def whole_backwards(self) -> dict[int, tuple[str, ...]]:
+        """Why backwards run whole that an order splits, by stage; collective over all ranks."""
+        everyone = gather((self.stage_id, self.in_flight.whole_because))
+        told = sorted({(stage, reason) for stage, reasons in everyone for reason in reasons})
+        return {stage: tuple(reason for s, reason in told if s == stage) for stage, _ in told}
 
     # -- its optimizer ------------------------------------------------------------------------
 

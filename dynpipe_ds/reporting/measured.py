@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, REDUCE, STEP, WEIGHT
+from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, REDUCE, STEP, WEIGHT, BatchRecorder
+from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.schedule import Instruction, Op, Order
 from dynpipe_ds.schedule.order import Stream
 from dynpipe_ds.simulation import Interval
@@ -70,6 +71,21 @@ class _Stage:
         computed = [i._replace(start_s=i.start_s + seconds, end_s=i.end_s + seconds) for i in self.computed]
         spans = {what: _Span(start_s + seconds, end_s + seconds) for what, (start_s, end_s) in self.transfers.items()}
         return _Stage(computed, spans)
+
+
+def gathered_timeline(recorder: BatchRecorder, replica: int, stage: int) -> tuple[Interval, ...]:
+    """The newest profiled batch of this rank's replica of the pipeline; collective over all ranks.
+
+    Args:
+        recorder: of this rank.
+        replica: of this rank.
+        stage: of this rank.
+    """
+    everyone = gather((replica, stage, recorder.by_instruction()))
+    if recorder.order is None or not recorder.marks:
+        return ()
+    own = sorted((number, marks) for of, number, marks in everyone if of == replica)
+    return measured_timeline(recorder.order, [marks for _, marks in own])
 
 
 def measured_timeline(order: Order, stages: Sequence[Sequence[Marks]]) -> tuple[Interval, ...]:

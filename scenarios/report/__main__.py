@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = load_results(options.folder)
-        from scenarios.report.page import notes, save_report, timelines  # draws
+        from scenarios.report.page import notes, save_report, timelines, whole_backwards  # draws
 
         default = (options.folder if options.folder.is_dir() else options.folder.parent) / "report.html"
         if options.trace is not None:
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     told = notes(results)
     values = _values(results, page, told)
-    print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, told))
+    text = _text(results, page, told, whole_backwards(results))
+    print(json.dumps(values, indent=1, allow_nan=False) if options.json else text)
     return 0
 
 
@@ -77,17 +78,18 @@ def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]
         "static_tokens_per_s": static.tokens_per_s, "dynamic_tokens_per_s": dynamic.tokens_per_s,
         "static_bubble_ratio": static.bubble_ratio, "dynamic_bubble_ratio": dynamic.bubble_ratio,
         "rebalances": [asdict(rebalance) for rebalance in results.dynamic.rebalances],
+        "whole_backwards": dict(results.dynamic.whole_backwards),
         "orders": results.dynamic.recording.orders if results.dynamic.recording else [],
     }  # fmt: skip
 
 
-def _text(results: JobResults, page: Path, notes: list[str]) -> str:
+def _text(results: JobResults, page: Path, notes: list[str], whole_backwards: list[str]) -> str:
     lines = [f"note: {note}" for note in notes]
     lines += [comparison_table(results.static.summary, results.dynamic.summary), ""]
     lines += [_line(rebalance) for rebalance in results.dynamic.rebalances]
     recording = results.dynamic.recording
     lines += [_order_line(phase) for phase in recording.orders] if recording is not None else []
-    return "\n".join([*lines, f"written: {page}"])
+    return "\n".join([*lines, *whole_backwards, f"written: {page}"])
 
 
 def _line(rebalance: Rebalance) -> str:

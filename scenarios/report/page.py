@@ -206,7 +206,17 @@ def _orders(results: JobResults) -> str:
         "runs 1F1B. A batch is its forwards and backwards, without the optimizer step. <b>Predicted</b>: by the "
         "simulator, from the layer times of the same batches, with messages that take no time. Medians of the first "
         "profiled batches.</p>"
-    )
+    ) + "".join(f"<p>{escape(line)}</p>" for line in whole_backwards(results))
+
+
+def whole_backwards(results: JobResults) -> list[str]:
+    """Say which stages of the dynamic run had backwards that an order splits and that ran whole.
+
+    Args:
+        results: of both runs.
+    """
+    found = results.dynamic.whole_backwards.items()
+    return [f"Stage {stage} ran backwards whole, since they can't be split: {'; '.join(why)}." for stage, why in found]
 
 
 def _rebalances(rebalances: Sequence[Rebalance]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
@@ -73,6 +73,7 @@ class RunResults:
         recording: layer times over training; ``None`` in older files.
         rebalances: every change of partition.
         timeline: the newest profiled batch; none in older files.
+        whole_backwards: why stages ran backwards whole that an order split, by stage.
     """
 
     summary: RunSummary
@@ -82,6 +83,7 @@ class RunResults:
     recording: Recording | None
     rebalances: tuple[Rebalance, ...]
     timeline: tuple[Interval, ...] = ()
+    whole_backwards: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def slowest_stage_s(self, batches: range) -> list[float] | None:
         """Busy seconds of the slowest stage in each of some batches; ``None`` if that is not known.
@@ -177,7 +179,8 @@ def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -
     windows = zip(events, ends, ends[2:], strict=False)
     rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
     timeline = tuple(Interval(*row) for row in values.get("timeline", ()))
-    return replace(run, rebalances=rebalances, timeline=timeline)
+    whole = {stage: tuple(reasons) for stage, *reasons in values.get("whole_backwards", ())}
+    return replace(run, rebalances=rebalances, timeline=timeline, whole_backwards=whole)
 
 
 def _rebalance(

@@ -68,7 +68,26 @@ def real(_rank: int, run: Run) -> tuple[Any, ...]:
     with patch.object(pipeline, "run_order"):  # else it is chosen anew before every batch
         pipeline.order_for = delayed(2)
         train(engine, run)
+    assert engine.whole_backwards() == {}
     return engine.timeline()
+
+
+def checkpointed(_rank: int, run: Run) -> tuple[Any, ...]:
+    engine = make_engine(run)
+    pipeline = engine.dynamic.pipeline
+    with patch.object(pipeline, "run_order"):
+        pipeline.order_for = delayed(2)
+        train(engine, run)
+    return engine.whole_backwards(), engine.timeline()
+
+
+def test_backwards_that_run_whole_are_told_on_every_rank() -> None:
+    """Activation checkpointing of the pipeline: no W, which the timeline shows."""
+    ranks = run_ranks(checkpointed, 2, Run(2, 2, config=ADAMW, checkpoint_interval=1))
+    assert ranks[0] == ranks[1]
+    told, timeline = ranks[0]
+    assert told == {1: ("activation checkpointing of the pipeline",)}
+    assert {i.kind for i in timeline if i.stage == 1 and i.kind in BUSY} == {"forward", "backward"}
 
 
 def test_a_split_order_on_the_machines_clock() -> None:

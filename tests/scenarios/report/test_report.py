@@ -128,6 +128,18 @@ def test_measured_batches_in_time(told: Told) -> None:
     assert report.main(["old", "--trace", "none.json"]) == 2 and not Path("none.json").exists()
 
 
+def test_backwards_that_ran_whole(told: Told) -> None:
+    """Which stages, and why."""
+    assert json.loads(told("outputs/freezing", "--json"))["whole_backwards"] == {}
+    values = write_job("whole")
+    values["runs"][1]["whole_backwards"] = [[1, "a compiled layer", "a <function>"]]
+    Path("whole/results.json").write_text(json.dumps(values), encoding="utf-8")
+    line = "Stage 1 ran backwards whole, since they can't be split: a compiled layer; a <function>."
+    assert line in told("whole")
+    text = Path("whole/report.html").read_text(encoding="utf-8")
+    assert "a compiled layer; a &lt;function&gt;." in text and "can't be split" not in told("outputs/freezing")
+
+
 def test_which_order_ran_when(told: Told) -> None:
     """From the batch of the move on a planned one; what the simulator says of it, and what it took: half more."""
     usual, planned = json.loads(told("outputs/freezing", "--json"))["orders"]
