@@ -54,7 +54,7 @@ def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches
 
 
 def intervals(simulation: Simulation, stage: int) -> list[tuple[str, int, float, float]]:
-    return [i[1:5] for i in simulation.timeline if i.stage == stage]
+    return [i[1:5] for i in simulation.timeline if i.stage == stage and i.kind != "message"]
 
 
 # -- computed by hand -----------------------------------------------------------------------------
@@ -232,12 +232,29 @@ def test_the_timeline_adds_up() -> None:
     for schedule in SCHEDULES:
         result = simulate(workload, schedule, timeline=True)
         for stage, outcome in enumerate(result.stages):
-            own = [i for i in result.timeline if i.stage == stage]
+            own = [i for i in result.timeline if i.stage == stage and i.kind != "message"]
             assert all(a.end_s <= b.start_s for a, b in zip(own, own[1:], strict=False)), "one thing at a time"
             busy_s = sum(i.seconds for i in own if i.kind in ("forward", "backward"))
             assert busy_s == pytest.approx(outcome.busy_s)
             assert [i.micro_batch for i in own if i.kind == "forward"] == list(range(6))
             assert own[-1].kind == "step" and own[-1].seconds == pytest.approx(outcome.step_s)
+
+
+def test_every_message_is_in_the_timeline() -> None:
+    """From where it is ready to where it is used; also where links take no time, and none over a frozen boundary."""
+    for link_s in (0.0, 0.5):
+        workload = Workload([1.0] * 3, [2.0] * 3, 4, activation_link_s=link_s, frozen_boundaries=1)
+        timeline = simulate(workload, timeline=True).timeline
+        computed = {i[:3]: i for i in timeline if i.kind in ("forward", "backward")}
+        messages = {(i.payload, i.stage, i.micro_batch): i for i in timeline if i.kind == "message"}
+        sent = {("activation", stage, m) for stage in (0, 1) for m in range(4)}
+        assert messages.keys() == sent | {("gradient", 2, m) for m in range(4)}
+        for (payload, stage, m), message in messages.items():
+            kind, step = ("forward", 1) if payload == "activation" else ("backward", -1)
+            assert computed[stage, kind, m].end_s <= message.start_s
+            assert message.end_s <= computed[stage + step, kind, m].start_s
+            assert message.seconds == (link_s if payload == "activation" else 0)
+    assert timeline[-12:] == tuple(sorted(messages.values(), key=lambda message: message.start_s))
 
 
 def test_speed() -> None:

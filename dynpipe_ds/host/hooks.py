@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.order import planned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
@@ -88,8 +89,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         pipeline = self.dynamic.pipeline
-        to_run = pipeline.planned(pipe_schedule)
+        to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        if self.module.recorder is not None:
+            self.module.recorder.order = getattr(to_run, "order", None)
         pipeline.in_flight.begin()
         try:
             super()._exec_schedule(to_run)

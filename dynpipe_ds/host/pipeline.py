@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor, ordered, planned
+from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -45,8 +44,8 @@ class Pipeline:
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
-        self.order_for: OrderFor | None = None
-        self._decided: OrderFor = ONE_F_ONE_B
+        self._order: Order | None = None
+        self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
@@ -81,15 +80,7 @@ class Pipeline:
         Args:
             order: the same on every rank; ``None``: 1F1B.
         """
-        self._decided = ONE_F_ONE_B if order is None else partial(ordered, order)
-
-    def planned(self, pipe_schedule: Any) -> Any:
-        """What to run in place of a schedule of DeepSpeed's.
-
-        Args:
-            pipe_schedule: what DeepSpeed's engine would run.
-        """
-        return planned(pipe_schedule, self.order_for or self._decided)
+        self._order = order
 
     def traffic_of(self, pipe_schedule: Any) -> Traffic:
         """The messages of this stage in a schedule; kept, since nearly every batch has the same.

@@ -36,7 +36,6 @@ def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -
     return Order(num_micro_batches, tuple(streams))
 
 
-@lru_cache(maxsize=8)
 def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> Order:
     """1F1B with backwards in two halves, of which the second follows the first: to measure them apart.
 

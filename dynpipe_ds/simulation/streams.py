@@ -119,6 +119,7 @@ class _Run:
         self.posted: dict[Channel, _Stage] = {}  # who waits for a message
         self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # not yet received
         self.wire_free_s: dict[Channel, float] = {}
+        self.messages: list[Interval] | None = [] if keep else None
         self.ready = deque(self.stages)
         self.link_s: dict[Op, list[list[float]]] = {
             Op.SEND_ACTIVATION: workload.activation_link_s.tolist(),
@@ -162,6 +163,7 @@ class _Run:
         depart_s = max(self.wire_free_s.get(channel, 0.0), stage.clock_s)
         arrive_s = depart_s + self._link_seconds(op, channel[0], micro_batch)
         self.wire_free_s[channel] = arrive_s
+        self._note_message(stage, micro_batch, depart_s, arrive_s, channel[1])
         self.sent.setdefault(channel, deque()).append((micro_batch, depart_s, arrive_s))
         if (receiver := self.posted.pop(channel, None)) is not None:
             self.ready.append(receiver)
@@ -176,6 +178,12 @@ class _Run:
         stage.transfer("recv", micro_batch, start_s, end_s, channel[1])
         return True
 
+    def _note_message(
+        self, sender: _Stage, micro_batch: int, depart_s: float, arrive_s: float, payload: Payload
+    ) -> None:
+        if self.messages is not None:
+            self.messages.append(Interval(sender.index, "message", micro_batch, depart_s, arrive_s, payload))
+
     def _link_seconds(self, send: Op, boundary: int, micro_batch: int) -> float:
         values = self.link_s[send][boundary]
         return values[micro_batch] if len(values) > 1 else values[0]
@@ -185,6 +193,7 @@ class _Run:
         for stage, step_s in zip(stages, self.workload.step_s.tolist(), strict=True):
             stage.note("step", -1, stage.clock_s, stage.clock_s + step_s)
             timeline += stage.intervals or ()
+        timeline += sorted(self.messages or (), key=lambda message: message.start_s)
         counted = [
             Counted(
                 stage.busy_s, stage.fill_s, stage.waiting_until_end_s, stage.transfer_until_end_s,
