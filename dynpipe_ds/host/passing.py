@@ -347,7 +347,7 @@ def refuse_together(engine: Any) -> None:
     if message is not None:
         failure, links.failure = links.failure, None
         raise BatchRefused(
-            f"{message}; the batch was dropped on every rank before the optimizer's step, and training can go on"
+            f"{message}; the batch was dropped on every rank, and training can go on"
         ) from failure
 
 
