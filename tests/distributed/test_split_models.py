@@ -98,6 +98,12 @@ WHOLE = {"reentrant": "reentrant activation checkpointing", "strict": "RuntimeEr
 MOVED = {2: (0, 2, 6), 3: (0, 1, 2, 6)}
 
 
+CONFIG = {
+    **ADAMW, **CLIP, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
+    "dynamic_pipeline": BY_HAND,
+}  # fmt: skip
+
+
 def loss_fn(x: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(x, target)
 
@@ -117,13 +123,9 @@ def train_kind(kind: str, num_stages: int, way: Way) -> Seen:
     module = DynamicPipelineModule(
         [LayerSpec(layer) for layer in KINDS[kind]], num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
     )
-    config = {
-        **ADAMW, **CLIP, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
-        "steps_per_print": 10**9, "dynamic_pipeline": BY_HAND,
-    }  # fmt: skip
     told: list[str] = []
     with counting_splits() as split, patch.object(halves.log, "info", told.append):
-        engine, *_ = deepspeed.initialize(model=module, config=config)
+        engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
         engine.dynamic.pipeline.order_for = order_for_of(way)
         draw = torch.Generator().manual_seed(1)
         batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
@@ -169,3 +171,31 @@ def test_the_bits_are_those_of_1f1b() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_are_those_of_1f1b_with_every_kind(kind: str, num_stages: int) -> None:
     compare([kind], num_stages, [0, 1, AT_THE_END, "planned"])
+
+
+def try_by_batch(_rank: int) -> list[tuple[int, int]]:
+    """How many backwards were tried to split, and were, in each batch; what can't be split leaves before the third."""
+    torch.manual_seed(5)
+    layers = [LayerSpec(layer) for layer in (Mlp, Mlp, Mlp, Strict, Mlp, Mlp)]
+    module = DynamicPipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
+    engine.dynamic.pipeline.order_for = order_for_of(1)
+    draw = torch.Generator().manual_seed(1)
+    batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
+    found, tried = [], patch.object(halves, "backward_inputs", wraps=halves.backward_inputs)
+    for batch in range(4):
+        if batch == 2:
+            engine.repartition((0, 4, 6))
+        with tried as calls, patch.object(halves.InFlight, "owe", autospec=True, side_effect=OWE) as owed:
+            engine.train_batch(batches)
+        found.append((calls.call_count, owed.call_count))
+    return found
+
+
+OWE = halves.InFlight.owe
+
+
+def test_what_failed_is_tried_again_with_other_layers_only() -> None:
+    """The first micro-batch with other layers runs whole, as their activations are counted."""
+    first, last = run_ranks(try_by_batch, 2)
+    assert first == [(0, 0)] * 4 and last == [(2, 0), (0, 0), (4, 3), (4, 4)]
