@@ -16,7 +16,8 @@ from scenarios.pretrained import PretrainedModel
 
 SECTION = "dynamic_pipeline"
 
-_OF_DECISIONS = ("first_batch", "last_batch", "horizon_batches")  # contradict "never"
+_OF_DECISIONS = ("first_batch", "last_batch", "horizon_batches", "activation_budget")  # contradict "never" and "1f1b"
+_STATIC = {"rebalance_every": "never", "schedule": "1f1b", "repack": {"enabled": False}}
 _MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
@@ -191,12 +192,12 @@ class Settings:
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the dynamic run, or for the static one.
 
-        Both use the same engine and measure alike; only the dynamic one moves layers or gives ranks back.
+        Both use the same engine and measure alike; only the dynamic one moves layers, plans orders or gives ranks back.
         """
         monitors = self._monitors("dynamic" if dynamic else "static")
         config = merge(self.deepspeed, {SECTION: {"enabled": True}} | monitors)
         if not dynamic:
-            section = merge(config[SECTION], {"rebalance_every": "never", "repack": {"enabled": False}})
+            section = merge(config[SECTION], _STATIC)
             config[SECTION] = {name: value for name, value in section.items() if name not in _OF_DECISIONS}
         return config
 

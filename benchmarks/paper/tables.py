@@ -12,7 +12,7 @@ from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenar
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
 from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
-from benchmarks.replay.predict import ideal_s, simulated_s
+from benchmarks.replay.predict import ideal_s
 from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import simulate
 
@@ -101,7 +101,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
         "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
-    longer = [run.wall_s / simulated_s(run) for run in results if run.kind == "replay"]
+    longer = [run.longer for run in results if run.kind == "replay"]
     if longer:
         report.notes.append(
             f"Everything but the layers (messages, the engine, overheads, as calibrated) makes the runs "

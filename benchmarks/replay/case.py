@@ -25,6 +25,7 @@ CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
 CLOCKS = ("virtual", "sleeping")
 COSTS = ("calibrated", "unscaled", "none")
+SENDS = ("buffered", "waited")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Method:
         cost: ``"time"`` or ``"parameters"``.
         auto: our controller instead of a fixed interval.
         knows_speeds: whether it is told of slower workers.
+        schedule: in which order batches run: ``"1f1b"``, ``"planned"`` or ``"auto"``.
     """
 
     label: str
@@ -47,6 +49,7 @@ class Method:
     cost: str = "time"
     auto: bool = False
     knows_speeds: bool = False
+    schedule: str = "1f1b"
 
     def section(self, every: int, speeds: Sequence[float]) -> dict[str, Any]:
         """The ``dynamic_pipeline`` section.
@@ -55,7 +58,8 @@ class Method:
             every: interval of the methods that have one, in batches.
             speeds: relative speed of every stage.
         """
-        section: dict[str, Any] = {"enabled": True, "profile_every": 1}  # results say what every batch took
+        section: dict[str, Any] = {"enabled": True, "schedule": self.schedule}
+        section["profile_every"] = 1  # results say what every batch took
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
         section |= {"partitioner": self.partitioner, "cost": self.cost}
@@ -77,7 +81,11 @@ OURS = (
     Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
     Method("simulated:time, auto", partitioner="simulated", auto=True, knows_speeds=True),
 )
-METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS)}
+ORDERS = (
+    Method("static uniform, planned order", schedule="planned"),
+    Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
+)
+METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS, *ORDERS)}
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ class Case:
         clock: ``"virtual"``: nobody sleeps, time is counted; ``"sleeping"``: layers sleep.
         costs: what all but the layers takes in virtual time: ``"calibrated"``; ``"unscaled"``, the same but that moved
             bytes are those of the replay's small layers, as in sleeping replay; or ``"none"``.
+        sends: ``"buffered"``: over at once; ``"waited"``: in sleeping replay, over when the message is sent, as before.
+        weight_share: of a layer's backward, what computes the gradients of its parameters and may be done later.
     """
 
     trace: str
@@ -121,11 +131,13 @@ class Case:
     leaves: tuple[tuple[int, int], ...] = ()
     clock: str = "virtual"
     costs: str = "calibrated"
+    weight_share: float = 0.5
+    sends: str = "buffered"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speeds", tuple(self.speeds) or (1.0,) * self.num_stages)
         object.__setattr__(self, "leaves", tuple((batch, stages) for batch, stages in self.leaves))
-        for name, among in (("method", tuple(METHODS)), ("clock", CLOCKS), ("costs", COSTS)):
+        for name, among in (("method", tuple(METHODS)), ("clock", CLOCKS), ("costs", COSTS), ("sends", SENDS)):
             if getattr(self, name) not in among:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(among)}")
         for name in ("num_stages", "num_micro_batches", "every", "replicas"):
@@ -134,6 +146,10 @@ class Case:
         for name in ("layer_ms", "link_ms", "link_spread", "jitter"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0 and finite")
+        if self.sends == "waited" and self.clock == "virtual":
+            raise ValueError("sends = 'waited', clock = 'virtual': only sleeping replay can wait for sends")
+        if not 0 <= self.weight_share <= 1:
+            raise ValueError(f"weight_share = {self.weight_share}: must be from 0 to 1")
         if len(self.speeds) != self.num_stages or not all(0 < speed < math.inf for speed in self.speeds):
             raise ValueError(f"speeds = {self.speeds}: need one > 0 for each of {self.num_stages} stages")
         if self.num_batches <= WARM_UP:
@@ -213,13 +229,15 @@ class Case:
 
         trains = np.array([[high > moment.frozen_layers] for high in boundaries[1:]])
         forward_s = stages(moment.forward_s) + costs.forward_s
-        backward_s = stages(moment.backward_s) + costs.backward_s * trains
+        told_s = stages(moment.backward_s)  # frozen layers lead, and have none
+        backward_s = told_s + costs.backward_s * trains
         frozen = frozen_boundaries(moment, boundaries)
         activation_s, gradient_s = self.links_s(batch)
         return Workload(
             forward_s, backward_s, self.num_micro_batches, activation_link_s=activation_s + costs.message_s,
             gradient_link_s=gradient_s + costs.message_s, step_s=costs.step_s,
-            frozen_boundaries=frozen,
+            frozen_boundaries=frozen, weight_s=self.weight_share * told_s + costs.weight_s * trains,
+            split_s=costs.weight_s * trains,
         )
 
 
@@ -317,8 +335,11 @@ class Result:
         first_boundaries: at the start.
         losses: of every batch (replay).
         layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
-            backward] by layer.
+            backward, of that the weights' part where it was computed apart] by layer.
         engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
+        told_s: simulated seconds of every batch on its partition and in its order: layers and links as told, nothing
+            else (replay).
+        num_orders: orders that batches ran in (replay).
         step_s: median seconds of the optimizer step of every stage (replay).
         machine_s: seconds that the machine took for all batches (replay).
         works_s: median seconds of the library's work by kind, on the first rank (sleeping replay).
@@ -339,6 +360,8 @@ class Result:
     losses: list[float] = field(default_factory=list)
     layers_s: list[list[list[float]]] = field(default_factory=list)
     engine_s: list[float] = field(default_factory=list)
+    told_s: list[float] = field(default_factory=list)
+    num_orders: int = 1
     step_s: list[float] = field(default_factory=list)
     machine_s: float = 0.0
     works_s: dict[str, float] = field(default_factory=dict)
@@ -352,6 +375,11 @@ class Result:
     def timed_batches_s(self) -> list[float]:
         """Seconds of the timed batches."""
         return self.batches_s[WARM_UP:]
+
+    @property
+    def longer(self) -> float:
+        """How many times as long a replay's timed batches were as its layers and links say."""
+        return self.wall_s / math.fsum(self.told_s[WARM_UP:])
 
     def last_throughput(self) -> float:
         """The same over the last quarter of the run, where the model has changed most."""

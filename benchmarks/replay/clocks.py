@@ -10,12 +10,12 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dynpipe_ds.measure import Clock, HostClock, Span, Work, current_clock
 
-FORWARD, BACKWARD = 1, -1
-"""The step from a layer to the next one of a pass."""
+Pass = Literal["forward", "backward", "weight"]
+"""What a stage does with a micro-batch, layer by layer; ``"weight"``: what was left of a backward for later."""
 
 
 class ReplayClock(Clock, Protocol):
@@ -27,13 +27,17 @@ class ReplayClock(Clock, Protocol):
 
     arrivals: Arrivals
 
-    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> AbstractContextManager[None]:
-        """Let what is inside last as long as told.
+    def begin(self, kind: Pass) -> None:
+        """Turn to another pass, of which the layers follow.
 
         Args:
-            way: ``FORWARD`` or ``BACKWARD``.
-            layer: its index.
-            micro_batch: its number.
+            kind: of it.
+        """
+
+    def lasts(self, seconds: float) -> AbstractContextManager[None]:
+        """Let what is inside, a layer's part of a pass, last as long as told.
+
+        Args:
             seconds: from begin to end.
         """
 
@@ -117,7 +121,7 @@ class SleepingClock(HostClock):
     def __init__(self) -> None:
         self.arrivals = Arrivals(self)
         self.works_s: dict[str, list[float]] = {}
-        self._last = {FORWARD: (-2, -1, 0.0), BACKWARD: (-2, -1, 0.0)}
+        self._due_s: float | None = None
 
     @contextmanager
     def work(self, kind: Work) -> Iterator[Span]:
@@ -131,15 +135,16 @@ class SleepingClock(HostClock):
         if span.was_needed:
             self.works_s.setdefault(kind, []).append(span.seconds)
 
+    def begin(self, kind: Pass) -> None:
+        """Let the first layer of a pass begin when it does; see :class:`ReplayClock`."""
+        self._due_s = None
+
     @contextmanager
-    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> Iterator[None]:
+    def lasts(self, seconds: float) -> Iterator[None]:
         """Sleep for what is left when the inside is done; see :class:`ReplayClock`."""
-        last_layer, last_micro_batch, ended_s = self._last[way]
-        follows = (last_layer + way, last_micro_batch) == (layer, micro_batch)
-        end_s = (ended_s if follows else self.now_s()) + seconds
-        self._last[way] = layer, micro_batch, end_s
+        self._due_s = (self.now_s() if self._due_s is None else self._due_s) + seconds
         yield
-        self.advance(end_s - self.now_s())
+        self.advance(self._due_s - self.now_s())
 
     def advance(self, seconds: float) -> None:
         """Sleep.
@@ -165,7 +170,8 @@ class Costs:
 
     Args:
         forward_s: a forward through a stage, beside its layers.
-        backward_s: a backward.
+        backward_s: a backward, and the first part of one in two parts.
+        weight_s: the second part of one.
         message_s: one message on its way, and one exchange of moving layers between two ranks that have met.
         step_s: gradient reduction and optimizer step.
         batch_s: what lies between two batches beside the library's work.
@@ -175,6 +181,7 @@ class Costs:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
+    weight_s: float = 0.0
     message_s: float = 0.0
     step_s: float = 0.0
     batch_s: float = 0.0
@@ -205,7 +212,7 @@ class VirtualClock(HostClock):
         self.arrivals = Arrivals(self)
         self._now_s = 0.0
         self._works = False
-        self._last = {FORWARD: (-2, -1), BACKWARD: (-2, -1)}
+        self._pass_s = 0.0
 
     # -- what an engine reads -----------------------------------------------------------------
 
@@ -258,12 +265,15 @@ class VirtualClock(HostClock):
         if not self._works:
             self.advance(self.costs.message_s)
 
+    def begin(self, kind: Pass) -> None:
+        """Note what the pass takes beside its layers, if it has any."""
+        costs = {"forward": self.costs.forward_s, "backward": self.costs.backward_s, "weight": self.costs.weight_s}
+        self._pass_s = costs[kind]
+
     @contextmanager
-    def lasts(self, way: int, layer: int, micro_batch: int, seconds: float) -> Iterator[None]:
+    def lasts(self, seconds: float) -> Iterator[None]:
         """Let a layer take its time; the first of a pass also what a pass takes beside its layers."""
-        last_layer, last_micro_batch = self._last[way]
-        if (last_layer + way, last_micro_batch) != (layer, micro_batch):
-            self.advance(self.costs.forward_s if way == FORWARD else self.costs.backward_s)
-        self._last[way] = layer, micro_batch
+        self.advance(self._pass_s)
+        self._pass_s = 0.0
         yield
         self.advance(seconds)

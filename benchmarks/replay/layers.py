@@ -3,64 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.replay.clocks import BACKWARD, FORWARD, replay_clock
+from benchmarks.replay.clocks import replay_clock
 
 WIDTH = 16  # numbers of a sample that travel from layer to layer
 
 
 class _Wait(torch.autograd.Function):
-    """``x (1 + mean(w))``, which lasts as long as it is told; its own computing is part of that."""
+    """Lasts as long as it is told, forward and back; keeps some memory from the one to the other."""
+
+    leaves_gradients_alone = True  # so no gradient needs to be copied for it where a backward is split
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: int, micro_batch: int, forward_s: float, backward_s: float
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.lasts = layer, micro_batch, backward_s
-        with replay_clock().lasts(FORWARD, layer, micro_batch, forward_s):
-            return x * (1.0 + weight.mean())
+    def forward(ctx: Any, y: Tensor, held_bytes: int, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        with replay_clock().lasts(forward_s):
+            ctx.save_for_backward(torch.empty(held_bytes, dtype=torch.uint8))
+            return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        to_weight = None
-        with replay_clock().lasts(BACKWARD, *ctx.lasts):
-            to_x = gradient * (1.0 + weight.mean()) if ctx.needs_input_grad[0] else None
-            if ctx.needs_input_grad[1]:
-                to_weight = torch.full_like(weight, float((gradient * x).sum()) / weight.numel())
-        return to_x, to_weight, None, None, None, None
+        with replay_clock().lasts(ctx.backward_s):
+            return gradient, None, None, None
 
 
 class ReplayLayer(nn.Module):
-    """Takes its time; owns a real parameter, which trains and moves as any other.
+    """``x (1 + mean(w))``, which takes its time; owns a real parameter, which trains and moves as any other.
+
+    The backward has two parts. The gradient of the input takes its time on the way back through the layer; the gradient
+    of the parameter, which comes from a product of matrices and can wait, takes its own when it is computed.
 
     Args:
         index: layer of the model; decides the parameter's first values, too.
         num_parameters: numbers of the parameter.
+        held_bytes: of activations, kept for each micro-batch from forward to backward.
     """
 
-    def __init__(self, index: int, num_parameters: int) -> None:
+    def __init__(self, index: int, num_parameters: int, held_bytes: int = 0) -> None:
         super().__init__()
         values = torch.arange(num_parameters, dtype=torch.float32)
         self.weight = nn.Parameter(0.01 * torch.sin(values * (1.0 + 0.01 * index) + index))
-        self.index = index
+        self._held_bytes = held_bytes
         self._forward_s: Sequence[float] = (0.0,)
         self._backward_s: Sequence[float] = (0.0,)
+        self._weight_share = 0.0
         self._micro_batch = 0
 
-    def set_batch(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> None:
+    def set_batch(self, forward_s: Sequence[float], backward_s: Sequence[float], weight_share: float = 0.0) -> None:
         """Say how long the coming batch takes.
 
         Args:
             forward_s: seconds of every micro-batch, or of all.
-            backward_s: the same for the backward.
+            backward_s: the same for the backward, both parts together.
+            weight_share: of the backward, the parameter's part; a parameter that is frozen has none.
         """
         self._forward_s, self._backward_s, self._micro_batch = forward_s, backward_s, 0
+        self._weight_share = weight_share
 
     def forward(self, x: Tensor) -> Tensor:
         """Take the time, and scale the input a little.
@@ -72,7 +75,19 @@ class ReplayLayer(nn.Module):
         self._micro_batch += 1
         forward_s = self._forward_s[number % len(self._forward_s)]
         backward_s = self._backward_s[number % len(self._backward_s)]
-        return _Wait.apply(x, self.weight, self.index, number, forward_s, backward_s)
+        scale = (1.0 + self.weight.mean()).view(1, 1)
+        weight_s = self._weight_share * backward_s if scale.requires_grad else 0.0
+        if weight_s:
+            scale.register_hook(partial(_take, weight_s))  # type: ignore[no-untyped-call]
+        y = torch.mm(x.reshape(-1, 1), scale).view(x.shape)
+        waited: Tensor = _Wait.apply(y, self._held_bytes, forward_s, backward_s - weight_s)
+        return waited
+
+
+def _take(seconds: float, _gradient: Tensor) -> None:
+    """The time of a parameter's gradient, at the product that it comes from."""
+    with replay_clock().lasts(seconds):
+        pass
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

@@ -88,19 +88,6 @@ def ideal_s(case: Case) -> float:
     return seconds
 
 
-def simulated_s(result: Result) -> float:
-    """Simulated seconds of a run's timed batches on the partitions that it had: layers as told, nothing else.
-
-    Args:
-        result: of a run; its ``wall_s`` over this says how much the engine, the machine and moving add.
-    """
-    case, trace, parts = result.case, result.case.load_trace(), result.boundaries_by_batch()
-    return sum(
-        simulate(case.workload(trace.at(batch, case.num_batches), parts[batch], batch, costs=Costs())).batch_s
-        for batch in range(WARM_UP, case.num_batches)
-    )
-
-
 def _measured(
     case: Case, trace: Trace, moment: TraceBatch, boundaries: Sequence[int], batch: int
 ) -> PipelineProfile:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,13 @@ from benchmarks.replay.case import (
     Result,
     first_boundaries,
 )
-from benchmarks.replay.clocks import ReplayClock, SleepingClock, VirtualClock
+from benchmarks.replay.clocks import Costs, Pass, ReplayClock, SleepingClock, VirtualClock
 from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
+from dynpipe_ds.schedule import Order
+from dynpipe_ds.simulation import simulate
 from scenarios.launch import free_port
 
 IN_WORDS = {
@@ -59,7 +62,10 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         sleeping = SleepingClock()
         use_clock(sleeping)
         try:
-            with timed_messages(sleeping) if case.link_ms else contextlib.nullcontext():
+            with (
+                timed_messages(sleeping) if case.link_ms else contextlib.nullcontext(),
+                _waiting_for_sends() if case.sends == "waited" else contextlib.nullcontext(),
+            ):
                 yield sleeping
         finally:
             use_clock(None)
@@ -67,6 +73,28 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
         byte_scale = 1.0 if case.costs == "unscaled" else 1 / parameter_scale(case)
         with virtual_time(VirtualClock(case.known_costs(), byte_scale)) as virtual:
             yield virtual
+
+
+@contextlib.contextmanager
+def _waiting_for_sends() -> Iterator[None]:
+    """Let a send be over when its message is sent."""
+    send = dist.isend
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        work = send(*args, **kwargs)
+        assert work is not None
+        work.wait()
+        return _Over()  # gloo's own would wait for ever when it is asked a second time
+
+    with patch.object(dist, "isend", run):
+        yield
+
+
+class _Over:
+    """A message that has been sent."""
+
+    def wait(self) -> None:
+        """Go on at once."""
 
 
 class Replay:
@@ -88,7 +116,7 @@ class Replay:
         counts = self._parameter_counts(self.trace.batches[0])
         self.first_boundaries = first_boundaries(method, self.trace, case.num_stages)
         module = DynamicPipelineModule(
-            [LayerSpec(ReplayLayer, index, count) for index, count in enumerate(counts)],
+            [LayerSpec(ReplayLayer, index, count, 4 * count) for index, count in enumerate(counts)],
             num_stages=case.num_stages, loss_fn=loss_fn, partition_method=self.first_boundaries,
         )
         config = {
@@ -101,6 +129,7 @@ class Replay:
         self.engine.on_rebalance(self._note)
         self._speed, self._replica = case.speeds[self.engine.stage_id], self.engine.grid.get_data_parallel_id()
         self._counts = counts
+        _tell_passes(self.engine, clock)
         self._links: _Links | None = None
         if case.link_ms or case.clock == "virtual":
             self._links = _Links(self.engine, clock, case.known_costs().message_s if case.clock == "virtual" else 0.0)
@@ -112,17 +141,20 @@ class Replay:
         """Train all batches; the same result on every rank but for the clock of the first."""
         case, clock, batches_s, losses, profiles = self.case, self.clock, [], [], []
         machine_s, between_s, leaves = -time.perf_counter(), case.known_costs().batch_s, dict(case.leaves)
+        ran: list[tuple[Sequence[int], Order]] = []
         for batch in range(case.num_batches):
             if batch in leaves:
                 self.engine.repack(leaves[batch])
             if batch == WARM_UP:
                 began_s, before, first_moves = self._now_s(), self._overheads(), len(self.moves)
             data = iter(micro_batches(1000 * case.seed + batch, case.num_micro_batches))
+            boundaries, pipeline = self.engine.partition, self.engine.dynamic.pipeline
             start_s = clock.now_s()
             self._set(self.trace.at(batch, case.num_batches), batch)
             losses.append(float(self.engine.train_batch(data)))
             if case.clock == "virtual":
                 clock.advance(between_s)
+            ran.append((boundaries, pipeline.order_for(case.num_micro_batches, len(boundaries) - 1)))
             batches_s.append(clock.now_s() - start_s)
             profiles.append(self.engine.last_batch_profile)
         wall_s = self._now_s() - began_s
@@ -135,14 +167,22 @@ class Replay:
             moves=self.moves, profiling_s=profiling_s, planning_s=planning_s,
             migrating_s=sum(move.migrate_s for move in self.moves[first_moves:]),
             parameter_scale=self.parameter_scale, first_boundaries=self.first_boundaries, losses=losses,
-            layers_s=[[[layer.forward_s, layer.backward_s] for layer in profile.layers] for profile in profiles],
+            layers_s=[[[x.forward_s, x.backward_s, x.weight_s] for x in profile.layers] for profile in profiles],
             engine_s=[max(stage.batch_s for stage in profile.stages) for profile in profiles],
+            told_s=[] if leaves else [self._told_s(batch, *it) for batch, it in enumerate(ran)],
+            num_orders=len({order for _, order in ran}),
             step_s=[
                 median(profile.stages[stage].step_s for profile in profiles if len(profile.stages) > stage)
                 for stage in range(len(profiles[0].stages))
             ],
             machine_s=machine_s + time.perf_counter(), works_s={kind: median(works[kind]) for kind in works},
         )
+
+    def _told_s(self, batch: int, boundaries: Sequence[int], order: Order) -> float:
+        """Simulated seconds of a batch in an order: layers and links as told, nothing else."""
+        case, moment = self.case, self.trace.at(batch, self.case.num_batches)
+        workloads = (case.workload(moment, boundaries, batch, replica=r, costs=Costs()) for r in range(case.replicas))
+        return max(simulate(workload, order).batch_s for workload in workloads)
 
     def _now_s(self) -> float:
         """The time at which all ranks are here."""
@@ -156,7 +196,8 @@ class Replay:
         for index, layer in self.engine.local_layers().items():
             layer.requires_grad_(index >= moment.frozen_layers)
             forward_s = (moment.forward_s[index] * factors[index]).tolist()
-            layer.set_batch(forward_s, (moment.backward_s[index] * factors[index]).tolist())
+            backward_s = (moment.backward_s[index] * factors[index]).tolist()
+            layer.set_batch(forward_s, backward_s, self.case.weight_share)
         if self._links is not None:
             self._links.set_batch(*self.case.links_s(batch))
 
@@ -186,6 +227,27 @@ class Replay:
 
     def _overheads(self) -> tuple[float, float]:
         return self.engine.overhead.profiling_s, self.engine.overhead.planning_s
+
+
+_PASSES: dict[str, Pass] = {
+    "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInput": "backward", "BackwardWeight": "weight",
+}  # fmt: skip
+
+
+def _tell_passes(engine: Any, clock: ReplayClock) -> None:
+    """Let an engine's instructions tell the clock which pass the layers belong to that follow."""
+
+    def telling(kind: Pass, function: Callable[..., None]) -> Callable[..., None]:
+        def run(engine: Any, **kwargs: Any) -> None:
+            clock.begin(kind)
+            function(engine, **kwargs)
+
+        return run
+
+    engine._INSTRUCTION_MAP = {
+        instruction: telling(_PASSES[instruction.__name__], function) if instruction.__name__ in _PASSES else function
+        for instruction, function in engine._INSTRUCTION_MAP.items()
+    }
 
 
 class _Links:

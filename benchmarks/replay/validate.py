@@ -1,12 +1,12 @@
 """Replay in virtual time against the simulator, and against sleeping replay, on 2 and 4 stages.
 
-    python -m benchmarks.replay.validate            # 5 minutes on two idle cores
-    python -m benchmarks.replay.validate --quick    # 2 minutes
+    python -m benchmarks.replay.validate            # 8 minutes on two idle cores
+    python -m benchmarks.replay.validate --quick    # 3 minutes
 
 Every run is made three times. In virtual time without overheads, each batch is compared with what the simulator says
-of its partition: both know the layers' declared seconds alone. In virtual time with the calibrated overheads, the whole
-run is compared with a run whose layers sleep, on this machine, now; moved bytes are then those of the replay's small
-layers in both. Static runs compare batches; runs that re-partition also profiles, decisions and moves.
+of its partition and order: both know the layers' declared seconds alone. In virtual time with the calibrated overheads,
+the whole run is compared with a run whose layers sleep, on this machine, now; moved bytes are then those of the
+replay's small layers in both. Static runs compare batches; runs that re-partition also profiles, decisions and moves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from benchmarks.paper.report import Report, plot_predictions
 from benchmarks.record import add_force, environment, force
 from benchmarks.replay.case import WARM_UP, Case, Result
 from benchmarks.replay.run import run_cases
-from dynpipe_ds.simulation import simulate
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
-METHODS = ("static uniform", "optimal:time")
+METHODS = ("static uniform", "static uniform, planned order", "optimal:time")
 TO_SIMULATOR, TO_SLEEPING = 0.01, 0.03
 """How far virtual time may be off."""
 
@@ -61,12 +60,7 @@ def simulated_error(free: Result) -> float:
     Args:
         free: a run in virtual time, without overheads.
     """
-    case, trace, parts = free.case, free.case.load_trace(), free.boundaries_by_batch()
-    told_s = [
-        simulate(case.workload(trace.at(batch, case.num_batches), parts[batch], batch)).batch_s
-        for batch in range(case.num_batches)
-    ]
-    return max(abs(engine_s / s - 1) for engine_s, s in zip(free.engine_s, told_s, strict=True))
+    return max(abs(engine_s / s - 1) for engine_s, s in zip(free.engine_s, free.told_s, strict=True))
 
 
 def run(stages: Sequence[int], batches: int, layer_ms: float, scenarios: Sequence[str]) -> Iterator[Comparison]:

@@ -185,9 +185,13 @@ class Trace:
 
 
 def as_profile(
-    trace: Trace, moment: TraceBatch, boundaries: Sequence[int], num_micro_batches: int, batch: int = 0
+    trace: Trace, moment: TraceBatch, boundaries: Sequence[int], num_micro_batches: int, batch: int = 0,
+    weight_share: float = 0.0,
 ) -> PipelineProfile:
     """A profile as the engine would measure it, without noise.
+
+    Activations are those of :class:`~benchmarks.replay.layers.ReplayLayer`: as many bytes as the dense layer's
+    parameters, none in frozen layers.
 
     Args:
         trace: names the layers.
@@ -195,12 +199,16 @@ def as_profile(
         boundaries: S + 1 layer indices.
         num_micro_batches: M.
         batch: number of the batch.
+        weight_share: of every backward, what computes gradients of weights and may be done later.
     """
     # fp32 parameters, as many gradients, AdamW's two moments.
     layers = tuple(
-        LayerProfile(name, f, b, size // 4, size, size, 2 * size, 0)
-        for name, f, b, size in zip(
-            trace.layers, moment.forward_s, moment.backward_s, moment.parameter_bytes, strict=True
+        LayerProfile(
+            name, f, b, size // 4, size, size, 2 * size, 0 if i < moment.frozen_layers else dense, weight_share * b
         )
+        for i, (name, f, b, size, dense) in enumerate(zip(
+            trace.layers, moment.forward_s, moment.backward_s, moment.parameter_bytes,
+            trace.batches[0].parameter_bytes, strict=True,
+        ))
     )
     return PipelineProfile(batch, tuple(boundaries), num_micro_batches, layers, ())

@@ -22,6 +22,8 @@ TRIALS = 2
 DRIFT = 0.1
 """Share of the model's backward seconds that must have changed until halves are measured anew."""
 
+_NEWEST = 3  # measurements that a share, or the cost, is the median of
+
 
 class Halves:
     """Remembers halves.
@@ -32,8 +34,8 @@ class Halves:
 
     def __init__(self) -> None:
         self.cost = 1.0
-        self._costs: deque[float] = deque(maxlen=3)
-        self._shares: dict[int, float] = {}
+        self._costs: deque[float] = deque(maxlen=_NEWEST)
+        self._shares: dict[int, list[float]] = {}
         self._whole_s: list[float] | None = None  # of the newest profile's layers, if all backwards ran whole
         self._compared_s: list[float] | None = None  # those that the newest trial was compared with
         self._num_trials = 0
@@ -56,6 +58,7 @@ class Halves:
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed."""
         self._is_stale = True
+        self._shares = {i: shares[-1:] for i, shares in self._shares.items()}
 
     def _has_drifted(self, whole_s: Sequence[float]) -> bool:
         """Whether layers have other shares of the model's backward; a machine that is slow as a whole changes none."""
@@ -104,7 +107,9 @@ class Halves:
             share: of the batch's micro-batches, those whose backward was split.
         """
         both_s = layer.backward_s / (share + (1.0 - share) / self.cost)
-        self._shares[i] = min(1.0, layer.weight_s / share / both_s) if both_s else 0.0
+        # A micro-batch whose activations are counted runs whole, so that a batch may be odd.
+        newest = min(1.0, layer.weight_s / share / both_s) if both_s else 0.0
+        self._shares[i] = [*self._shares.get(i, []), newest][-_NEWEST:]
         return replace(layer, backward_s=both_s / self.cost, weight_s=0.0)
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
@@ -117,8 +122,9 @@ class Halves:
         """
         if not self._shares:
             return profile
-        usual = median([share for share in self._shares.values() if share] or [0.0])
-        shares = [self._shares.get(i, usual) for i in range(len(profile.layers))]
+        known = {i: median(shares) for i, shares in self._shares.items()}
+        usual = median([share for share in known.values() if share] or [0.0])
+        shares = [known.get(i, usual) for i in range(len(profile.layers))]
         layers = tuple(
             replace(
                 layer, weight_s=share * self.cost * layer.backward_s,
@@ -133,8 +139,9 @@ class Halves:
     def state_dict(self) -> dict[str, Any]:
         """All of it, plain values."""
         return {
-            "shares": dict(self._shares), "costs": list(self._costs), "num_trials": self._num_trials,
-            "is_stale": self._is_stale, "whole_s": self._whole_s, "compared_s": self._compared_s,
+            "shares": {i: list(shares) for i, shares in self._shares.items()}, "costs": list(self._costs),
+            "num_trials": self._num_trials, "is_stale": self._is_stale, "whole_s": self._whole_s,
+            "compared_s": self._compared_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -143,8 +150,8 @@ class Halves:
         Args:
             state: as given; empty from an older checkpoint.
         """
-        self._shares = dict(state.get("shares", {}))
-        self._costs = deque(state.get("costs", []), maxlen=3)
+        self._shares = {i: list(shares) for i, shares in state.get("shares", {}).items()}
+        self._costs = deque(state.get("costs", []), maxlen=_NEWEST)
         self.cost = max(1.0, median(self._costs)) if self._costs else 1.0
         self._num_trials, self._is_stale = state.get("num_trials", 0), state.get("is_stale", False)
         self._whole_s, self._compared_s = state.get("whole_s"), state.get("compared_s")

@@ -311,10 +311,10 @@ def _finish_all(engine: Any) -> None:
         backward_weight(engine, buffer_id)
 
 
-def _marking(engine: Any) -> Callable[[Tensor], None] | None:
-    """What tells the recorder which layer's gradients are computed."""
+def _marking(engine: Any) -> Callable[[Tensor, Callable[[], None]], None] | None:
+    """What tells the recorder which layer's gradients are computed, when those of the layer before are added up."""
     recorder = engine.module.recorder
     if recorder is None:
         return None
     layers = in_flight_of(engine).layers_of(engine.module)
-    return lambda parameter: recorder.mark_layer(profiling.WEIGHT, layers.get(parameter, -1))
+    return lambda parameter, settle: recorder.mark_layer(profiling.WEIGHT, layers.get(parameter, -1), settle)

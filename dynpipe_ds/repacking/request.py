@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import StageMemory, check_boundaries
+from dynpipe_ds.planning import plan_order
 from dynpipe_ds.release.base import Constraints
 from dynpipe_ds.repacking.survivors import Workers
 from dynpipe_ds.simulation import Workload, simulate
@@ -76,7 +77,9 @@ class Request:
         return None if self.stage_speeds is None else [self.stage_speeds[stage] for stage in survivors]
 
     def batch_s(self, boundaries: Sequence[int], survivors: Sequence[int]) -> float:
-        """Predicted seconds of a batch: 1F1B with its fill and drain, and the optimizer step.
+        """Predicted seconds of a batch with fill, drain and the optimizer step: 1F1B, or a planned order if shorter.
+
+        Orders are planned where the profile has halves of backwards, which are measured only where they may run.
 
         Args:
             boundaries: n + 1 layer indices.
@@ -88,7 +91,11 @@ class Request:
         if speeds is not None:
             step_s = [seconds / speed for seconds, speed in zip(step_s, speeds, strict=True)]
         step_s = [max(0.0, seconds) for seconds in step_s]  # a difference of sums rounds
-        return simulate(Workload.from_profile(self.profile, boundaries, step_s=step_s, speeds=speeds)).batch_s
+        workload = Workload.from_profile(self.profile, boundaries, step_s=step_s, speeds=speeds)
+        usual_s = simulate(workload).batch_s
+        if not workload.weight_s.any():
+            return usual_s
+        return min(usual_s, plan_order(workload, effort=0).simulation.batch_s)
 
     def _memory(self, cap: int | list[int]) -> StageMemory:
         profile = self.profile

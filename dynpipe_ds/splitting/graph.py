@@ -149,7 +149,8 @@ def _saved(node: Node) -> Iterator[Any]:
 
 def _is_packed(node: Node) -> bool:
     """Whether somebody's hooks hold what a node has saved: checkpointing recomputes for every backward that asks."""
-    return any(saved.unpack_hook is not None for saved in _saved(node))
+    hooks = (saved.unpack_hook for saved in _saved(node))
+    return any(hook is not None and not getattr(hook, "gives_what_was_saved", False) for hook in hooks)
 
 
 def _nothing(_tensor: Tensor) -> None:

@@ -45,11 +45,11 @@ class ParameterHalf:
         leaves = computed.keys() | {leaf for side in self._sides.values() for leaf in side.leaves}
         self.parameters: frozenset[Tensor] = frozenset(map(_variable, leaves))
 
-    def run(self, begins: Callable[[Tensor], object] | None = None) -> frozenset[Tensor]:
+    def run(self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None) -> frozenset[Tensor]:
         """Compute the gradients and add them up.
 
         Args:
-            begins: called before each product with a parameter of it.
+            begins: called before each product, with a parameter of it and with what adds up the gradients so far.
 
         Returns:
             The parameters that got a gradient.
@@ -66,7 +66,7 @@ class ParameterHalf:
             for node in list(self._sides):
                 side = self._sides.pop(node)
                 if begins is not None:
-                    begins(_variable(side.leaves[0]))
+                    begins(_variable(side.leaves[0]), adding.settle)
                 self._compute(node, side, adding)
                 adding.computed(side.leaves)
 
@@ -115,7 +115,12 @@ class _Adding:
         if self._uses is not None:
             self._uses.subtract(leaves)
             self._open = {leaf for leaf in self._open.union(leaves) if self._uses[leaf]}
-        if self._num_bytes >= _HELD_BYTES and not self._open:
+        if self._num_bytes >= _HELD_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add up what is ready, unless a sum is open."""
+        if not self._open:
             self.finish()
 
     def finish(self) -> None:

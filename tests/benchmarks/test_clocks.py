@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.replay.clocks import BACKWARD, FORWARD, Costs, SleepingClock, VirtualClock, replay_clock
+from benchmarks.replay.calibrate import late_weight_s
+from benchmarks.replay.case import Case, Result
+from benchmarks.replay.clocks import Costs, SleepingClock, VirtualClock, replay_clock
 from benchmarks.replay.layers import ReplayLayer
 from benchmarks.replay.travelling import WallClockError, virtual_time
 from dynpipe_ds.measure import HostClock, current_clock, use_clock
@@ -17,13 +21,16 @@ from dynpipe_ds.measure import HostClock, current_clock, use_clock
 
 def test_time_passes_where_it_is_told_to() -> None:
     clock = VirtualClock(Costs(forward_s=0.5, backward_s=0.25, work_s={"move": 2.0}, bytes_per_s=8.0), byte_scale=4.0)
-    for layer in (3, 4):
-        with clock.lasts(FORWARD, layer, 0, 1.0):
+    clock.begin("forward")
+    for _ in range(2):
+        with clock.lasts(1.0):
             pass
     assert clock.now_s() == 2.5, "two layers, one pass"
-    with clock.lasts(BACKWARD, 4, 0, 1.0):
+    clock.begin("backward")
+    clock.begin("backward")
+    with clock.lasts(1.0):
         pass
-    assert clock.now_s() == 3.75
+    assert clock.now_s() == 3.75, "a pass without layers takes no time"
     with clock.work("move") as moving:
         moving.num_bytes = 6
     assert moving.seconds == 2.0 + 6 * 4 / 8
@@ -125,3 +132,16 @@ def test_layers_that_read_the_machines_time_are_named() -> None:
             _Timed.apply(torch.ones(1, requires_grad=True)).backward()
         assert time.perf_counter() > 0, "whoever is no layer may"
     _Dozing()(torch.ones(1))
+
+
+def test_what_a_split_takes_longer_than_told_is_found() -> None:
+    """On one stage of two, in some batches; in others backwards ran whole."""
+    case = Case("model:dense:4", "static uniform, planned order", 2, 4, 6, layer_ms=6.0, clock="sleeping")
+    told_s = case.weight_share * np.array(case.load_trace().batches[0].backward_s)
+    split = [[0.0, 0.0, told_s[i] + 0.001 if i >= 3 else 0.0] for i in range(6)]
+    whole = [[0.0, 0.0, 0.0]] * 6
+    layers_s = [whole, whole, whole, split, split, split]
+    result = Result(case, "", 1.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, [0, 3, 6], layers_s=layers_s)
+    assert late_weight_s(result) == pytest.approx(0.003)
+    with pytest.raises(ValueError, match="split no backward in 6 batches: let it run longer"):
+        late_weight_s(replace(result, layers_s=[whole] * 6))

@@ -67,7 +67,7 @@ def in_halves(stage: nn.Module, num_batches: int, delay: int) -> list[Tensor | N
         while len(waiting) > delay:
             waiting.pop(0).run()
     while waiting:
-        waiting.pop(0).run()
+        waiting.pop(0).run(lambda _, settle: settle())  # as where each product is another layer's
     return found
 
 
@@ -105,7 +105,7 @@ def test_what_waits_are_the_products() -> None:
     half = backward_inputs(outputs, gradients, [x])
     names = {parameter: name for name, parameter in stage.named_parameters()}
     begun: list[str] = []
-    added = half.run(lambda parameter: begun.append(names[parameter].rpartition(".")[0]))
+    added = half.run(lambda parameter, _: begun.append(names[parameter].rpartition(".")[0]))
     assert begun == ["1.out", "1.qkv", "0.down", "0.up"]
     assert added == half.parameters == set(stage.parameters())
 

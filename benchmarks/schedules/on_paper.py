@@ -1,0 +1,134 @@
+"""A load model's run, simulated under each kind of cut and order: what each part of the change brings by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from benchmarks.replay.case import METHODS, WARM_UP, Case, first_boundaries
+from benchmarks.replay.clocks import Costs
+from benchmarks.traces.trace import as_profile
+from dynpipe_ds import PipelineProfile
+from dynpipe_ds.partition import optimal, simulated
+from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.schedule import Instruction, Op, Order, order_of
+from dynpipe_ds.simulation import Workload, simulate
+
+UNIFORM = "uniform cut, 1F1B, messages waited for"
+TODAY = "best cut, 1F1B, messages waited for"
+MESSAGES = "best cut, 1F1B, messages nobody waits for"
+SPLIT = "the same, backwards split"
+ORDER = "the same, planned order of whole backwards"
+PLANNED = "best cut, planned order of split backwards"
+TOGETHER = "cut and order planned together"
+LEAST = "total work / stages"
+ROWS = (UNIFORM, TODAY, MESSAGES, SPLIT, ORDER, PLANNED, TOGETHER, LEAST)
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """One way to run the timed batches of a case.
+
+    Args:
+        seconds: of all of them.
+        bubble_ratio: mean of batches and stages.
+    """
+
+    seconds: float
+    bubble_ratio: float
+
+
+def on_paper(case: Case) -> dict[str, OnPaper]:
+    """Simulate a run in every way; each batch has the best cut and order for it, chosen with hindsight.
+
+    Args:
+        case: the run; its messages take what they are known to take, everything else but the layers nothing.
+
+    Returns:
+        By row.
+    """
+    found: dict[str, list[OnPaper]] = {row: [] for row in ROWS}
+    planned: dict[int, dict[str, tuple[Sequence[int], Order, bool]]] = {}
+    for batch in range(WARM_UP, case.num_batches):
+        moment = case.load_trace().at(batch, case.num_batches)
+        if moment.batch not in planned:
+            planned[moment.batch] = dict(_plans(case, batch))
+        for row, (cuts, order, is_waited_for) in planned[moment.batch].items():
+            told = simulate(_workload(case, cuts, batch), order, sends="rendezvous" if is_waited_for else "buffered")
+            found[row].append(OnPaper(told.makespan_s, told.bubble_ratio))
+        workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
+        tables = (workload.forward_s, workload.backward_s)
+        total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
+        found[LEAST].append(OnPaper(total_s / sum(case.speeds), 0.0))
+    return {
+        row: OnPaper(math.fsum(one.seconds for one in each), fmean(one.bubble_ratio for one in each))
+        for row, each in found.items()
+    }
+
+
+def _workload(case: Case, cuts: Sequence[int], batch: int) -> Workload:
+    moment = case.load_trace().at(batch, case.num_batches)
+    return case.workload(moment, cuts, batch, costs=Costs(message_s=case.known_costs().message_s))
+
+
+def profile_of(case: Case, batch: int) -> PipelineProfile:
+    """What the engine would have measured of a batch, without noise.
+
+    Args:
+        case: the run.
+        batch: number of the batch.
+    """
+    trace = case.load_trace()
+    start = first_boundaries(METHODS[case.method], trace, case.num_stages)
+    moment = trace.at(batch, case.num_batches)
+    return as_profile(trace, moment, start, case.num_micro_batches, batch, case.weight_share)
+
+
+def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], Order, bool]]]:
+    """Cut, order, and whether messages are waited for, of every row but the last."""
+    profile, count, num_stages = profile_of(case, batch), case.num_micro_batches, case.num_stages
+    start = profile.boundaries
+    usual = order_of("1f1b", count, num_stages)
+    costs = profile.costs("time")
+    best = simulated(costs, num_stages, profile=profile, speeds=case.speeds).boundaries
+    message_s = case.known_costs().message_s
+    links = {"activation_link_s": message_s, "gradient_link_s": message_s}
+    first = replace(profile_of(case, 0), boundaries=start)
+    most = worker_bytes_of_1f1b(first, start)
+    yield UNIFORM, (start, usual, True)
+    yield TODAY, (best, usual, True)
+    yield MESSAGES, (best, usual, False)
+    workload = Workload.from_profile(profile, best, speeds=case.speeds, **links)
+    yield SPLIT, (best, split_after_sending(usual, workload.frozen_boundaries + 1), False)
+    # The best cut under 1F1B may hold more than the fullest worker did at the start; it is let have that.
+    most_there = max(most, worker_bytes_of_1f1b(profile, best))
+    caps = activation_caps(profile, best, most_there)
+    whole = replace(profile, layers=tuple(replace(layer, weight_s=0.0) for layer in profile.layers))
+    whole_workload = Workload.from_profile(whole, best, speeds=case.speeds, **links)
+    yield ORDER, (best, plan_order(whole_workload, caps).order, False)
+    yield PLANNED, (best, plan_order(workload, caps).order, False)
+    together = plan_batch(
+        profile, [best, optimal(costs, num_stages, speeds=case.speeds).boundaries], worker_bytes=most_there,
+        speeds=case.speeds, **links,
+    )
+    yield TOGETHER, (together.placement.boundaries, together.planned.order, False)
+
+
+def split_after_sending(order: Order, first_stage: int) -> Order:
+    """An order whose backwards are split, each second half right after the gradient that the first half sends.
+
+    Args:
+        order: of whole backwards.
+        first_stage: the first one that sends a gradient.
+
+    Returns:
+        The order.
+    """
+    streams = [list(stream) for stream in order.stages]
+    for stream in streams[first_stage:]:
+        for micro_batch in range(order.num_micro_batches):
+            at = stream.index(Instruction(Op.SEND_GRADIENT, micro_batch))
+            stream.insert(at + 1, Instruction(Op.BACKWARD_WEIGHT, micro_batch))
+    return Order(order.num_micro_batches, tuple(map(tuple, streams)))

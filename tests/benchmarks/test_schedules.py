@@ -1,0 +1,106 @@
+"""The benchmark of orders: what is simulated, and what its tables say."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.replay.case import WARM_UP, Case, Result
+from benchmarks.schedules import real, replayed
+from benchmarks.schedules.on_paper import (
+    LEAST,
+    MESSAGES,
+    ORDER,
+    PLANNED,
+    SPLIT,
+    TODAY,
+    TOGETHER,
+    UNIFORM,
+    on_paper,
+    split_after_sending,
+)
+from dynpipe_ds.schedule import Op, order_of
+
+CASE = Case("model:early_exit:12", "static uniform", 4, 8, 6, 30.0)
+
+
+@pytest.fixture(scope="module")
+def row() -> replayed.Row:
+    """Simulated, and runs as an engine might have made them."""
+    paper = on_paper(CASE)
+
+    def run(method: str, wall_s: float) -> Result:
+        told_s = [wall_s / 5] * CASE.num_batches
+        return Result(
+            replace(CASE, method=method), "replay", wall_s, [wall_s / 4] * 6, [0.2] * 6, [], [], 0.0, 0.0, 0.0, 1.0, [],
+            losses=[1.0], told_s=told_s, num_orders=2,
+        )  # fmt: skip
+
+    seconds = zip(replayed.ON_ENGINE, (12.0, 10.0, 8.0), strict=True)
+    return replayed.Row(CASE, paper, {method: run(method, wall_s) for method, wall_s in seconds})
+
+
+def test_each_part_gains_by_itself_and_nothing_beats_the_work(row: replayed.Row) -> None:
+    seconds = {name: one.seconds for name, one in row.paper.items()}
+    assert seconds[UNIFORM] > seconds[TODAY] > seconds[MESSAGES] > max(seconds[SPLIT], seconds[ORDER])
+    assert min(seconds[SPLIT], seconds[ORDER]) > seconds[PLANNED] >= seconds[TOGETHER] > seconds[LEAST]
+    total = 0.0
+    for batch in range(WARM_UP, CASE.num_batches):
+        moment = CASE.load_trace().at(batch, CASE.num_batches)
+        factors = CASE.micro_batch_factors(moment, batch)
+        total += sum(s * f for s, f in zip(moment.seconds, factors.sum(axis=1), strict=True))
+    assert seconds[LEAST] == pytest.approx(total / CASE.num_stages)
+
+
+def test_messages_that_take_no_time_gain_nothing() -> None:
+    paper = on_paper(replace(CASE, costs="none"))
+    assert paper[TODAY].seconds == pytest.approx(paper[MESSAGES].seconds)
+
+
+def test_a_split_order_is_1f1b_with_the_second_half_after_the_gradient() -> None:
+    usual = order_of("1f1b", 3, 2)
+    split = split_after_sending(usual, 1)
+    assert split.stages[0] == usual.stages[0]
+    assert [one for one in split.stages[1] if one.op is not Op.BACKWARD_WEIGHT] == list(usual.stages[1])
+    text = str(split).split(" | ")[1]
+    assert all(f"SG{m} W{m}" in text for m in range(3))
+
+
+def test_gains_are_told_with_their_goals(row: replayed.Row, tmp_path: Path) -> None:
+    assert row.gain == 10.0 / 8.0 and row.as_told == pytest.approx(4 / 5)
+    assert row.whole_gain == row.gain * row.paper[TODAY].seconds / row.paper[MESSAGES].seconds > row.gain
+    waited = replace(row, waited=replace_wall(row.runs[replayed.USUAL_RUN], 11.0))
+    assert waited.gain == waited.whole_gain == 11.0 / 8.0
+    replayed.report([row], tmp_path, "replay", None, quick=True)
+    text = (tmp_path / "virtual_quick.md").read_text()
+    assert "goal 1.07x: reached" in text and "80.0% of what was simulated (goal 97%: not reached)" in text
+    assert "Gradients of weights are 50% of each layer's backward" in text
+    (values,) = json.loads((tmp_path / "virtual_quick.json").read_text())["values"]
+    assert values["gain"] == row.gain and set(values["engine"]) == set(row.runs)
+
+
+def replace_wall(run: Result, wall_s: float) -> Result:
+    return Result.from_values(run.as_values() | {"wall_s": wall_s})
+
+
+def test_real_runs_are_compared_batch_by_batch_or_in_windows() -> None:
+    def run(seconds: float) -> dict[str, Any]:
+        return {"batches_s": [9.0] * 2 + [seconds] * 8, "losses": [1.0], "bubbles": [0.2] * 10, "split": [True] * 10}
+
+    windows = [[2, 4], [4, 6], [6, 8], [8, 10]]
+    freezing = {"scenario": "freezing", "windows": windows, "runs": {real.USUAL: run(2.0), real.AUTO: run(1.6)}}
+    none = {"scenario": "none", "windows": windows, "runs": {
+        real.OWN: run(2.0), real.USUAL: run(2.0), real.AUTO: run(1.95), real.ROOMY: run(1.9),
+    }}  # fmt: skip
+    assert {name: gain.value for name, gain in real.gains(freezing).items()} == {real.AUTO: 1.25}
+    found = real.gains(none)
+    assert math.isclose(found[real.AUTO].value, 2.0 / 1.95) and found[real.USUAL].value == 1.0
+    lines = real.text([freezing, none]).splitlines()
+    [line] = [line for line in lines if line.startswith("| freezing")]
+    assert "1.250x" in line and "20.0%" in line and "1.03x: reached" in line
+    assert sum("reached" in line and "not reached" not in line for line in lines if line.startswith("| none")) == 3

@@ -1,0 +1,200 @@
+"""Orders that a balancer chooses: after two trials, where they are faster by measure, within memory and time."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynpipe_ds.decide import Balancer
+from dynpipe_ds.decide.halves import Halves
+from dynpipe_ds.planning import plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.schedule import Order, order_of, split_at_once
+from dynpipe_ds.simulation import Workload, simulate
+from tests.decide.pipelines import OnPaper
+
+UNEQUAL = [1.0, 1.2, 0.9, 1.1, 1.4, 0.8, 1.0, 1.0]
+
+
+def balancer(**section: object) -> Balancer:
+    return Balancer.from_section({"enabled": True, "rebalance_every": "never", **section})
+
+
+def test_auto_plans_an_order_after_two_trials() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 20)
+    assert run.trials == [2, 4], "not the first batch, and each is compared with a whole one before it"
+    assert run.orders[:2] == [None, None] and run.orders[3] is None
+    best_s = plan_order(Workload.from_profile(run.true())).seconds
+    assert run.seconds[5:] == [pytest.approx(best_s)] * 15 and best_s < 0.95 * run.seconds[0]
+
+
+def test_known_by_the_third_profile_it_is_used_from_the_sixth_batch_on() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer(profile_batches=9)
+    run.train(deciding, 12)
+    assert run.orders[8] is None and run.orders[9] is not None, "a decision combines nine profiles"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "auto", "planned"])
+def test_splitting_that_costs_more_than_it_gains(schedule: str) -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=2.0), balancer(schedule=schedule)
+    run.train(deciding, 20)
+    assert deciding.ordering.order is None, "the planner finds nothing faster than 1F1B"
+    assert sum(order is not None for order in run.orders) == len(run.trials)
+    assert run.trials == ([] if schedule == "1f1b" else [2, 4])
+
+
+def test_an_order_that_only_looks_faster_is_given_up() -> None:
+    """It is slower than predicted by more than it gains, which nobody can know before it has run."""
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), slowness=1.3), balancer()
+    run.train(deciding, 40)
+    planned = [batch for batch, order in enumerate(run.orders) if order is not None and batch not in run.trials]
+    assert planned == [5], "one batch showed it"
+    faster, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), slowness=1.02), balancer()
+    faster.train(deciding, 20)
+    assert deciding.ordering.order is not None, "slower than predicted, and faster than 1F1B all the same"
+
+
+def test_cut_and_order_are_chosen_together() -> None:
+    """The best cut for a planned order is another than for 1F1B."""
+    seconds = [1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0]
+    run, deciding = OnPaper(seconds, (0, 3, 6, 9, 12)), balancer(rebalance_every=3, min_gain=0.0)
+    run.train(deciding, 20)
+    only_cut = OnPaper(seconds, (0, 3, 6, 9, 12))
+    only_cut.train(balancer(rebalance_every=3, min_gain=0.0, schedule="1f1b"), 20)
+    on_that_cut = OnPaper(seconds, only_cut.boundaries)
+    on_that_cut.train(balancer(), 10)
+    assert run.seconds[-1] <= on_that_cut.seconds[-1] * (1 + 1e-9) < only_cut.seconds[-1]
+    assert len(set(run.seconds[-5:])) == 1, "it has settled"
+
+
+def test_auto_moves_for_what_an_order_gains() -> None:
+    run, deciding = OnPaper([1.0] * 4 + [2.0] * 8, (0, 1, 2, 11, 12)), balancer(rebalance_every="auto")
+    run.train(deciding, 40)
+    assert run.boundaries != (0, 1, 2, 11, 12) and deciding.ordering.order is not None
+    assert run.seconds[-1] < run.seconds[0] / 2
+
+
+def test_more_memory_only_where_it_is_allowed() -> None:
+    run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), num_micro_batches=12)
+    seconds, most = [], worker_bytes_of_1f1b(run.true(), run.boundaries)
+    state = [sum(held) for held in run.true().placement.by_stage(run.true().state_bytes())]
+    for section in ({"activation_budget": 0.5}, {}, {"activation_budget": 2.0}, {"memory_cap_bytes": 5000}):
+        run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), num_micro_batches=12), balancer(schedule="planned", **section)
+        run.train(deciding, 10)
+        order = deciding.ordering.order
+        assert order is not None
+        stages = simulate(Workload.from_profile(run.true()), order).stages
+        peaks = [held + stage.peak_activation_bytes for held, stage in zip(state, stages, strict=True)]
+        cap = section.get("memory_cap_bytes", state[0] + section.get("activation_budget", 1.0) * (most - state[0]))
+        assert max(peaks) <= cap
+        seconds.append(run.seconds[-1])
+    assert seconds[0] > seconds[1] > seconds[2] and seconds[3] > seconds[1]
+
+
+def test_too_little_memory_is_no_reason_to_stop() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer(schedule="planned", memory_cap_bytes=1500)
+    run.train(deciding, 10)
+    assert deciding.ordering.order is None and run.trials == [2, 4]
+
+
+def test_planning_keeps_within_its_share_of_the_time() -> None:
+    """Batches of a millisecond leave no time to plan after each."""
+    run, deciding = OnPaper([s / 30_000 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer()
+    due = 0
+    for batch in range(0, 300):
+        run.train(deciding, 1, first=batch)
+        due += deciding.ordering.is_due()
+    assert sum(order is not None for order in run.orders) > 200, "what was planned once goes on"
+    assert due < 100
+
+
+def test_another_number_of_micro_batches_runs_1f1b_until_it_is_planned_for() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 8)
+    assert deciding.ordering.order is not None
+    other = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), num_micro_batches=6)
+    deciding.ordering.next(is_profiled=True)
+    deciding.observe(other.measured(8, None))  # the engine's order_for falls back
+    order = deciding.ordering.choose(deciding.smoothed(), other.boundaries)
+    assert order is not None and order.num_micro_batches == 6
+
+
+def test_a_moved_partition_runs_1f1b_without_a_plan() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 8)
+    deciding.ordering.next(is_profiled=False)
+    deciding.ordering.adopt(None, (0, 1, 4, 6, 8))
+    assert deciding.ordering.next(is_profiled=False) is None
+
+
+@pytest.mark.parametrize("schedule", ["auto", "planned"])
+def test_one_that_goes_on_chooses_as_the_uninterrupted_one(schedule: str) -> None:
+    for stop in (3, 5, 7):
+        whole, parts = (OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=1.1) for _ in range(2))
+        first, second = balancer(schedule=schedule), balancer(schedule=schedule)
+        whole.train(balancer(schedule=schedule), 15)
+        parts.train(first, stop)
+        second.load_state_dict(first.state_dict())
+        parts.train(second, 15 - stop, first=stop)
+        assert parts.orders == whole.orders and parts.seconds == whole.seconds
+
+
+# -- halves -------------------------------------------------------------------------------------
+
+
+def test_halves_are_what_they_are() -> None:
+    run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=1.25, weight_share=0.4, unsplit=[5])
+    halves, true = Halves(), run.true()
+    assert not halves.wants_trial()
+    for batch in range(4):
+        is_trial = halves.wants_trial()
+        order = split_at_once(8, 4, 1) if is_trial else None
+        whole = halves.observe(run.measured(batch, order), order, is_trial=is_trial)
+        for found, expected in zip(whole.layers, true.layers, strict=True):
+            if expected.weight_s and not is_trial:
+                assert found.backward_s == pytest.approx(expected.backward_s) and found.weight_s == 0
+    filled = halves.fill(whole)
+    for i, found in enumerate(filled.layers):
+        if i != 5:
+            share = found.weight_s / (found.backward_s + found.split_s)
+            assert share == pytest.approx(0.4), "those of the first stage are taken to be as the others"
+        else:
+            assert found.weight_s == 0 == found.split_s
+    assert 1.0 < halves.cost < 1.25, "over all layers, of which one was not split"
+
+
+def test_halves_of_a_part_of_the_micro_batches() -> None:
+    run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=1.25, weight_share=0.4)
+    halves = Halves()
+    for batch, order in enumerate([None, None, split_at_once(8, 4, 1), None]):
+        halves.observe(run.measured(batch, order), order, is_trial=order is not None)
+    streams = [[one for one in stream if str(one) not in ("W6", "W7")] for stream in split_at_once(8, 4, 1).stages]
+    some = Order(8, tuple(map(tuple, streams)))
+    whole = halves.observe(run.measured(4, some), some, is_trial=False)
+    for found, expected in zip(whole.layers, run.true().layers, strict=True):
+        assert found.backward_s == pytest.approx(expected.backward_s)
+    for found, expected in zip(halves.fill(whole).layers, run.true().layers, strict=True):
+        assert found.weight_s == pytest.approx(expected.weight_s)
+
+
+def test_halves_are_measured_anew_when_layers_change() -> None:
+    run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=2.0)
+    deciding = balancer()
+    run.train(deciding, 20)
+    run.forward_s = [seconds * 1.5 for seconds in UNEQUAL]
+    run.train(deciding, 20, first=20)
+    assert run.trials == [2, 4], "a machine that is slower as a whole"
+    run.forward_s = [seconds * (3 if i < 4 else 1) for i, seconds in enumerate(UNEQUAL)]
+    run.train(deciding, 20, first=40)
+    assert len(run.trials) == 3 and run.trials[2] in (40, 41)
+    deciding.expect_change()
+    run.train(deciding, 20, first=60)
+    assert len(run.trials) == 4
+
+
+def test_a_trial_is_1f1b_with_each_second_half_at_once() -> None:
+    order = split_at_once(4, 3, 1)
+    assert order.stages[0] == order_of("1f1b", 4, 3).stages[0] and order.split(0) == frozenset()
+    text = str(order).split(" | ")[2].split()
+    assert all(text[text.index(f"B{m}") + 1] == f"W{m}" for m in range(4)) and order.split(2) == {0, 1, 2, 3}
+    whole = [one for one in text if not one.startswith("W")]
+    assert whole == str(order_of("1f1b", 4, 3)).split(" | ")[2].split()
