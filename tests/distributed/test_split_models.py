@@ -52,6 +52,18 @@ class Reentrant(Mlp):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
+class Sometimes(Mlp):
+    """Can be split in every other micro-batch: what waits of the one before must be added up first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(x) if self.num_forwards % 2 else checkpoint(super().forward, x, use_reentrant=True)
+
+
 class Strict(Mlp):
     """Has a function that does not let itself be asked for some gradients only."""
 
@@ -92,9 +104,11 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
     "reentrant": [Mlp, Mlp, Mlp, Mlp, Reentrant, Mlp],
     "strict": [Mlp, Mlp, Mlp, Strict, Mlp, Strict],
+    "sometimes": [Mlp, Mlp, Mlp, Sometimes, Mlp, Sometimes],
 }
-TYPICAL = ("several outputs over a cut", "functions", "recomputed", "hooks", "reentrant", "strict")
-WHOLE = {"reentrant": "reentrant activation checkpointing", "strict": "RuntimeError: call backward() instead"}
+TYPICAL = ("several outputs over a cut", "functions", "recomputed", "hooks", "reentrant", "strict", "sometimes")
+REENTRANT = "reentrant activation checkpointing"
+WHOLE = {"reentrant": REENTRANT, "strict": "RuntimeError: call backward() instead", "sometimes": REENTRANT}
 MOVED = {2: (0, 2, 6), 3: (0, 1, 2, 6)}
 
 
@@ -150,20 +164,23 @@ def compare(kinds: list[str], num_stages: int, ways: list[Way]) -> None:
             assert plain.num_split == 0 and not plain.told and all(loss == loss for loss in plain.bits[0])
             for way, other in zip(ways, others, strict=True):
                 assert other.bits == plain.bits, f"{kind}, rank {rank}, W: {way}"
-                check_split(kind, rank == num_stages - 1, other)
+                is_last = rank == num_stages - 1
+                check_split(kind, other, is_last=is_last, holds_it=is_last or (rank > 0 and kind != "reentrant"))
 
 
-def check_split(kind: str, is_last: bool, seen: Seen) -> None:
-    """A stage splits, or says once why not."""
-    reasons = tuple(reason for reason in (WHOLE.get(kind),) if reason and is_last)
+def check_split(kind: str, seen: Seen, *, is_last: bool, holds_it: bool) -> None:
+    """A stage splits, or says once why not: the last one, and others that hold what can't be split."""
+    reasons = tuple(reason for reason in (WHOLE.get(kind),) if reason and holds_it)
     assert seen.whole_because == reasons
     assert len(seen.told) == len(reasons)
     assert all(text.endswith(f"can't be split: {WHOLE[kind]}") for text in seen.told)
-    assert bool(seen.num_split) == (not reasons) or not is_last or kind == "frozen stage"
+    splits = kind == "sometimes" or not reasons
+    assert bool(seen.num_split) == splits or not is_last or kind == "frozen stage"
 
 
 def test_the_bits_are_those_of_1f1b() -> None:
     compare(list(TYPICAL), 2, ["planned"])
+    compare(["sometimes"], 3, [2])
 
 
 @pytest.mark.exhaustive
