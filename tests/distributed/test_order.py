@@ -11,13 +11,15 @@ from deepspeed.runtime.pipe.schedule import TrainSchedule
 
 from dynpipe_ds.host import order as planning
 from dynpipe_ds.schedule import Order
+from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, run_and_digest
 from tests.distributed.ranks import run_ranks
 
 SERIAL = "F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1"
+NO_OTHER = {"dynamic_pipeline": {**BY_HAND, "schedule": "1f1b"}}
 RUNS = {
-    2: Run(2, num_batches=3, micro_batches=2, dropout=0.1, moves={1: (0, 2, 8)}),
-    3: Run(3, num_batches=3, micro_batches=5, tied=True, moves={1: (0, 1, 6, 8)}),
+    2: Run(2, num_batches=3, micro_batches=2, dropout=0.1, config=NO_OTHER, moves={1: (0, 2, 8)}),
+    3: Run(3, num_batches=3, micro_batches=5, tied=True, config=NO_OTHER, moves={1: (0, 1, 6, 8)}),
 }
 PLANNED = planning.OrderSchedule
 

@@ -52,6 +52,18 @@ class Reentrant(Mlp):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
+class Sometimes(Mlp):
+    """Can be split in every other micro-batch: what waits of the one before must be added up first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(x) if self.num_forwards % 2 else checkpoint(super().forward, x, use_reentrant=True)
+
+
 class Strict(Mlp):
     """Has a function that does not let itself be asked for some gradients only."""
 
@@ -92,10 +104,18 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
     "reentrant": [Mlp, Mlp, Mlp, Mlp, Reentrant, Mlp],
     "strict": [Mlp, Mlp, Mlp, Strict, Mlp, Strict],
+    "sometimes": [Mlp, Mlp, Mlp, Sometimes, Mlp, Sometimes],
 }
-TYPICAL = ("several outputs over a cut", "functions", "recomputed", "hooks", "reentrant", "strict")
-WHOLE = {"reentrant": "reentrant activation checkpointing", "strict": "RuntimeError: call backward() instead"}
+TYPICAL = ("several outputs over a cut", "functions", "recomputed", "hooks", "reentrant", "strict", "sometimes")
+REENTRANT = "reentrant activation checkpointing"
+WHOLE = {"reentrant": REENTRANT, "strict": "RuntimeError: call backward() instead", "sometimes": REENTRANT}
 MOVED = {2: (0, 2, 6), 3: (0, 1, 2, 6)}
+
+
+CONFIG = {
+    **ADAMW, **CLIP, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "steps_per_print": 10**9,
+    "dynamic_pipeline": BY_HAND,
+}  # fmt: skip
 
 
 def loss_fn(x: Tensor, target: Tensor) -> Tensor:
@@ -117,13 +137,9 @@ def train_kind(kind: str, num_stages: int, way: Way) -> Seen:
     module = DynamicPipelineModule(
         [LayerSpec(layer) for layer in KINDS[kind]], num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
     )
-    config = {
-        **ADAMW, **CLIP, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
-        "steps_per_print": 10**9, "dynamic_pipeline": BY_HAND,
-    }  # fmt: skip
     told: list[str] = []
     with counting_splits() as split, patch.object(halves.log, "info", told.append):
-        engine, *_ = deepspeed.initialize(model=module, config=config)
+        engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
         engine.dynamic.pipeline.order_for = order_for_of(way)
         draw = torch.Generator().manual_seed(1)
         batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
@@ -148,20 +164,23 @@ def compare(kinds: list[str], num_stages: int, ways: list[Way]) -> None:
             assert plain.num_split == 0 and not plain.told and all(loss == loss for loss in plain.bits[0])
             for way, other in zip(ways, others, strict=True):
                 assert other.bits == plain.bits, f"{kind}, rank {rank}, W: {way}"
-                check_split(kind, rank == num_stages - 1, other)
+                is_last = rank == num_stages - 1
+                check_split(kind, other, is_last=is_last, holds_it=is_last or (rank > 0 and kind != "reentrant"))
 
 
-def check_split(kind: str, is_last: bool, seen: Seen) -> None:
-    """A stage splits, or says once why not."""
-    reasons = tuple(reason for reason in (WHOLE.get(kind),) if reason and is_last)
+def check_split(kind: str, seen: Seen, *, is_last: bool, holds_it: bool) -> None:
+    """A stage splits, or says once why not: the last one, and others that hold what can't be split."""
+    reasons = tuple(reason for reason in (WHOLE.get(kind),) if reason and holds_it)
     assert seen.whole_because == reasons
     assert len(seen.told) == len(reasons)
     assert all(text.endswith(f"can't be split: {WHOLE[kind]}") for text in seen.told)
-    assert bool(seen.num_split) == (not reasons) or not is_last or kind == "frozen stage"
+    splits = kind == "sometimes" or not reasons
+    assert bool(seen.num_split) == splits or not is_last or kind == "frozen stage"
 
 
 def test_the_bits_are_those_of_1f1b() -> None:
     compare(list(TYPICAL), 2, ["planned"])
+    compare(["sometimes"], 3, [2])
 
 
 @pytest.mark.exhaustive
@@ -169,3 +188,31 @@ def test_the_bits_are_those_of_1f1b() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_are_those_of_1f1b_with_every_kind(kind: str, num_stages: int) -> None:
     compare([kind], num_stages, [0, 1, AT_THE_END, "planned"])
+
+
+def try_by_batch(_rank: int) -> list[tuple[int, int]]:
+    """How many backwards were tried to split, and were, in each batch; what can't be split leaves before the third."""
+    torch.manual_seed(5)
+    layers = [LayerSpec(layer) for layer in (Mlp, Mlp, Mlp, Strict, Mlp, Mlp)]
+    module = DynamicPipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
+    engine.dynamic.pipeline.order_for = order_for_of(1)
+    draw = torch.Generator().manual_seed(1)
+    batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
+    found, tried = [], patch.object(halves, "backward_inputs", wraps=halves.backward_inputs)
+    for batch in range(4):
+        if batch == 2:
+            engine.repartition((0, 4, 6))
+        with tried as calls, patch.object(halves.InFlight, "owe", autospec=True, side_effect=OWE) as owed:
+            engine.train_batch(batches)
+        found.append((calls.call_count, owed.call_count))
+    return found
+
+
+OWE = halves.InFlight.owe
+
+
+def test_what_failed_is_tried_again_with_other_layers_only() -> None:
+    """The first micro-batch with other layers runs whole, as their activations are counted."""
+    first, last = run_ranks(try_by_batch, 2)
+    assert first == [(0, 0)] * 4 and last == [(2, 0), (0, 0), (4, 3), (4, 4)]
