@@ -21,7 +21,7 @@ from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
-from dynpipe_ds.host.instructions import instruction_map
+from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.measure.profile import PipelineProfile
@@ -29,8 +29,11 @@ from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.modes import in_ordinary_mode
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.ranks.agreement import gather
+from dynpipe_ds.reporting.measured import measured_timeline
 from dynpipe_ds.reporting.monitor import GuardedMonitor
 from dynpipe_ds.schedule import Order
+from dynpipe_ds.simulation import Interval
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
 
@@ -123,6 +126,23 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             Forward and backward seconds, M each; empty before the first batch.
         """
         return self._need_training("micro_batch_seconds").profiler.recorder.by_micro_batch()
+
+    @in_ordinary_mode
+    def timeline(self) -> tuple[Interval, ...]:
+        """What every stage did when in the newest profiled batch; collective over all ranks.
+
+        ``dynpipe_ds.reporting.save_gantt`` draws it, ``save_chrome_trace`` writes it for Perfetto.
+
+        Returns:
+            Intervals of this rank's replica of the pipeline, on one clock; none before the first profiled batch.
+        """
+        training = self._need_training("timeline")
+        recorder, pipeline = training.profiler.recorder, training.pipeline
+        everyone = gather((pipeline.replica, pipeline.stage_id, recorder.by_instruction()))
+        if recorder.order is None or not recorder.marks:
+            return ()
+        stages = {stage: marks for replica, stage, marks in everyone if replica == pipeline.replica}
+        return measured_timeline(recorder.order, [marks for _, marks in sorted(stages.items())])
 
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by global layer index; function layers are left out."""
@@ -253,6 +273,7 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
             num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
+        check_schedule(config.schedule, type(self))
         self._INSTRUCTION_MAP = instruction_map(type(self))
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())

@@ -162,7 +162,6 @@ class Training:
         except BatchRefused:
             self.stage.pipeline.drop_batch()
             raise
-        self.stage.pipeline.note_batch()
         return result
 
     def _finish_profile(self) -> bool:

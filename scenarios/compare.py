@@ -33,6 +33,7 @@ from scenarios.validation import Validator
 
 # Batches at the end of a run whose stage times the picture shows.
 _LAST = 5
+_DIGITS = 7  # of seconds
 
 
 @dataclass
@@ -80,6 +81,9 @@ class Contender:
         measured = self.measured
         start_s, known = time.perf_counter(), self.engine.last_batch_profile
         self.scenario.before_batch(self.engine, batch)
+        order = self.engine.order
+        assert order is not None, "both runs have the section"
+        measured.recording.add_order(batch, self.engine.partition, order)
         loss = self.engine.train_batch(self.data.micro_batches(batch))
         self.scenario.after_batch(self.engine, batch)
         measured.reports.append(self.scenario.report(self.engine))
@@ -89,6 +93,7 @@ class Contender:
         if profile is not None and profile is not known:  # not every batch is profiled
             measured.stages_s.append([stage.busy_s for stage in profile.stages])
             measured.recording.add_profile(batch, profile)
+            measured.recording.add_prediction(profile, order)
             if timed:
                 measured.bubbles.append(profile.bubble_ratio)
 
@@ -152,6 +157,10 @@ class Contender:
     def summary(self) -> RunSummary:
         """Sum up the run. Called on all ranks; the result is right on all of them."""
         measured = self.measured
+        measured.timeline = [
+            [*interval[:3], *(round(seconds, _DIGITS) for seconds in interval[3:5]), interval.payload]
+            for interval in self.engine.timeline()
+        ]
         profiling_s, planning_s, migrating_s = _largest(measured.timed_overheads_s, self.engine.device)
         resumed = ", ".join(map(str, measured.resumed_at))
         all_windows = tuple((first, count, seconds) for first, count, seconds in measured.windows)
@@ -172,6 +181,7 @@ class Contender:
             validation_losses=tuple(found["loss"] for found in measured.validations),
             windows=all_windows,
             partitions=self._partitions(),
+            orders=tuple((phase["first_batch"], phase["order"]) for phase in measured.recording.orders),
             notes=self.notes() | ({"resumed after batch": resumed} if resumed else {}),
         )
 

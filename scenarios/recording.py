@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
-from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
+from dynpipe_ds import PipelineProfile, RebalanceEvent
+from dynpipe_ds.schedule import Order, order_of
+from dynpipe_ds.simulation import Workload, simulate
 from scenarios.scenario import Report
 
 MOST_ROWS = 512
+USUAL, PLANNED = "1F1B", "planned"
+_MOST_PREDICTIONS = 8  # of one order: simulating a batch takes milliseconds
 _DIGITS = 8  # of seconds
 
 
@@ -32,6 +35,9 @@ class Recording:
         open_rows: profiled batches of the row that is not full yet: batch, forward_s, backward_s.
         partitions: first batch of, and boundaries: every partition that a profiled batch ran on.
         rebalances: :class:`~dynpipe_ds.RebalanceEvent` as dictionaries.
+        orders: from which batch on (``first_batch``) with which ``boundaries`` which kind of ``order`` ran, 1F1B or
+            planned, and of its first profiled batches the seconds of forwards and backwards, ``predicted_s`` by the
+            simulator from the seconds of layers, and ``measured_s``.
     """
 
     names: list[str] = field(default_factory=list)
@@ -43,6 +49,7 @@ class Recording:
     open_rows: list[list[Any]] = field(default_factory=list)
     partitions: list[list[Any]] = field(default_factory=list)
     rebalances: list[dict[str, Any]] = field(default_factory=list)
+    orders: list[dict[str, Any]] = field(default_factory=list)
 
     # -- while the run trains -----------------------------------------------------------------
 
@@ -64,6 +71,33 @@ class Recording:
             self._close_row()
         if len(self.first_batches) >= MOST_ROWS:
             self._halve()
+
+    def add_order(self, batch: int, boundaries: Sequence[int], order: Order) -> None:
+        """Note what a batch is about to run.
+
+        Args:
+            batch: index of the batch.
+            boundaries: of the stages.
+            order: of all of them.
+        """
+        is_usual = order == order_of("1f1b", order.num_micro_batches, order.num_stages)
+        now = {"boundaries": list(boundaries), "order": USUAL if is_usual else PLANNED}
+        if not self.orders or any(self.orders[-1][key] != value for key, value in now.items()):
+            self.orders.append({"first_batch": batch, **now, "predicted_s": [], "measured_s": []})
+
+    def add_prediction(self, profile: PipelineProfile, order: Order) -> None:
+        """Set beside each other what a batch took and what the simulator says of it.
+
+        Args:
+            profile: of the batch that :meth:`add_order` noted last.
+            order: of that batch.
+        """
+        phase = self.orders[-1]
+        # Under 1F1B no backward is split, but where both halves are measured now and then.
+        is_trial = phase["order"] == USUAL and any(layer.weight_s for layer in profile.layers)
+        if len(phase["predicted_s"]) < _MOST_PREDICTIONS and not is_trial:
+            phase["predicted_s"].append(simulate(Workload.from_profile(profile), order).makespan_s)
+            phase["measured_s"].append(max(stage.busy_s + stage.idle_s for stage in profile.stages))
 
     def add_rebalance(self, event: RebalanceEvent) -> None:
         """Take in a change of partition.
@@ -106,20 +140,6 @@ class Recording:
         last = self.batches_a_row - 1
         return [i for i, first in enumerate(self.first_batches) if first in batches and first + last in batches]
 
-    def profile_at_the_end(self, num_rows: int) -> PipelineProfile:
-        """Medians of the last rows, for the simulator; it knows times only.
-
-        Args:
-            num_rows: how many.
-        """
-        ways = [zip(*rows[-num_rows:], strict=True) for rows in (self.forward_s, self.backward_s)]
-        layers = tuple(
-            LayerProfile(name, median(forward), median(backward), 0, 0, 0, 0, 0)
-            for name, forward, backward in zip(self.names, *ways, strict=True)
-        )
-        boundaries = tuple(self.partitions[-1][1])
-        return PipelineProfile(self.first_batches[-1], boundaries, self.num_micro_batches, layers, ())
-
 
 def _mean(rows: Any) -> list[float]:
     return [round(sum(column) / len(rows), _DIGITS) for column in zip(*rows, strict=True)]
@@ -141,6 +161,7 @@ class Measurements:
         resumed_at: batches after which the run was continued from a checkpoint.
         recording: what the report page shows of the layers.
         validations: after how many batches what loss and perplexity were found, for each evaluation.
+        timeline: the newest profiled batch, fields of :class:`~dynpipe_ds.simulation.Interval`; when the run is over.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -154,6 +175,7 @@ class Measurements:
     resumed_at: list[int] = field(default_factory=list)
     recording: Recording = field(default_factory=Recording)
     validations: list[dict[str, float]] = field(default_factory=list)
+    timeline: list[list[Any]] = field(default_factory=list)
 
     @property
     def timed_s(self) -> float:

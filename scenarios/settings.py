@@ -17,6 +17,7 @@ from scenarios.pretrained import PretrainedModel
 SECTION = "dynamic_pipeline"
 
 _OF_DECISIONS = ("first_batch", "last_batch", "horizon_batches", "activation_budget")  # contradict "never" and "1f1b"
+_STATIC = {"rebalance_every": "never", "schedule": "1f1b", "repack": {"enabled": False}}
 _MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
@@ -196,8 +197,7 @@ class Settings:
         monitors = self._monitors("dynamic" if dynamic else "static")
         config = merge(self.deepspeed, {SECTION: {"enabled": True}} | monitors)
         if not dynamic:
-            own = {"rebalance_every": "never", "schedule": "1f1b", "repack": {"enabled": False}}
-            section = merge(config[SECTION], own)
+            section = merge(config[SECTION], _STATIC)
             config[SECTION] = {name: value for name, value in section.items() if name not in _OF_DECISIONS}
         return config
 

@@ -168,6 +168,7 @@ def test_every_problem_in_one_message() -> None:
         ({"partitioner": "uniform", "memory_cap_bytes": 5}, "can't honour it"),
         ({"partitioner": "balanced", "stage_speeds": [1.0]}, "can't honour it"),
         ({"stage_speeds": [1.0], "memory_cap_bytes": [5, 6]}, "1 and 2 stages"),
+        ({"schedule": "1f1b", "activation_budget": 2}, "the budget is used by planned orders only; set schedule"),
     ],
 )
 def test_contradictions(section: dict[str, Any], text: str) -> None:
@@ -217,6 +218,21 @@ def test_all_model_problems_in_one_message() -> None:
     assert "stage_speeds = [1.0]: 1 entries, but there are 7 stages" in message
     assert "memory_cap_bytes = [5]: 1 entries, but there are 7 stages" in message
     assert "with 8 layers a cut lies between 1 and 7; remove 8" in message
+
+
+def test_a_budget_in_which_one_micro_batch_finds_no_room() -> None:
+    message = model_problems({"activation_budget": 0.2}, num_layers=8, num_stages=4, num_micro_batches=8)
+    assert "activation_budget = 0.2: under 1F1B a worker holds at most 4 micro-batches" in message
+    assert "that one finds room needs 0.25 or more; raise the budget, or remove it (1.0)" in message
+    few = model_problems({"activation_budget": 0.3}, num_layers=8, num_stages=4, num_micro_batches=2)
+    assert "at most 2 micro-batches; that one finds room needs 0.5 or more" in few
+    enough = parse_config({SECTION: {"enabled": True, "activation_budget": 0.25}})
+    check_against_model(enough, num_layers=8, num_stages=4, num_micro_batches=8)
+
+
+def test_an_unknown_schedule() -> None:
+    assert "schedule = 'gpipe': must be \"auto\", \"1f1b\" or \"planned\"" in problems(schedule="gpipe")
+    assert "activation_budget = 0: must be a finite number > 0" in problems(activation_budget=0)
 
 
 def test_too_few_cuts_for_the_stages() -> None:

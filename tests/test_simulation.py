@@ -18,7 +18,6 @@ from dynpipe_ds.schedule import Instruction, Op, Order, order_of
 from dynpipe_ds.simulation import (
     Interval,
     ScheduleName,
-    Sends,
     Simulation,
     Workload,
     bubble_ratio_1f1b,
@@ -33,12 +32,11 @@ from dynpipe_ds.simulation import (
 from dynpipe_ds.simulation.streams import run_order
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-SENDS: tuple[Sends, ...] = get_args(Sends)
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (4, 1), (4, 8), (5, 3), (7, 9), (8, 16)]
 
 
-def reference(workload: Workload, schedule: ScheduleName, sends: Sends = "buffered") -> Simulation:
-    return simulate(workload, order_of(schedule, workload.num_micro_batches, workload.num_stages), sends=sends)
+def reference(workload: Workload, schedule: ScheduleName) -> Simulation:
+    return simulate(workload, order_of(schedule, workload.num_micro_batches, workload.num_stages))
 
 
 def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches: int, *, varying: bool) -> Workload:
@@ -56,7 +54,7 @@ def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches
 
 
 def intervals(simulation: Simulation, stage: int) -> list[tuple[str, int, float, float]]:
-    return [i[1:5] for i in simulation.timeline if i.stage == stage]
+    return [i[1:5] for i in simulation.timeline if i.stage == stage and i.kind != "message"]
 
 
 # -- computed by hand -----------------------------------------------------------------------------
@@ -85,37 +83,33 @@ def test_one_micro_batch_passes_links_and_stages_one_after_the_other() -> None:
     workload = Workload(
         [1.0, 3.0], [2.0, 4.0], 1, activation_link_s=0.5, gradient_link_s=0.25, step_s=[1.0, 8.0]
     )
-    for schedule, sends in product(SCHEDULES, SENDS):
-        result = simulate(workload, schedule, sends=sends)
+    for schedule in SCHEDULES:
+        result = simulate(workload, schedule)
         assert result.makespan_s == 1 + 0.5 + 3 + 4 + 0.25 + 2
         assert result.stages[1].fill_s == 1.5 and result.stages[1].drain_s == pytest.approx(2.25)
-        # The last stage may step as soon as its gradient is sent: 8.75 - 0.25 when nobody need receive it.
-        assert result.batch_s == (8.75 if sends == "rendezvous" else 8.5) + 8
+        assert result.batch_s == 8.5 + 8, "the last stage may step before its gradient, of 0.25, has been received"
 
 
 def test_unequal_stages() -> None:
-    """The second stage is slow in the forward; the sender of micro-batch 1 waits for it."""
+    """The second stage is slow in the forward."""
     workload = Workload([1.0, 3.0], [1.0, 1.0], 2)
     result = simulate(workload, timeline=True)
     assert intervals(result, 0) == [
         ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 5), ("backward", 0, 5, 6),
         ("wait", 1, 6, 9), ("backward", 1, 9, 10),
     ]
-    gpipe = simulate(workload, "gpipe", sends="rendezvous", timeline=True)
-    assert intervals(gpipe, 0)[2] == ("wait", 1, 2, 4), "until stage 1 has finished forward 0"
-    assert simulate(workload, "gpipe", sends="buffered", timeline=True).timeline[2] == Interval(
-        0, "wait", 0, 2, 8, "gradient"
-    ), "a buffered send is over at once"
+    gpipe = simulate(workload, "gpipe", timeline=True)
+    assert gpipe.timeline[2] == Interval(0, "wait", 0, 2, 8, "gradient"), "a send is over at once"
     assert gpipe.makespan_s == 1 + 3 + 3 + 1 + 1 + 1
 
 
-def test_buffered_messages_share_the_wire() -> None:
+def test_messages_share_the_wire() -> None:
     """A slow link carries one message at a time: they leave at 1, 3, 5 and arrive at 3, 5, 7."""
-    result = simulate(Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe", sends="buffered")
+    result = simulate(Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe")
     assert result.stages[1].fill_s == 3 and result.makespan_s == 8
     assert result.stages[1].transfer_s == 2 and result.stages[1].waiting_s == 0
     timeline = simulate(
-        Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe", sends="buffered", timeline=True
+        Workload([1.0, 1.0], [0.0, 0.0], 3, activation_link_s=2.0), "gpipe", timeline=True
     ).timeline
     assert [i[3:5] for i in timeline if i.kind == "recv"] == [(1, 3), (4, 5), (6, 7)]
 
@@ -123,10 +117,10 @@ def test_buffered_messages_share_the_wire() -> None:
 def test_a_delay_of_one_message() -> None:
     """Only micro-batch 1 travels slowly; the last stage waits for it while stage 0 has work."""
     delays = [[0.0, 4.0, 0.0]]
-    result = simulate(Workload([1.0, 1.0], [1.0, 1.0], 3, activation_link_s=delays), sends="buffered")
-    # Stage 1: F0 1-2, B0 2-3; activation 1 leaves stage 0 after gradient 0 came, at 3, and arrives at 7.
-    assert result.stages[1].transfer_s == 4
-    assert result.makespan_s == 12
+    result = simulate(Workload([1.0, 1.0], [1.0, 1.0], 3, activation_link_s=delays))
+    # Stage 1: F0 1-2, B0 2-3; activation 1 leaves stage 0 after its forward, at 2, and arrives at 6.
+    assert result.stages[1].transfer_s == 3
+    assert result.makespan_s == 11
 
 
 def test_a_frozen_stage_gets_no_gradients() -> None:
@@ -145,8 +139,8 @@ def test_a_frozen_stage_gets_no_gradients() -> None:
 
 @pytest.mark.parametrize("num_stages, num_micro_batches", SIZES)
 def test_equal_stages(num_stages: int, num_micro_batches: int) -> None:
-    for schedule, sends, (f, b) in product(SCHEDULES, SENDS, ((1.0, 2.0), (1.0, 1.0), (2.0, 0.5))):
-        result = simulate(Workload([f] * num_stages, [b] * num_stages, num_micro_batches), schedule, sends=sends)
+    for schedule, (f, b) in product(SCHEDULES, ((1.0, 2.0), (1.0, 1.0), (2.0, 0.5))):
+        result = simulate(Workload([f] * num_stages, [b] * num_stages, num_micro_batches), schedule)
         assert result.makespan_s == equal_stages_s(num_stages, num_micro_batches, f, b)
         assert result.bubble_ratio == pytest.approx(bubble_ratio_1f1b(num_stages, num_micro_batches))
         for stage, outcome in enumerate(result.stages):
@@ -188,14 +182,13 @@ def test_chimera() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sends", SENDS)
-def test_waves_equal_streams(schedule: ScheduleName, sends: Sends) -> None:
+def test_waves_equal_streams(schedule: ScheduleName) -> None:
     rng = np.random.default_rng(1)
     for (num_stages, num_micro_batches), varying in product(SIZES, (False, True)):
         workload = random_workload(rng, num_stages, num_micro_batches, varying=varying)
-        fast, slow = simulate(workload, schedule, sends=sends), reference(workload, schedule, sends)
+        fast, slow = simulate(workload, schedule), reference(workload, schedule)
         assert fast == slow, "bit for bit"
-        timed = simulate(workload, schedule, sends=sends, timeline=True)
+        timed = simulate(workload, schedule, timeline=True)
         assert (timed.makespan_s, timed.batch_s, timed.stages) == (fast.makespan_s, fast.batch_s, fast.stages)
         for outcome in fast.stages:
             assert outcome.busy_s + outcome.idle_s == pytest.approx(fast.makespan_s)
@@ -205,15 +198,15 @@ def test_many_pipelines_at_once() -> None:
     rng = np.random.default_rng(2)
     forward_s, backward_s = rng.random((6, 5)), rng.random((6, 5))
     links = rng.random((4, 7))
-    for schedule, sends in product(SCHEDULES, SENDS):
+    for schedule in SCHEDULES:
         together = makespans(
             forward_s, backward_s, 7, activation_link_s=links, gradient_link_s=links[:, :1],
-            frozen_boundaries=1, schedule=schedule, sends=sends,
+            frozen_boundaries=1, schedule=schedule,
         )
         alone = [
             simulate(
                 Workload(f, b, 7, activation_link_s=links, gradient_link_s=links[:, 0], frozen_boundaries=1),
-                schedule, sends=sends,
+                schedule,
             ).makespan_s
             for f, b in zip(forward_s.tolist(), backward_s.tolist(), strict=True)
         ]
@@ -221,15 +214,14 @@ def test_many_pipelines_at_once() -> None:
 
 
 def test_bounds() -> None:
-    """Never below any stage's work; buffers never slow down; where all stages spend the same share of their
+    """Never below any stage's work; where all stages spend the same share of their
     time in the forward, and links take none, never above the flow line.
     """
     rng = np.random.default_rng(3)
     for num_stages, num_micro_batches in SIZES:
         workload = random_workload(rng, num_stages, num_micro_batches, varying=False)
-        buffered, rendezvous = (simulate(workload, sends=sends).makespan_s for sends in ("buffered", "rendezvous"))
         seconds = (workload.forward_s + workload.backward_s)[:, 0].tolist()
-        assert num_micro_batches * max(seconds) <= buffered + 1e-9 <= rendezvous + 2e-9
+        assert num_micro_batches * max(seconds) <= simulate(workload).makespan_s + 1e-9
         third = np.array(seconds) / 3
         no_links = Workload(third.tolist(), (2 * third).tolist(), num_micro_batches)
         assert simulate(no_links).makespan_s <= flow_line_s(seconds, num_micro_batches) * (1 + 1e-12)
@@ -237,15 +229,32 @@ def test_bounds() -> None:
 
 def test_the_timeline_adds_up() -> None:
     workload = random_workload(np.random.default_rng(4), 4, 6, varying=True)
-    for schedule, sends in product(SCHEDULES, SENDS):
-        result = simulate(workload, schedule, sends=sends, timeline=True)
+    for schedule in SCHEDULES:
+        result = simulate(workload, schedule, timeline=True)
         for stage, outcome in enumerate(result.stages):
-            own = [i for i in result.timeline if i.stage == stage]
+            own = [i for i in result.timeline if i.stage == stage and i.kind != "message"]
             assert all(a.end_s <= b.start_s for a, b in zip(own, own[1:], strict=False)), "one thing at a time"
             busy_s = sum(i.seconds for i in own if i.kind in ("forward", "backward"))
             assert busy_s == pytest.approx(outcome.busy_s)
             assert [i.micro_batch for i in own if i.kind == "forward"] == list(range(6))
             assert own[-1].kind == "step" and own[-1].seconds == pytest.approx(outcome.step_s)
+
+
+def test_every_message_is_in_the_timeline() -> None:
+    """From where it is ready to where it is used; also where links take no time, and none over a frozen boundary."""
+    for link_s in (0.0, 0.5):
+        workload = Workload([1.0] * 3, [2.0] * 3, 4, activation_link_s=link_s, frozen_boundaries=1)
+        timeline = simulate(workload, timeline=True).timeline
+        computed = {i[:3]: i for i in timeline if i.kind in ("forward", "backward")}
+        messages = {(i.payload, i.stage, i.micro_batch): i for i in timeline if i.kind == "message"}
+        sent = {("activation", stage, m) for stage in (0, 1) for m in range(4)}
+        assert messages.keys() == sent | {("gradient", 2, m) for m in range(4)}
+        for (payload, stage, m), message in messages.items():
+            kind, step = ("forward", 1) if payload == "activation" else ("backward", -1)
+            assert computed[stage, kind, m].end_s <= message.start_s
+            assert message.end_s <= computed[stage + step, kind, m].start_s
+            assert message.seconds == (link_s if payload == "activation" else 0)
+    assert timeline[-12:] == tuple(sorted(messages.values(), key=lambda message: message.start_s))
 
 
 def test_speed() -> None:
@@ -318,10 +327,9 @@ def test_an_order_of_ones_own() -> None:
     """One micro-batch after the other: nothing overlaps, so the seconds add up."""
     serial = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1")
     workload = Workload([1.0, 3.0], [2.0, 4.0], 2, activation_link_s=0.5, activation_bytes=[10, 7])
-    for sends in SENDS:
-        result = simulate(workload, serial, sends=sends)
-        assert result.makespan_s == 2 * (1 + 0.5 + 3 + 4 + 2) and not result.timeline
-        assert [stage.peak_micro_batches for stage in result.stages] == [1, 1]
+    result = simulate(workload, serial)
+    assert result.makespan_s == 2 * (1 + 0.5 + 3 + 4 + 2) and not result.timeline
+    assert [stage.peak_micro_batches for stage in result.stages] == [1, 1]
     assert simulate(workload, serial, timeline=True).timeline
     assert streams_of("gpipe", 2, 2) == [list(stream) for stream in order_of("gpipe", 2, 2).stages]
 
@@ -332,7 +340,7 @@ def test_a_split_backward() -> None:
         [1.0, 1.0], [2.0, 2.0], 2, weight_s=[0.5, 1.0], activation_bytes=[10, 7], weight_bytes=[9, 3]
     )
     order = Order.parse("F0 SA0 F1 SA1 RG0 B0 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1 W0 W1")
-    result = simulate(workload, order, sends="buffered", timeline=True)
+    result = simulate(workload, order, timeline=True)
     assert intervals(result, 0) == [
         ("forward", 0, 0, 1), ("forward", 1, 1, 2), ("wait", 0, 2, 3), ("backward", 0, 3, 5), ("backward", 1, 5, 7),
     ]
@@ -374,29 +382,27 @@ def test_split_backwards_add_up() -> None:
                 at = int(rng.integers(max(at, stream.index((Op.BACKWARD, m))) + 1, len(stream) + 1))
                 stream.insert(at, Instruction(Op.BACKWARD_WEIGHT, m))
         order = Order(num_micro_batches, tuple(map(tuple, streams)))
-        for sends in SENDS:
-            result = simulate(workload, order, sends=sends, timeline=True)
-            work_s = (workload.forward_s + workload.backward_s).mean(axis=1) * num_micro_batches
-            for stage, outcome in enumerate(result.stages):
-                assert outcome.busy_s == pytest.approx(work_s[stage])
-                assert outcome.busy_s + outcome.idle_s == pytest.approx(result.makespan_s)
-                own = [i for i in result.timeline if i.stage == stage and i.kind == "weight"]
-                assert [i.micro_batch for i in own] == list(range(num_micro_batches))
-                seconds = workload.stage_seconds(stage).weight_s
-                assert [i.seconds for i in own] == pytest.approx(seconds)
-                assert outcome.peak_micro_batches == order.in_flight(stage)
+        result = simulate(workload, order, timeline=True)
+        work_s = (workload.forward_s + workload.backward_s).mean(axis=1) * num_micro_batches
+        for stage, outcome in enumerate(result.stages):
+            assert outcome.busy_s == pytest.approx(work_s[stage])
+            assert outcome.busy_s + outcome.idle_s == pytest.approx(result.makespan_s)
+            own = [i for i in result.timeline if i.stage == stage and i.kind == "weight"]
+            assert [i.micro_batch for i in own] == list(range(num_micro_batches))
+            seconds = workload.stage_seconds(stage).weight_s
+            assert [i.seconds for i in own] == pytest.approx(seconds)
+            assert outcome.peak_micro_batches == order.in_flight(stage)
 
 
 def test_orders_that_do_not_fit_are_refused() -> None:
     workload = Workload([1.0, 1.0], [1.0, 1.0], 2)
     serial = "RA0 F0 B0 SG0 RA1 F1 B1 SG1"
-    both_send = Order.parse(f"F0 SA0 F1 SA1 RG0 B0 RG1 B1 | {serial}")
-    with pytest.raises(ValueError, match="stage 0 waits for ever in send_activation of micro-batch 1"):
-        simulate(workload, both_send, sends="rendezvous")
-    assert simulate(workload, both_send, sends="buffered").makespan_s > 0
+    late = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 RA1 F1 B0 SG0 B1 SG1")
+    with pytest.raises(ValueError, match="stage 0 waits for ever in recv_gradient of micro-batch 0"):
+        simulate(workload, late)
     crossed = Order.parse(f"F1 SA1 F0 SA0 RG0 B0 RG1 B1 | {serial}")
     with pytest.raises(ValueError, match="activation over boundary 0: micro-batch 1 meets micro-batch 0"):
-        simulate(workload, crossed, sends="buffered")
+        simulate(workload, crossed)
     with pytest.raises(ValueError, match="an order of 1 stages and 2 micro-batches for a workload of 2 and 2"):
         run_order(workload, order_of("1f1b", 2, 1))
     with pytest.raises(ValueError, match="schedule = '2f2b': must be '1f1b' or 'gpipe'"):

@@ -130,7 +130,7 @@ def outcomes(case: Case, num_stages: int, arguments: argparse.Namespace) -> dict
 
     found = {
         "uniform cut, 1F1B": of(simulate(workload(profile.boundaries))), "best cut, 1F1B": of(simulate(workload(best))),
-        "best cut, 1F1B, buffered sends": of(simulate(workload(best), sends="buffered")),
+        "best cut, 1F1B, buffered sends": of(simulate(workload(best))),
     }  # fmt: skip
     started_s = time.thread_time()
     planned = plan_order(workload(best), activation_caps(profile, best, case.worker_bytes))

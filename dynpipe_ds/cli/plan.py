@@ -1,10 +1,13 @@
-"""``dynpipe plan``: from layer times to stage boundaries, with what they promise."""
+"""``dynpipe plan``: from layer times to stage boundaries and an order, with what they promise."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
+from math import fsum
 from typing import Any
 
 from dynpipe_ds.cli import reading, show
@@ -12,35 +15,33 @@ from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_com
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.decide.methods import COSTS
 from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.migration.moves import plan_moves
 from dynpipe_ds.partition import (
     InfeasiblePartitionError,
-    Plan,
     StageMemory,
     get_partitioner,
     partitioner_names,
     run_partitioner,
 )
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning import (
-    PlannedBatch,
-    activation_caps,
-    assume_halves,
-    plan_batch,
-    plan_order,
-    worker_bytes_of_1f1b,
-)
+from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
-_OF_THE_SECTION = ("partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages")
+_OF_THE_SECTION = (
+    "partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages", "schedule",
+    "activation_budget",
+)  # fmt: skip
+SCHEDULES = ("auto", "1f1b", "planned")
 _COLUMNS = {
     "stage": "stage", "layers": "layers", "forward ms": "forward_s", "backward ms": "backward_s",
     "idle": "bubble_ratio", "state MiB": "state_bytes", "in flight": "micro_batches_in_flight",
     "activations MiB": "activation_bytes", "peak MiB": "peak_bytes",
 }  # fmt: skip
-_OTHER_COLUMNS = {
-    "partitioner": "partitioner", "order": "order", "batch ms": "batch_s", "bubble": "bubble_ratio",
+_COMPARED_COLUMNS = {
+    "partition by": "partitioner", "order": "order", "batch ms": "batch_s", "bubble": "bubble_ratio",
     "largest peak MiB": "peak_bytes", "partition": "partition",
 }  # fmt: skip
+_PRESENT, _TOGETHER = "now", "together"
 
 
 def add_parser(commands: Any) -> None:
@@ -58,8 +59,13 @@ def add_parser(commands: Any) -> None:
     parser.flag("--allow-empty-stages", "a stage may have no layer", default=None)
     parser.option("--config", "FILE", f'DeepSpeed JSON whose "{SECTION}" section has these settings')
     parser.option("--current", "PARTITION", "boundaries now in use, to compare with (default: the profile's)")
-    parser.flag("--compare", "also show what the other partitioners would choose, and planned orders")
-    reading.add_planned(parser)
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES,
+        help="order of forwards and backwards: 1f1b, planned, or planned where it is known what of a backward can be "
+        "done later (auto, default)",
+    )
+    budget = "what planned orders may hold of activations, as a multiple of 1F1B's fullest worker (default 1)"
+    parser.option("--activation-budget", "X", budget, reading.at_least_0("a finite number > 0"))
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
         help="import it first: it may call register_partitioner",
@@ -68,17 +74,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Result:
-    """Choose stage boundaries for a profile.
+    """Choose stage boundaries for a profile, and the order of forwards and backwards.
 
-    Prints the partition, the simulated time and bubble of a batch under 1F1B, and what every stage holds at its peak.
-    Layer times are taken as those of a worker of speed 1. Options named as a key of the "dynamic_pipeline" section
-    mean the same; --config takes them from a DeepSpeed JSON, and options given here win. With --compare each partition
-    is shown under 1F1B and under an order that is planned for it: backwards in two parts, in the same memory. The row
-    "together" has the best partition and order.
+    Prints the partition and the order, the simulated time and bubble of a batch, and what every stage holds at its
+    peak. A table compares partitions and orders: what each partitioner chooses, under 1F1B and under the order that is
+    planned for it in the same memory; "now", the present partition; "together", the best partition and order.
+    Planned orders are compared where it is known what of a backward can be done later: the profile says so if a
+    backward was split while it was measured; otherwise --weight-share assumes it. Layer times are taken as those of a
+    worker of speed 1. Options named as a key of the "dynamic_pipeline" section mean the same; --config takes them from
+    a DeepSpeed JSON, and options given here win.
 
     Examples:
       dynpipe plan profile.json --stages 4
-      dynpipe plan profile.json --stages 4 --memory-cap-bytes 16GiB --compare
+      dynpipe plan profile.json --stages 4 --memory-cap-bytes 16GiB --weight-share 0.4
       dynpipe plan profile.json --stages 2 --partitioner diffusion --stage-speeds 1,0.5 --pinned-cuts 1
       dynpipe plan profile.json --stages 2 --config ds_config.json --json
     """
@@ -86,28 +94,43 @@ def run(arguments: argparse.Namespace) -> Result:
         where = f"--import {module}"
         with users_code(f"{where}: can't be imported:"), usage(f"{where}: "):  # register_partitioner's own complaint
             reading.module(module, where=where, remedy="give a module that Python finds from the current folder")
-    profile = reading.profile(arguments.profile, arguments.micro_batches)
+    profile = reading.profile(arguments)
     num_stages = arguments.stages or len(profile.boundaries) - 1
     if num_stages < 1:
         raise UsageError(f"{arguments.profile} has no partition of its own; give the number of stages by --stages")
     with usage():
         try:
-            case = _Case(profile, num_stages, _config(arguments, len(profile.layers), num_stages), arguments)
-            values = case.values(compare=arguments.compare)
+            config = _config(arguments, len(profile.layers), num_stages, profile.num_micro_batches)
+            case = _Case(profile, num_stages, config, arguments)
+            values = case.values()
         except InfeasiblePartitionError as error:
             raise ProblemError(str(error)) from error
     return OK, _text(case, values), values
 
 
-def _config(arguments: argparse.Namespace, num_layers: int, num_stages: int) -> DynamicPipelineConfig:
+def _config(
+    arguments: argparse.Namespace, num_layers: int, num_stages: int, num_micro_batches: int
+) -> DynamicPipelineConfig:
     """The section of --config with the options laid over it, checked by the section's own rules."""
     file = reading.json_object(arguments.config)
     with usage(f"{arguments.config}: "):  # what is wrong there is said of the file alone
         parse_config(file)
     given = {key: getattr(arguments, key) for key in _OF_THE_SECTION if getattr(arguments, key) is not None}
     config = parse_config({SECTION: {**file.get(SECTION, {}), **given, "enabled": True}})
-    check_against_model(config, num_layers=num_layers, num_stages=num_stages)
+    check_against_model(
+        config, num_layers=num_layers, num_stages=num_stages, num_micro_batches=num_micro_batches
+    )
     return config
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A partition that is run in an order."""
+
+    partitioner: str
+    boundaries: tuple[int, ...]
+    order: str
+    outcome: Simulation
 
 
 class _Case:
@@ -129,140 +152,177 @@ class _Case:
             state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
             num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,
         )
+        self.has_halves = reading.has_halves(profile)
         self.weight_share = arguments.weight_share
-        self.halves = assume_halves(profile, self.weight_share)
-        self.chosen: Sequence[int] = ()
+        self.schedule = config.schedule
+        self.plans_orders = self.has_times and (
+            self.schedule == "planned" or (self.schedule == "auto" and self.has_halves)
+        )
         self.current = profile.boundaries if len(profile.boundaries) == num_stages + 1 else None
         if arguments.current is not None:
             self.current = reading.partition(arguments.current, len(profile.layers), num_stages)
 
-    def _plan(self, partitioner: str) -> Plan:
+    # -- partitions and orders ----------------------------------------------------------------
+
+    def _cut(self, partitioner: str) -> tuple[int, ...]:
         config, links = self.config, self.links if self.cost == "time" else {}  # they are in seconds
         return run_partitioner(
             get_partitioner(partitioner), self.costs, self.num_stages, profile=self.profile, **links,
             current=self.current, layer_bytes=self.profile.moved_bytes(),
             memory=self.memory if config.memory_cap_bytes is not None else None, pinned=config.pinned_cuts,
             speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
-        )
+        ).boundaries
 
-    def _planned(self, boundaries: Sequence[int]) -> dict[str, Any]:
-        """Figures of the order planned for a partition."""
-        workload = Workload.from_profile(
-            self.halves, boundaries, speeds=self.config.stage_speeds, **self.links
-        )
-        caps = activation_caps(self.profile, boundaries, self._worker_bytes())
-        return self._figures(PlannedBatch(Placement.of(boundaries), plan_order(workload, caps)))
+    def _workload(self, boundaries: Sequence[int]) -> Workload:
+        return Workload.from_profile(self.profile, boundaries, speeds=self.config.stage_speeds, **self.links)
 
-    def _together(self, candidates: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Figures of the best partition and order."""
-        best = plan_batch(
-            self.halves, candidates, worker_bytes=self._worker_bytes(), speeds=self.config.stage_speeds,
-            pinned=self.config.pinned_cuts,
-            allow_empty=self.config.allow_empty_stages, **self.links,
-        )
-        return {"partitioner": "together", **self._figures(best)}
-
-    def _figures(self, found: PlannedBatch) -> dict[str, Any]:
-        state = (sum(held) for held in found.placement.by_stage(self.memory.state_bytes))
-        peaks = [held + activations for held, activations in zip(state, found.planned.peak_bytes, strict=True)]
-        return {
-            "boundaries": list(found.placement.boundaries), "order": "1F1B" if found.planned.is_1f1b else "planned",
-            "batch_s": found.seconds, "bubble_ratio": found.planned.simulation.bubble_ratio, "peak_bytes": max(peaks),
-        }  # fmt: skip
-
-    def _worker_bytes(self) -> int | Sequence[int]:
-        """The cap, or what the fullest stage holds under 1F1B on the present partition, or else on the chosen one."""
-        if self.config.memory_cap_bytes is not None:
-            return self.config.memory_cap_bytes
-        return worker_bytes_of_1f1b(self.profile, self.current or self.chosen)
-
-    def _simulated(self, boundaries: Sequence[int]) -> Simulation:
-        workload = Workload.from_profile(self.profile, boundaries, speeds=self.config.stage_speeds, **self.links)
-        return simulate(workload)
-
-    def values(self, *, compare: bool) -> dict[str, Any]:
-        """What the partitioner that was asked chooses, and, to compare, all others."""
-        chosen = self._plan(self.partitioner)
-        self.chosen = chosen.boundaries
-        outcome = self._simulated(chosen.boundaries)
-        speeds = self.config.stage_speeds or [1.0] * self.num_stages
-        values: dict[str, Any] = {
-            "boundaries": list(chosen.boundaries), "partitioner": self.partitioner, "cost": self.cost,
-            "num_micro_batches": self.profile.num_micro_batches,
-            "batch_s": outcome.makespan_s, "bubble_ratio": outcome.bubble_ratio, "bottleneck": chosen.bottleneck,
-            # How far the slowest stage is above a perfect balance that could cut inside layers.
-            "imbalance": chosen.bottleneck * sum(speeds) / sum(self.costs) - 1.0,
-            "stages": self._stages(chosen, outcome), "current": None,
-        }  # fmt: skip
+    def _rows(self) -> tuple[list[_Row], list[dict[str, Any]]]:
+        """All partitions under 1F1B, each followed by its planned order, and why others have none."""
+        chosen = self._cut(self.partitioner)
+        cuts, refused = {self.partitioner: chosen}, []
+        for name in partitioner_names():
+            try:
+                cuts.setdefault(name, chosen if name == self.partitioner else self._cut(name))
+            except ValueError as error:
+                refused.append({"partitioner": name, "order": "1F1B", "error": " ".join(str(error).split())})
         if self.current is not None:
-            present = self._simulated(self.current)
-            values["current"] = {
-                "boundaries": list(self.current), "batch_s": present.makespan_s, "bubble_ratio": present.bubble_ratio,
-                "predicted_gain": chosen.predicted_gain, "bytes_to_move": chosen.bytes_to_move,
-            }  # fmt: skip
-        if compare:
-            others = (name for name in partitioner_names() if name != self.partitioner)
-            rows = [self._compared(self.partitioner, chosen), *map(self._compared, others)]
-            values |= {"others": rows, "weight_share": self.weight_share, "together": None}
-            if self.has_times:
-                candidates = [row["boundaries"] for row in rows if "boundaries" in row]
-                values["together"] = self._together([self.current] * (self.current is not None) + candidates)
-        return values
+            cuts[_PRESENT] = self.current
+        rows: list[_Row] = []
+        worker_bytes = self._worker_bytes(chosen)
+        run_by = cache(partial(self._run_by, worker_bytes=worker_bytes))  # partitioners often agree
+        for name, cut in cuts.items():
+            for order in ("1F1B", "planned") if self.plans_orders else ("1F1B",):
+                try:
+                    rows.append(_Row(name, cut, order, run_by(cut, order)))
+                except ValueError as error:
+                    refused.append({"partitioner": name, "order": order, "error": str(error)})
+        if self.plans_orders:
+            rows.append(self._together([*([self.current] if self.current else []), *cuts.values()], worker_bytes))
+        return rows, refused
 
-    def _stages(self, chosen: Plan, outcome: Simulation) -> list[dict[str, Any]]:
+    def _run_by(self, cut: tuple[int, ...], order: str, *, worker_bytes: int | Sequence[int]) -> Simulation:
+        if order == "1F1B":
+            return simulate(self._workload(cut))
+        return plan_order(self._workload(cut), activation_caps(self.profile, cut, worker_bytes)).simulation
+
+    def _together(self, candidates: Sequence[Sequence[int]], worker_bytes: int | Sequence[int]) -> _Row:
+        """The best partition and order."""
+        best = plan_batch(
+            self.profile, candidates, worker_bytes=worker_bytes, speeds=self.config.stage_speeds,
+            pinned=self.config.pinned_cuts, allow_empty=self.config.allow_empty_stages, **self.links,
+        )
+        order = "1F1B" if best.planned.is_1f1b else "planned"
+        return _Row(_TOGETHER, best.placement.boundaries, order, best.planned.simulation)
+
+    def _worker_bytes(self, chosen: Sequence[int]) -> int | Sequence[int]:
+        """As in training: the cap, and what the fullest stage holds under 1F1B on the present or chosen partition."""
+        budget, given = self.config.activation_budget, self.config.memory_cap_bytes
+        most = worker_bytes_of_1f1b(self.profile, self.current or chosen, activation_budget=budget)
+        if isinstance(given, list):
+            return [min(most, cap) for cap in given]
+        return most if given is None else min(most, given)
+
+    # -- what they promise --------------------------------------------------------------------
+
+    def values(self) -> dict[str, Any]:
+        """What is chosen, and all that it is compared with."""
+        rows, refused = self._rows()
+        best = rows[-1] if self.plans_orders else rows[0]
+        bottleneck, speeds = self._bottleneck(best.boundaries), self.config.stage_speeds or [1.0] * self.num_stages
+        return {
+            "boundaries": list(best.boundaries), "partitioner": best.partitioner, "cost": self.cost,
+            "order": best.order, "num_micro_batches": self.profile.num_micro_batches,
+            "batch_s": best.outcome.makespan_s, "bubble_ratio": best.outcome.bubble_ratio, "bottleneck": bottleneck,
+            # How far the slowest stage is above a perfect balance that could cut inside layers.
+            "imbalance": bottleneck * sum(speeds) / sum(self.costs) - 1.0,
+            "stages": self._stages(best), "current": self._present(rows, best), "weight_share": self.weight_share,
+            "compared": [*map(self._compared, rows), *refused],
+        }  # fmt: skip
+
+    def _bottleneck(self, boundaries: Sequence[int]) -> float:
+        speeds = self.config.stage_speeds or [1.0] * self.num_stages
+        return max(fsum(self.costs[a:b]) / speed for (a, b), speed in zip(pairwise(boundaries), speeds, strict=True))
+
+    def _present(self, rows: Sequence[_Row], best: _Row) -> dict[str, Any] | None:
+        """The present partition under 1F1B, and what changing to the best would bring."""
+        present = next((row for row in rows if row.partitioner == _PRESENT), None)
+        if present is None:
+            return None
+        both = (present, best)
+        old, new = (r.outcome.makespan_s if self.has_times else self._bottleneck(r.boundaries) for r in both)
+        moved_bytes = self.profile.moved_bytes()
+        moves = plan_moves(present.boundaries, best.boundaries)
+        return {
+            "boundaries": list(present.boundaries), "batch_s": present.outcome.makespan_s,
+            "bubble_ratio": present.outcome.bubble_ratio, "predicted_gain": 1.0 - new / old,
+            "bytes_to_move": sum(moved_bytes[move.layer] for move in moves),
+        }  # fmt: skip
+
+    def _peak_bytes(self, row: _Row) -> list[int]:
+        state = (sum(held) for held in Placement.of(row.boundaries).by_stage(self.memory.state_bytes))
+        return [held + stage.peak_activation_bytes for held, stage in zip(state, row.outcome.stages, strict=True)]
+
+    def _stages(self, row: _Row) -> list[dict[str, Any]]:
         memory, layers = self.memory, self.profile.layers
         caps = [None] * self.num_stages if self.config.memory_cap_bytes is None else memory.caps(self.num_stages)
-        peaks = memory.stage_bytes(chosen.boundaries)
+        peaks = self._peak_bytes(row)
         stages = []
-        for stage, (low, high) in enumerate(pairwise(chosen.boundaries)):
-            in_flight = memory.in_flight(stage, self.num_stages)
+        for stage, (low, high) in enumerate(pairwise(row.boundaries)):
+            outcome = row.outcome.stages[stage]
             stages.append({
                 "stage": stage, "first_layer": low, "last_layer": high - 1, "num_layers": high - low,
                 "forward_s": sum(layer.forward_s for layer in layers[low:high]),
                 "backward_s": sum(layer.backward_s for layer in layers[low:high]),
-                "busy_s": outcome.stages[stage].busy_s, "bubble_ratio": outcome.stages[stage].bubble_ratio,
-                "state_bytes": sum(memory.state_bytes[low:high]),
-                "activation_bytes": sum(memory.activation_bytes[low:high]) * in_flight,
-                "micro_batches_in_flight": in_flight, "peak_bytes": peaks[stage], "cap_bytes": caps[stage],
+                "busy_s": outcome.busy_s, "bubble_ratio": outcome.bubble_ratio,
+                "state_bytes": sum(memory.state_bytes[low:high]), "activation_bytes": outcome.peak_activation_bytes,
+                "micro_batches_in_flight": outcome.peak_micro_batches, "peak_bytes": peaks[stage],
+                "cap_bytes": caps[stage],
             })  # fmt: skip
         return stages
 
-    def _compared(self, partitioner: str, plan: Plan | None = None) -> dict[str, Any]:
-        try:
-            plan = plan or self._plan(partitioner)
-        except ValueError as error:
-            return {"partitioner": partitioner, "error": " ".join(str(error).split())}
-        outcome = self._simulated(plan.boundaries)
+    def _compared(self, row: _Row) -> dict[str, Any]:
         return {
-            "partitioner": partitioner, "boundaries": list(plan.boundaries), "batch_s": outcome.makespan_s,
-            "bubble_ratio": outcome.bubble_ratio, "bottleneck": plan.bottleneck,
-            "peak_bytes": max(self.memory.stage_bytes(plan.boundaries)),
-            "planned": self._planned(plan.boundaries) if self.has_times else None,
+            "partitioner": row.partitioner, "order": row.order, "boundaries": list(row.boundaries),
+            "batch_s": row.outcome.makespan_s if self.has_times else None,
+            "bubble_ratio": row.outcome.bubble_ratio if self.has_times else None,
+            "peak_bytes": max(self._peak_bytes(row)),
         }  # fmt: skip
 
 
 def _text(case: _Case, values: Mapping[str, Any]) -> str:
     above = f"the slowest stage is {values['imbalance']:.1%} above a perfect balance"
     times = f"{_batch(values)}; {above}" if case.has_times else f"{show.UNKNOWN}: the profile has no times; {above}"
+    by = f"by {values['partitioner']}:{values['cost']}"
     parts = [
-        f"partition   {show.brackets(values['boundaries'])}   by {values['partitioner']}:{values['cost']}, "
+        f"partition   {show.brackets(values['boundaries'])}   {'' if values['partitioner'] == _TOGETHER else f'{by}, '}"
         f"{len(case.profile.layers)} layers, {case.num_stages} stages, {values['num_micro_batches']} micro-batches",
+        f"order       {values['order']}{', chosen with the partition' if values['partitioner'] == _TOGETHER else ''}",
         f"a batch     {times}",
     ]
     if (current := values["current"]) is not None:
-        times = f"{_batch(current)}; " if case.has_times else ""
-        moving = (
-            f"moving shrinks the slowest stage by {current['predicted_gain']:.1%} and takes "
-            f"{show.mebibytes(current['bytes_to_move'])} MiB"
-        )
-        gain = "the same partition" if current["boundaries"] == values["boundaries"] else moving
-        parts.append(f"now         {show.brackets(current['boundaries'])}   {times}{gain}")
-    parts += ["", _stage_table(values["stages"])]
-    if "others" in values:
-        parts += ["", _other_table(case, values["others"], values["together"])]
-        if case.has_times:
-            parts += ["", *show.planned(case.weight_share)]
+        parts.append(f"now         {show.brackets(current['boundaries'])}   {_change(case, values, current)}")
+    parts += ["", _stage_table(values["stages"]), "", _compared_table(values["compared"])]
+    parts += [line for note in _notes(case) for line in ("", note)]
     return "\n".join(parts)
+
+
+def _change(case: _Case, values: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What changing from the present partition under 1F1B brings."""
+    is_same = current["boundaries"] == values["boundaries"]
+    what = "a batch" if case.has_times else "the slowest stage"
+    moving = f"this shortens {what} by {current['predicted_gain']:.1%}"
+    moving += ", without moving a layer" if is_same else f" and moves {show.mebibytes(current['bytes_to_move'])} MiB"
+    gain = "the same partition" if is_same and values["order"] == "1F1B" else moving
+    return f"{_batch(current)} under 1F1B; {gain}" if case.has_times else gain
+
+
+def _notes(case: _Case) -> list[str]:
+    """What is assumed, or not known, of planned orders."""
+    if case.plans_orders:
+        return [show.assumed(case.weight_share)] if case.weight_share is not None else []
+    if case.schedule == "auto" and case.has_times:
+        return [show.NO_HALVES]
+    return []
 
 
 def _batch(values: Mapping[str, Any]) -> str:
@@ -275,20 +335,11 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     return show.table(columns, ({**stage, "layers": span} for stage, span in zip(stages, spans, strict=True)))
 
 
-def _other_table(
-    case: _Case, others: Sequence[Mapping[str, Any]], together: Mapping[str, Any] | None
-) -> str:
-    rows: list[dict[str, Any]] = []
+def _compared_table(compared: Sequence[Mapping[str, Any]]) -> str:
+    rows: list[Mapping[str, Any]] = []
     notes: list[str] = []
-    for other in others:
-        if "error" in other:
-            notes.append(f"({len(notes) + 1}) {other['error']}")
-            rows.append({**other, "partition": f"({len(notes)})"})
-            continue
-        unknown = {} if case.has_times else {"batch_s": None, "bubble_ratio": None}
-        rows.append({**other, "order": "1F1B", **unknown})
-        if other["planned"] is not None:
-            rows.append({**other["planned"], "partitioner": other["partitioner"]})
-    rows += [dict(together)] if together else []
-    shown = [{"partition": show.brackets(row["boundaries"]), **row} if "boundaries" in row else row for row in rows]
-    return "\n".join([show.table(_OTHER_COLUMNS, shown), *notes])
+    for row in compared:
+        if "error" in row:
+            notes.append(f"({len(notes) + 1}) {row['error']}")
+        rows.append({**row, "partition": f"({len(notes)})" if "error" in row else show.brackets(row["boundaries"])})
+    return "\n".join([show.table(_COMPARED_COLUMNS, rows), *notes])

@@ -16,17 +16,28 @@ from typing import Any
 from dynpipe_ds.cli.command import Parser, UsageError, usage
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
+from dynpipe_ds.planning import assume_halves
 from dynpipe_ds.sections import parse_bytes
 
 
-def profile(path: str, num_micro_batches: int | None = None) -> PipelineProfile:
-    """Read a profile file; M is then its own, unless another number is given."""
+def profile(arguments: argparse.Namespace) -> PipelineProfile:
+    """Read a profile file, with as many micro-batches and the halves of backwards that options say."""
+    path, share_of_w = arguments.profile, arguments.weight_share
     try:
         found = PipelineProfile.load(path)
     except (ValueError, OSError) as error:
         wrong = f"{path}: no such file" if isinstance(error, FileNotFoundError) else error
         raise UsageError(f"{wrong}; write one with 'dynpipe profile' or engine.profile.save(path)") from error
-    return found if num_micro_batches is None else replace(found, num_micro_batches=num_micro_batches)
+    if share_of_w is not None:
+        if has_halves(found):
+            raise UsageError(f"--weight-share {share_of_w:g}: {path} has what was measured; leave it out")
+        found = assume_halves(found, share_of_w)
+    return found if arguments.micro_batches is None else replace(found, num_micro_batches=arguments.micro_batches)
+
+
+def has_halves(found: PipelineProfile) -> bool:
+    """Whether it is known what of a backward can be done later."""
+    return any(layer.weight_s for layer in found.layers)
 
 
 def json_object(path: str | None, what: str = "a DeepSpeed JSON") -> dict[str, Any]:
@@ -124,16 +135,15 @@ num_bytes = value_of(
 share = value_of(float, lambda value: 0 <= value <= 1, "a share from 0 to 1, such as 0.5")
 
 
-def add_planned(parser: Parser) -> None:
-    """Add what planning an order needs and a profile does not have."""
-    weight_share = "of every backward, the share that computes gradients of weights and may be done later (default 0.5)"
-    parser.option("--weight-share", "SHARE", weight_share, share, default=0.5)
-
-
 def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
     link_s = "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary"
     parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
+    weight_share = (
+        "where no backward was split while the profile was measured: of every backward, the share that computes "
+        "gradients of weights and may be done later"
+    )
+    parser.option("--weight-share", "SHARE", weight_share, share)
     parser.option("--micro-batches", "M", "micro-batches of a batch (default: the profile's)", whole(1))
     parser.option("--activation-link-s", "S", link_s, one_or_each(seconds), default=0.0)
     parser.option("--gradient-link-s", "S", "the same for gradients", one_or_each(seconds), default=0.0)

@@ -8,6 +8,10 @@ from typing import Any
 from dynpipe_ds.reporting import format_table
 
 UNKNOWN = "n/a"
+NO_HALVES = (
+    "planned orders are left out: no backward was split while this profile was measured; assume what can be done later "
+    "by --weight-share, such as 0.5"
+)
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -56,14 +60,11 @@ def layer_spans(layers: Collection[int]) -> str:
     return f"layer{'s' if len(layers) > 1 else ''} {spans}"
 
 
-def planned(weight_share: float) -> list[str]:
-    """What is said below planned orders.
+def assumed(weight_share: float) -> str:
+    """What is said below planned orders where the profile does not know halves of backwards.
 
     Args:
         weight_share: assumed, of a backward.
     """
-    return [
-        f"planned: backwards in two parts; gradients of weights are assumed to take {weight_share:.0%} of a backward "
-        "(--weight-share)",
-        "         on paper: the engine runs 1F1B",
-    ]
+    part = f"of a backward {weight_share:.0%} are gradients of weights"
+    return f"assumed: {part}, which may be done later (--weight-share)"

@@ -1,32 +1,40 @@
-"""``dynpipe simulate``: one batch of a partition on paper, as text, picture and trace."""
+"""``dynpipe simulate``: one batch of a partition in an order, on paper, as text, picture and trace."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from dynpipe_ds.cli import reading, show
 from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
-from dynpipe_ds.schedule import Order
-from dynpipe_ds.simulation import Interval, ScheduleName, Sends, Simulation, Workload, simulate
+from dynpipe_ds.schedule import Order, order_of
+from dynpipe_ds.simulation import Interval, ScheduleName, Simulation, Workload, simulate
 
 PLANNED = "planned"
+SCHEDULES = (*get_args(ScheduleName), PLANNED)
 WIDTH = 96
 """Columns of the text timeline."""
 
 _SIGNS = {"forward": "F", "backward": "B", "weight": "W", "send": ">", "recv": ">", "step": "S", "wait": "."}
+_NAMES = {"1f1b": "1F1B", "gpipe": "GPipe", PLANNED: "planned order"}
 _COLUMNS = {
     "stage": "stage", "busy ms": "busy_s", "fill ms": "fill_s", "waiting ms": "waiting_s", "transfer ms": "transfer_s",
     "drain ms": "drain_s", "step ms": "step_s", "bubble": "bubble_ratio", "in flight": "peak_micro_batches",
     "activations MiB": "peak_activation_bytes",
 }  # fmt: skip
 _PICTURES = (".png", ".svg", ".pdf")
+_schedules = reading.value_of(
+    lambda text: text.split(","), lambda names: set(names) <= set(SCHEDULES),
+    f"one of {', '.join(SCHEDULES)}, or several with commas between them",
+)  # fmt: skip
+
+
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
@@ -34,15 +42,11 @@ def add_parser(commands: Any) -> None:
     partition = "boundaries such as 0,5,9,14, or what 'dynpipe plan --json' wrote (default: the profile's)"
     parser.option("--partition", "PARTITION", partition)
     parser.option("--against", "PARTITION", "a second partition to set beside the first")
-    parser.add_argument(
-        "--schedule", choices=(*get_args(ScheduleName), PLANNED), default="1f1b",
-        help="planned: backwards in two parts, in an order planned from the times (default 1f1b)",
-    )
-    parser.add_argument(
-        "--sends", choices=get_args(Sends), default="buffered",
-        help="whether a send is over at once (buffered, as the engine sends; default) or with its receive",
-    )
-    reading.add_planned(parser)
+    parser.option(
+        "--schedule", "NAME,...",
+        f"one or more of {', '.join(SCHEDULES)}; planned: an order planned from the times (default: planned where it "
+        "is known what of a backward can be done later, else 1f1b)", _schedules,
+    )  # fmt: skip
     cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
     parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
     parser.option("--step-s", "S", "seconds of the optimizer step", reading.one_or_each(reading.seconds), default=0.0)
@@ -51,23 +55,37 @@ def add_parser(commands: Any) -> None:
     parser.option("--trace", "FILE", "write a Chrome trace; open it at https://ui.perfetto.dev")
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """A partition that is run by a schedule."""
+
+    boundaries: tuple[int, ...]
+    schedule: str
+    order: Order
+    outcome: Simulation
+
+    @property
+    def name(self) -> str:
+        return f"{show.brackets(self.boundaries)}, {_NAMES[self.schedule]}"
+
+
 def run(arguments: argparse.Namespace) -> Result:
     """Show one batch of a partition in time.
 
-    Prints when every stage computes (F forward, B backward, W gradients of weights apart), transfers (>), steps (S) and
-    is idle (.), and where the time goes. docs/simulation.md says what the simulator models and what it leaves out.
+    Prints when every stage computes (F forward, B backward, W gradients of weights that were left for later), waits for
+    a message that is under way (>), steps (S) and is idle (.), and where the time goes. Pictures and traces show every
+    message. docs/schedules.md explains the orders, docs/simulation.md what the simulator models and what it leaves out.
 
     Examples:
       dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png
       dynpipe simulate profile.json --partition 0,4,8 --against 0,5,8 --gantt both.png --trace batch.json
       dynpipe simulate profile.json --partition 0,2,4,8 --micro-batches 8 --gradient-link-s 0.01 --schedule gpipe --json
-      dynpipe simulate profile.json --partition 0,4,8 --schedule planned --weight-share 0.4
+      dynpipe simulate profile.json --partition 0,4,8 --schedule 1f1b,planned --weight-share 0.4
     """
-    if arguments.schedule == PLANNED and arguments.sends == "rendezvous":
-        raise UsageError("--sends rendezvous: a planned order needs sends that are over at once; leave it out")
     if arguments.gantt and Path(arguments.gantt).suffix not in _PICTURES:
         raise UsageError(f"--gantt {arguments.gantt}: must end in one of {', '.join(_PICTURES)}")
-    profile = reading.profile(arguments.profile, arguments.micro_batches)
+    profile = reading.profile(arguments)
+    schedules = arguments.schedule or [PLANNED if reading.has_halves(profile) else "1f1b"]
     if not any(profile.costs("time")):
         raise UsageError(f"{arguments.profile} has no times to simulate; measure them with 'dynpipe profile'")
     if arguments.partition is None and not profile.boundaries:
@@ -78,77 +96,66 @@ def run(arguments: argparse.Namespace) -> Result:
         partitions.insert(0, profile.boundaries)
     with usage():
         worker_bytes = arguments.memory_cap_bytes or worker_bytes_of_1f1b(profile, partitions[0])
-        planned = {cuts: _planned(profile, cuts, arguments, worker_bytes) for cuts in partitions}
-        outcomes = {cuts: _simulate(profile, cuts, order, arguments) for cuts, order in planned.items()}
-    named = {show.brackets(cuts): outcome for cuts, outcome in outcomes.items()}
+        batches = [
+            _simulate(profile, cuts, schedule, arguments, worker_bytes)
+            for cuts in dict.fromkeys(partitions) for schedule in dict.fromkeys(schedules)
+        ]  # fmt: skip
     values = {
-        "num_micro_batches": profile.num_micro_batches, "schedule": arguments.schedule, "sends": arguments.sends,
-        "weight_share": arguments.weight_share if arguments.schedule == PLANNED else None,
-        "partitions": [_values(cuts, planned[cuts], outcome) for cuts, outcome in outcomes.items()],
-        "files": _write(arguments, named),
+        "num_micro_batches": profile.num_micro_batches, "weight_share": arguments.weight_share,
+        "batches": list(map(_values, batches)), "files": _write(arguments, batches),
     }  # fmt: skip
-    return OK, _text(named, profile.num_micro_batches, values), values
-
-
-def _planned(
-    profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace, worker_bytes: int | Sequence[int]
-) -> ScheduleName | Order:
-    """The schedule by its name, or what is planned for the partition."""
-    if arguments.schedule != PLANNED:
-        name: ScheduleName = arguments.schedule
-        return name
-    return plan_order(_workload(profile, cuts, arguments), activation_caps(profile, cuts, worker_bytes)).order
+    return OK, _text(batches, values), values
 
 
 def _simulate(
-    profile: PipelineProfile, cuts: Sequence[int], schedule: ScheduleName | Order, arguments: argparse.Namespace
-) -> Simulation:
-    return simulate(_workload(profile, cuts, arguments), schedule, sends=arguments.sends, timeline=True)
-
-
-def _workload(profile: PipelineProfile, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
-    return Workload.from_profile(
-        assume_halves(profile, arguments.weight_share), cuts, activation_link_s=arguments.activation_link_s,
-        gradient_link_s=arguments.gradient_link_s,
+    profile: PipelineProfile, cuts: tuple[int, ...], schedule: str, arguments: argparse.Namespace,
+    worker_bytes: int | Sequence[int],
+) -> _Batch:
+    workload = Workload.from_profile(
+        profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
         step_s=arguments.step_s,
     )
+    if schedule == PLANNED:
+        order = plan_order(workload, activation_caps(profile, cuts, worker_bytes)).order
+    else:
+        order = order_of(cast(ScheduleName, schedule), workload.num_micro_batches, workload.num_stages)
+    return _Batch(cuts, schedule, order, simulate(workload, order, timeline=True))
 
 
-def _write(arguments: argparse.Namespace, outcomes: Mapping[str, Simulation]) -> list[str]:
-    """Write the picture (all partitions) and the trace (the first one)."""
-    files, timelines = [], {name: outcome.timeline for name, outcome in outcomes.items()}
+def _write(arguments: argparse.Namespace, batches: Sequence[_Batch]) -> list[str]:
+    """Write the picture and the trace."""
+    files, timelines = [], {batch.name: batch.outcome.timeline for batch in batches}
     if arguments.gantt:
-        files.append(save_gantt(arguments.gantt, timelines, title="One simulated batch"))
+        files.append(save_gantt(arguments.gantt, timelines, title="Simulated"))
     if arguments.trace:
-        name = next(iter(timelines))
-        files.append(save_chrome_trace(arguments.trace, timelines[name], name=name))
+        files.append(save_chrome_trace(arguments.trace, timelines))
     return [str(file) for file in files]
 
 
-def _values(cuts: Sequence[int], schedule: ScheduleName | Order, outcome: Simulation) -> dict[str, Any]:
+def _values(batch: _Batch) -> dict[str, Any]:
+    outcome = batch.outcome
     stages = [asdict(stage) | {"bubble_ratio": stage.bubble_ratio} for stage in outcome.stages]
     return {
-        "boundaries": list(cuts), "makespan_s": outcome.makespan_s, "batch_s": outcome.batch_s,
-        "bubble_ratio": outcome.bubble_ratio, "stages": stages,
-        "order": str(schedule) if isinstance(schedule, Order) else None,
+        "boundaries": list(batch.boundaries), "schedule": batch.schedule, "makespan_s": outcome.makespan_s,
+        "batch_s": outcome.batch_s, "bubble_ratio": outcome.bubble_ratio, "stages": stages, "order": str(batch.order),
     }  # fmt: skip
 
 
-def _text(outcomes: Mapping[str, Simulation], num_micro_batches: int, values: Mapping[str, Any]) -> str:
-    longest_s = max(outcome.batch_s for outcome in outcomes.values())
+def _text(batches: Sequence[_Batch], values: Mapping[str, Any]) -> str:
+    longest_s = max(batch.outcome.batch_s for batch in batches)
     parts = []
-    for (name, outcome), found in zip(outcomes.items(), values["partitions"], strict=True):
+    for batch, found in zip(batches, values["batches"], strict=True):
+        outcome = batch.outcome
+        ratio = outcome.batch_s / batches[0].outcome.batch_s
+        times = f", {ratio:.3f} times the first" if batch is not batches[0] else ""
         parts += [
-            f"partition {name}: {show.milliseconds(outcome.batch_s)} ms a batch of {num_micro_batches} micro-batches, "
-            f"bubble {outcome.bubble_ratio:.1%}",
+            f"partition {batch.name}: {show.milliseconds(outcome.batch_s)} ms a batch of {values['num_micro_batches']} "
+            f"micro-batches, bubble {outcome.bubble_ratio:.1%}{times}",
             "", text_timeline(outcome.timeline, longest_s), "",
             show.table(_COLUMNS, ({"stage": i, **stage} for i, stage in enumerate(found["stages"]))), "",
         ]  # fmt: skip
-    if len(outcomes) == 2:
-        first, second = outcomes.values()
-        parts += [f"the second takes {second.batch_s / first.batch_s:.3f} times as long as the first", ""]
-    if (weight_share := values["weight_share"]) is not None:
-        parts += [*show.planned(weight_share), ""]
+    if values["weight_share"] is not None and any(batch.schedule == PLANNED for batch in batches):
+        parts += [show.assumed(values["weight_share"]), ""]
     parts += [f"written: {file}" for file in values["files"]]
     return "\n".join(parts).rstrip()
 
@@ -160,6 +167,8 @@ def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WID
     untouched = {".": column_s, **dict.fromkeys("FBW>S", 0.0)}  # of equal shares the first one is shown
     share_s = [[dict(untouched) for _ in range(width)] for _ in range(num_stages)]
     for interval in timeline:
+        if interval.kind == "message":  # what a stage waits for is an interval of its own
+            continue
         first, last = int(interval.start_s / column_s), int(interval.end_s / column_s)
         for column in range(first, min(last, width - 1) + 1):
             low, high = max(interval.start_s, column * column_s), min(interval.end_s, (column + 1) * column_s)
@@ -170,4 +179,3 @@ def text_timeline(timeline: Sequence[Interval], until_s: float, width: int = WID
         f"stage {stage:{label}} |{''.join(max(shares, key=shares.__getitem__) for shares in row)}|"
         for stage, row in enumerate(share_s)
     )
-

@@ -83,13 +83,32 @@ class LateLoader:
         return next(self._iterator)
 
 
+RandomStreams = tuple[torch.Tensor, torch.Tensor | None]
+"""States of torch's: on the CPU, and on the device if there is one."""
+
+
+def random_streams() -> RandomStreams:
+    """Where torch's random streams are."""
+    return torch.get_rng_state(), accelerator.random_state()
+
+
+def set_random_streams(streams: RandomStreams) -> None:
+    """Go on from where they were.
+
+    Args:
+        streams: as :func:`random_streams` gave them.
+    """
+    state, on_device = streams
+    torch.set_rng_state(state)
+    if on_device is not None:
+        accelerator.set_random_state(on_device)
+
+
 @contextmanager
 def _same_random_streams() -> Iterator[None]:
     """Loaders draw seeds; what is skipped shall leave no trace."""
-    state, on_device = torch.get_rng_state(), accelerator.random_state()
+    streams = random_streams()
     try:
         yield
     finally:
-        torch.set_rng_state(state)
-        if on_device is not None:
-            accelerator.set_random_state(on_device)
+        set_random_streams(streams)

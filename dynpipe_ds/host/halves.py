@@ -49,8 +49,14 @@ class InFlight:
         self.gradients: dict[int, tuple[Tensor | None, ...]] = {}
         self.halves: dict[int, ParameterHalf | _Whole | None] = {}
         self._owed: Counter[Tensor] = Counter()
+        self._layers: dict[Any, int] = {}
         self._refused: str | None = None
-        self._told: set[str] = set()
+        self._reasons: dict[str, None] = {}
+
+    @property
+    def whole_because(self) -> tuple[str, ...]:
+        """Why backwards of this stage that an order splits have run whole; empty if they could be split so far."""
+        return tuple(self._reasons)
 
     def begin(self) -> None:
         """Forget the last batch, which may have ended in the middle."""
@@ -58,6 +64,7 @@ class InFlight:
         self.gradients.clear()
         self.halves.clear()
         self._owed.clear()
+        self._layers = {}
 
     def forget_layers(self) -> None:
         """Let other layers be tried again."""
@@ -75,6 +82,15 @@ class InFlight:
             f"{num_forwards} forwards were left without a backward, {num_halves} backwards without their second half "
             f"(W), and {num_parameters} parameters without the gradients of all their forwards"
         )
+
+    def layers_of(self, module: Any) -> dict[Any, int]:
+        """Layer index of every parameter of a stage; asked once a batch, since it takes as long as a small product.
+
+        Args:
+            module: of the stage.
+        """
+        self._layers = self._layers or module.layer_of_parameter()
+        return self._layers
 
     def owe(self, half: ParameterHalf) -> None:
         """Note that parameters get a gradient later.
@@ -116,8 +132,8 @@ class InFlight:
         """
         if has_tried:
             self._refused = reason
-        if reason and reason not in self._told:
-            self._told.add(reason)
+        if reason and reason not in self._reasons:
+            self._reasons[reason] = None
             log.info(f"dynamic_pipeline: stage {stage} runs its backwards whole, since they can't be split: {reason}")
 
 
@@ -300,5 +316,5 @@ def _marking(engine: Any) -> Callable[[Tensor, Callable[[], None]], None] | None
     recorder = engine.module.recorder
     if recorder is None:
         return None
-    layers: dict[Any, int] = engine.module.layer_of_parameter()
+    layers = in_flight_of(engine).layers_of(engine.module)
     return lambda parameter, settle: recorder.mark_layer(profiling.WEIGHT, layers.get(parameter, -1), settle)

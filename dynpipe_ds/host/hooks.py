@@ -81,20 +81,24 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         training_iterator = self.data_iterator
         try:
             with self.dynamic.naming_lost_ranks("a batch was evaluated"):
-                result = super().eval_batch(data_iter, *args, **kwargs)
+                return super().eval_batch(data_iter, *args, **kwargs)
         except BatchRefused:
+            self.dynamic.pipeline.forget_batch()
             self.set_dataiterator(training_iterator)
             raise
-        self.dynamic.pipeline.note_read(data_iter, kwargs.get("num_micro_batches", args[4] if len(args) > 4 else None))
-        return result
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         pipeline = self.dynamic.pipeline
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        if self.module.recorder is not None:
+            self.module.recorder.order = getattr(to_run, "order", None)
         pipeline.in_flight.begin()
-        super()._exec_schedule(to_run)
-        refuse_together(self)  # in evaluation; in training it was done before the step
+        try:
+            super()._exec_schedule(to_run)
+            refuse_together(self)  # in evaluation; in training it was done before the step
+        finally:
+            pipeline.note_read(pipe_schedule.micro_batches)
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.

@@ -27,12 +27,14 @@ from dynpipe_ds.host.order import BackwardInput, BackwardWeight
 from dynpipe_ds.host.passing import (
     BatchRefused,
     HandedOver,
-    links_of,
+    even_if_given_up,
+    give_up,
+    has_given_up,
     receive_activations,
     receive_gradients,
     send_activations,
     send_gradients,
-    unless_left_out,
+    unless_given_up,
     unless_refused,
     unless_replica_refuses,
     with_flags,
@@ -83,15 +85,13 @@ def unless_incomplete(step: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(step)
     def run(engine: Any, **kwargs: Any) -> None:
-        missing = in_flight_of(engine).whats_missing()
+        missing = None if has_given_up(engine) else in_flight_of(engine).whats_missing()
         if missing is not None:
             message = (
                 f"stage {engine.stage_id}: {missing}; that is a mistake in the order or in this library, please report "
                 "it, and train without an order of your own meanwhile"
             )
-            if engine.num_stages == 1:  # all ranks have run the same
-                raise BatchRefused(message)
-            links_of(engine).refusals.append(message)
+            give_up(engine, BatchRefused(message))
         step(engine, **kwargs)
 
     return run
@@ -108,8 +108,7 @@ def load_micro_batch(engine: Any, buffer_id: int) -> None:
 def reduce_tied_gradients(engine: Any) -> None:
     """Give every copy of a tied weight the sum of all copies' gradients, added in layer order.
 
-    Raises:
-        ValueError: on every rank that holds the key, if only some of its copies are frozen.
+    Where only some of the copies are frozen, the batch is given up.
     """
     module = engine.module
     for key, layers in module.tied_layers().items():
@@ -124,11 +123,11 @@ def reduce_tied_gradients(engine: Any) -> None:
         )
         flags = _swap(engine, trainable.mean().view(1), dict.fromkeys(partners, 1))
         if any(bool(flag != trainable[0]) for flag in (trainable.mean(), *flags.values())):
-            raise ValueError(
+            give_up(engine, ValueError(
                 f"tied layers {layers} (key {key!r}) are frozen in one place and trained in another; "
                 "freeze or unfreeze all of them together"
-            )
-        if trainable[0]:
+            ))
+        elif trainable[0]:
             for i in range(len(module.tied_weights(mine[0]))):
                 _add_copies(engine, {layer: module.tied_weights(layer)[i] for layer in mine}, layers, owners)
 
@@ -179,6 +178,8 @@ def _timed(kind: int, function: Callable[..., None]) -> Callable[..., None]:
 
 def _is_idle(engine: Any, kind: int, kwargs: dict[str, int]) -> bool:
     """Whether there is nothing to compute in a part of a backward."""
+    if has_given_up(engine):
+        return True
     if kind == profiling.BACKWARD:
         return not wants_backward(engine, kwargs["buffer_id"])
     return kind == profiling.WEIGHT and in_flight_of(engine).halves[kwargs["buffer_id"]] is None
@@ -203,10 +204,33 @@ _OURS: dict[type, tuple[int, Callable[..., None]]] = {
 _REPLACEABLE = (schedule.ForwardPass, schedule.ReduceGrads, schedule.OptimizerStep)
 
 _GUARDS: dict[type, tuple[Callable[[Callable[..., None]], Callable[..., None]], ...]] = {
-    schedule.ForwardPass: (unless_left_out, keep_loss),
+    schedule.LoadMicroBatch: (even_if_given_up,),
+    schedule.ForwardPass: (keep_loss, unless_given_up),
+    schedule.BackwardPass: (unless_given_up,),
+    BackwardInput: (unless_given_up,),
+    BackwardWeight: (unless_given_up,),
     schedule.ReduceGrads: (unless_replica_refuses,),
     schedule.OptimizerStep: (unless_refused, unless_incomplete),
 }
+
+
+def check_schedule(name: str, engine_class: type) -> None:
+    """Refuse planned orders where the client's own schedule would run instead, and nobody would notice.
+
+    Args:
+        name: the key ``schedule`` of the section.
+        engine_class: class of the engine.
+
+    Raises:
+        ValueError: if it must be another one.
+    """
+    instructions = engine_class._INSTRUCTION_MAP  # type: ignore[attr-defined]
+    own = sorted(one.__name__ for one in instructions if one not in PipelineEngine._INSTRUCTION_MAP)
+    if name == "planned" and own:
+        raise ValueError(
+            f"schedule = 'planned': {engine_class.__name__} has instructions of its own, {', '.join(own)}, which run "
+            "in a schedule of its own and not in a planned order; set schedule to 'auto' or '1f1b'"
+        )
 
 
 def instruction_map(engine_class: type) -> dict[type, Callable[..., None]]:

@@ -160,7 +160,9 @@ NEEDED: dict[str, Needed] = {
         "num_pipe_buffers", attributes="micro_batches stage_id stages", hooks="steps", begins="__iter__ __next__"
     ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
-    "deepspeed.runtime.config:DeepSpeedConfig": _needed(attributes="_param_dict bfloat16_config"),
+    "deepspeed.runtime.config:DeepSpeedConfig": _needed(
+        attributes="_param_dict bfloat16_config gradient_accumulation_steps"
+    ),
     "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced set_random_seed"),
     "deepspeed.runtime.fp16.loss_scaler": _needed("DynamicLossScaler LossScaler"),
     "deepspeed.runtime.zero.config": _needed("ZeroStageEnum"),

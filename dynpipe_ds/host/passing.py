@@ -1,9 +1,15 @@
-"""Sending activations and gradients between neighbouring stages, and refusing together what could not be sent."""
+"""Sending activations and gradients between neighbouring stages, and dropping together a batch that some rank can't do.
+
+Where a part of a micro-batch raises, or can't be sent on, the rank gives the batch up: it computes nothing more of it,
+but sends and takes every message that its order has, so that nobody waits for it and nothing is left under way. Its
+messages say so, and whoever takes one does likewise. Before the optimizer's step all ranks raise the same error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -15,15 +21,19 @@ from dynpipe_ds.messages.layouts import Layout, same_memory
 from dynpipe_ds.messages.obstacles import cant_leave
 from dynpipe_ds.messages.values import CantCross, put_together, take_apart, tensors_in
 from dynpipe_ds.ranks.agreement import anywhere, disagreement, first_error
+from dynpipe_ds.ranks.fatal import FatalError
 from dynpipe_ds.schedule import Op
 
 
 class BatchRefused(ValueError):
-    """Raised on every rank, with the same text, where a micro-batch could not cross a boundary."""
+    """Raised on every rank, with the same text, where some rank could not do its part of a batch.
+
+    Training can go on with another one. Where something raised, that is the cause on its rank.
+    """
 
 
 class _LeftOut:
-    """Stands for the inputs and outputs of a micro-batch that could not be sent on by an earlier stage."""
+    """Stands for the inputs and outputs of a micro-batch that was not computed, here or on an earlier stage."""
 
 
 LEFT_OUT = _LeftOut()
@@ -60,7 +70,7 @@ def send_activations(engine: Any, buffer_id: int) -> None:
     told = links.outputs
     if told is not None and not is_told and not (crossing is not None and told.covers(crossing)):
         if crossing is not None:
-            links.refuse(f"what stage {engine.stage_id} puts out", told, crossing)
+            give_up(engine, links.difference(f"what stage {engine.stage_id} puts out", told, crossing))
         tensors = told.zeros(engine.device)
     channels.out[stage].send(message, Told(told) if is_told else None, tensors)
     passage = Passage() if told is None else Passage(told.wanting(tensors), is_told)
@@ -78,9 +88,8 @@ def _taken_apart(engine: Any, buffer_id: int, is_told: bool) -> tuple[Crossing |
         return Crossing.of(outputs, may_want=is_told and _has_anything_to_train(engine, buffer_id))
     except CantCross as error:
         module = engine.module
-        links_of(engine).refusals.append(cant_leave(
-            str(error), stage=module.stage_id, boundaries=module.boundaries, names=module.layer_names()
-        ))
+        text = cant_leave(str(error), stage=module.stage_id, boundaries=module.boundaries, names=module.layer_names())
+        give_up(engine, ValueError(text))
         return None, []
 
 
@@ -105,27 +114,8 @@ def receive_activations(engine: Any, buffer_id: int) -> None:
     try:
         inputs[buffer_id] = told.pack(received)
     except LookupError as error:
-        links.refusals.append(f"what stage {stage} puts out can't be put together on stage {engine.stage_id}: {error}")
-        inputs[buffer_id] = LEFT_OUT
-
-
-def unless_left_out(forward: Callable[..., None]) -> Callable[..., None]:
-    """Run a forward pass unless there is nothing to run it on.
-
-    Args:
-        forward: the instruction.
-    """
-
-    @wraps(forward)
-    def run(engine: Any, buffer_id: int) -> None:
-        if engine.pipe_buffers["inputs"][buffer_id] is LEFT_OUT:
-            engine.pipe_buffers["outputs"][buffer_id] = LEFT_OUT
-            engine.loss = None
-            links_of(engine).has_left_out = True
-        else:
-            forward(engine, buffer_id=buffer_id)
-
-    return run
+        text = f"what stage {stage} puts out can't be put together on stage {engine.stage_id}: {error}"
+        give_up(engine, ValueError(text))
 
 
 class _HandOver(torch.autograd.Function):
@@ -217,7 +207,7 @@ def send_gradients(engine: Any, buffer_id: int) -> None:
     if told is None:
         links.input_gradients = found
     elif found.layouts != told.layouts:
-        links.refuse(f"the gradient that stage {engine.stage_id} sends back", told, found, "")
+        give_up(engine, links.difference(f"the gradient that stage {engine.stage_id} sends back", told, found, ""))
         gradients = [layout.zeros(engine.device) for layout in told.layouts]
     channels.out[engine.prev_stage].send(message, Told(found) if told is None else None, gradients)
 
@@ -239,7 +229,75 @@ def receive_gradients(engine: Any, buffer_id: int) -> None:
     )
 
 
-# -- refusing ---------------------------------------------------------------------------------
+# -- giving up --------------------------------------------------------------------------------
+
+
+def give_up(engine: Any, error: Exception) -> None:
+    """Compute no more of this batch; :func:`refuse_together` raises on all ranks at its end.
+
+    Args:
+        engine: of this stage.
+        error: why; the first one counts.
+
+    Raises:
+        Exception: the error, where there is one stage, so that nobody waits, or where all ranks end anyway.
+    """
+    if engine.num_stages == 1 or isinstance(error, FatalError):
+        raise error
+    links = links_of(engine)
+    if links.failure is None:
+        links.failure = error
+        clear_frames(error.__traceback__)  # they hold what was computed, and memory may be short
+    _channels(engine).drop()
+
+
+def has_given_up(engine: Any) -> bool:
+    """Whether this rank computes no more of the batch, for a reason of its own or of another stage.
+
+    Args:
+        engine: of this stage.
+    """
+    return _channels(engine).is_dropped
+
+
+def unless_given_up(compute: Callable[..., None]) -> Callable[..., None]:
+    """Compute a part of a micro-batch unless the batch is given up; give it up where that raises.
+
+    Args:
+        compute: the instruction.
+    """
+
+    @wraps(compute)
+    def run(engine: Any, buffer_id: int) -> None:
+        if not has_given_up(engine):
+            try:
+                compute(engine, buffer_id=buffer_id)
+                return
+            except Exception as error:  # noqa: BLE001 - a layer may raise anything
+                give_up(engine, error)
+        engine.pipe_buffers["outputs"][buffer_id] = LEFT_OUT
+        engine.loss = None
+
+    return run
+
+
+def even_if_given_up(load: Callable[..., None]) -> Callable[..., None]:
+    """Load a micro-batch; give the batch up where that raises.
+
+    What follows is loaded all the same, so that the stages which read data stay at the same place in it.
+
+    Args:
+        load: the instruction.
+    """
+
+    @wraps(load)
+    def run(engine: Any, buffer_id: int) -> None:
+        try:
+            load(engine, buffer_id=buffer_id)
+        except Exception as error:  # noqa: BLE001 - so may data
+            give_up(engine, error)
+
+    return run
 
 
 def begin(engine: Any, pipe_schedule: Any) -> None:
@@ -264,34 +322,37 @@ def begin(engine: Any, pipe_schedule: Any) -> None:
     problem = disagreement(plan, "the order of a batch (a digest of it, stages, boundaries)", engine.device)
     if problem is not None:
         raise BatchRefused(problem)
-    links.refusals.clear()
+    links.failure = None
     links.awaited.clear()
-    links.is_settled = links.has_left_out = False
+    links.is_settled = False
     links.always_told = bool(engine.dynamic_shape or not engine.module.training)
-    pipeline.channels.begin(traffic, links, links.refusals.append)
+    pipeline.channels.begin(traffic, links, lambda text: give_up(engine, ValueError(text)))
 
 
 def refuse_together(engine: Any) -> None:
-    """Let no rank go on if a micro-batch could not cross a boundary; collective over all ranks, once a schedule.
+    """Let no rank go on if some rank has given the batch up; collective over all ranks, once a schedule.
 
     Args:
         engine: of this stage.
 
     Raises:
-        BatchRefused: on every rank, if some rank had to refuse one.
+        BatchRefused: on every rank, if some rank has.
     """
     links = links_of(engine)
     if engine.num_stages == 1 or links.is_settled:
         return
     links.is_settled = True
     _channels(engine).finish()
-    message = first_error(ValueError(links.refusals[0]) if links.refusals else None, engine.device)
+    message = first_error(links.failure, engine.device)
     if message is not None:
-        raise BatchRefused(message)
+        failure, links.failure = links.failure, None
+        raise BatchRefused(
+            f"{message}; the batch was dropped on every rank before the optimizer's step, and training can go on"
+        ) from failure
 
 
 def unless_refused(step: Callable[..., None]) -> Callable[..., None]:
-    """Let no rank take the optimizer's step of a batch of which a micro-batch could not cross a boundary.
+    """Let no rank take the optimizer's step of a batch that some rank has given up.
 
     Args:
         step: the instruction.
@@ -306,7 +367,7 @@ def unless_refused(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def unless_replica_refuses(reduce: Callable[..., None]) -> Callable[..., None]:
-    """Leave out the sum over replicas where one of them lacks gradients, since it left out a micro-batch.
+    """Leave out the sum over replicas where one of them lacks gradients, since it has given the batch up.
 
     Args:
         reduce: the instruction.
@@ -314,8 +375,7 @@ def unless_replica_refuses(reduce: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(reduce)
     def run(engine: Any, **kwargs: Any) -> None:
-        links = links_of(engine)
-        refuses = links.has_left_out or bool(links.refusals)
+        refuses = has_given_up(engine)
         if engine.num_stages > 1 and engine.is_data_parallel:
             refuses = anywhere(refuses, engine.device, engine.grid.get_data_parallel_group())
         if not refuses:

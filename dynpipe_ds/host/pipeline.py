@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
-from dynpipe_ds.host.data_position import DataPosition, LateLoader
+from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
@@ -36,7 +36,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
-        order_for: which order a training batch runs.
+        order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         channels: what carries activations and gradients.
     """
@@ -52,6 +52,7 @@ class Pipeline:
         self._norm: GradientNorm | None = None
         self.channels: Channels
         self._traffic: tuple[Order, Traffic] | None = None
+        self._before: tuple[dict[str, int], RandomStreams]
 
     def start(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
         """Begin, after DeepSpeed's constructor.
@@ -211,21 +212,29 @@ class Pipeline:
     # -- what it caches -----------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """Let what crosses a boundary be announced anew."""
+        """Let what crosses a boundary be announced anew, and remember what a batch that fails must leave as it was."""
         self.engine.reset_activation_shape()
+        self._before = self.micro_batch_counters(), random_streams()
 
     def forget_layers(self) -> None:
         """Renew what DeepSpeed caches about the layers of a stage."""
         assert self._norm is not None
-        self.begin_batch()
+        self.engine.reset_activation_shape()
         for buffers in self.engine.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.in_flight.forget_layers()
         self._norm.install(self.engine.optimizer)
 
+    def forget_batch(self) -> None:
+        """Leave counters and random streams as before the batch; the micro-batches that it has read stay read."""
+        counters, streams = self._before
+        self.set_micro_batch_counters(counters)
+        set_random_streams(streams)
+        self.in_flight.forget_layers()  # what raised in a half may have been no matter of halves
+
     def drop_batch(self) -> None:
         """Let the next batch, or a move, begin as if the one that was refused had not been there."""
-        self.in_flight.begin()
+        self.forget_batch()
         timer = self.engine.timers(TRAIN_BATCH_TIMER)
         if getattr(timer, "started_", False):  # a client's own train_batch need not use it
             timer.stop()
@@ -270,14 +279,10 @@ class Pipeline:
         else:
             self.engine.data_iterator = iterator
 
-    def note_batch(self) -> None:
-        """Keep count of a training batch that other stages have read."""
-        self.note_read(self.engine.data_iterator)
-
-    def note_read(self, iterator: Any, num_micro_batches: int | None = None) -> None:
-        """Keep count of micro-batches that other stages have read; by default a batch's."""
+    def note_read(self, num_micro_batches: int) -> None:
+        """Keep count of micro-batches that other stages have read from the present iterator."""
         if not self.reads_data:
-            self.data.fall_behind(iterator, num_micro_batches or self.engine.micro_batches)
+            self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
 
     def start_reading(self) -> None:
         """Bring the present iterator to where the other stages' are.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds.measure.clock import Clock, current_clock
 from dynpipe_ds.messages.values import obstacle, tensors_in
+from dynpipe_ds.schedule import Order
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP, WEIGHT = range(7)
 
@@ -57,14 +59,16 @@ class BatchRecorder:
         clock: whose stamps they are; ``None``: the one in use.
 
     Attributes:
-        marks: kind, layer and seconds of each, in order, of the last batch that was stopped.
+        marks: kind, layer and seconds of each, in order, of the newest batch; none until it was stopped.
         obstacles: what layers returned that can't be sent to another stage, by layer.
         mark_s: seconds that a mark takes, hooks included, as measured when this was made.
+        order: what the batch ran, once it has begun; ``None`` for a schedule of the user's own.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.marks: list[tuple[int, int, float]] = []
         self.obstacles: dict[int, str] = {}
+        self.order: Order | None = None
         self._types: dict[int, type] = {}
         self._clock = clock or current_clock()
         self._labels: list[tuple[int, int]] = []
@@ -87,6 +91,7 @@ class BatchRecorder:
             meter: counts activation bytes in the first micro-batch when given.
         """
         self._labels, self._stamps, self._begun, self._num_forwards = [], [], [], 0
+        self.marks, self.order = [], None
         self._meter = meter
         self._mark(TRANSFER)
 
@@ -172,6 +177,11 @@ class BatchRecorder:
                 forward, backward = found.setdefault(layer, ([0.0] * self._num_forwards, [0.0] * self._num_forwards))
                 (forward if kind == FORWARD else backward)[micro_batch[kind]] += seconds
         return found
+
+    def by_instruction(self) -> list[list[tuple[int, float]]]:
+        """Kinds and seconds of the newest batch: of what was before any instruction, then of each instruction."""
+        ends = [0, *self._begun, len(self.marks)]
+        return [[(kind, seconds) for kind, _, seconds in self.marks[a:b]] for a, b in pairwise(ends)]
 
     def _see(self, layer: int, value: Any) -> None:
         """Note a value that can't be sent, looked at in the first micro-batch and when it is of another type."""

@@ -1,8 +1,7 @@
 """Channels between a stage and its neighbours: sends that nobody waits for, and receives posted ahead.
 
-From one stage to another goes one channel, the messages of which arrive as they were sent. A message is one row of
-bytes for each tensor; where its kinds are told, a row before them tells. Each message has a label, in the telling row
-or behind the first tensor: batch, order, kind and micro-batch. Another one than planned refuses the batch.
+From one stage to another goes one channel, the messages of which arrive as they were sent. A message is a few rows of
+bytes (``rows.py``), one of which has its label (``labels.py``). Another one than planned refuses the batch.
 
 * A send copies what it sends, so that nothing under way is changed or freed, and is over at once. There are never more
   under way than the order itself implies (``traffic.most_under_way``); with more, the oldest is waited for.
@@ -13,7 +12,6 @@ or behind the first tensor: batch, order, kind and micro-batch. Another one than
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,17 +22,14 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds.messages.crossing import FIRST_BYTES, Crossing, Links, Told
-from dynpipe_ds.messages.layouts import Layout
-from dynpipe_ds.messages.traffic import SENT, TAKEN, Kind, Message, Traffic
+from dynpipe_ds.messages.labels import LABEL_BYTES, Stamp
+from dynpipe_ds.messages.rows import Room, rows_of, told_in
+from dynpipe_ds.messages.traffic import SENT, TAKEN, Message, Traffic
 from dynpipe_ds.schedule import Op
 
 WINDOW = 2
 """Most receives of a channel that are posted and not taken: so many micro-batches' tensors wait here at most."""
 
-_LABEL = struct.Struct("<IIHHI")  # batch, order, kind, nothing, micro-batch
-LABEL_BYTES = _LABEL.size
-_LENGTH = struct.Struct("<q")
-_NOTHING = b"null"
 _BATCHES = 2**32
 
 
@@ -57,36 +52,6 @@ class Wire(Protocol):
 
     def receive(self, row: Tensor) -> Waitable:
         """Begin to receive bytes, which are not to be looked at before the work is done."""
-
-
-class Stamp(NamedTuple):
-    """What the labels of a batch have in common.
-
-    Attributes:
-        batch: number of the schedule since the start.
-        digest: of its order.
-    """
-
-    batch: int = 0
-    digest: int = 0
-
-    def label(self, message: Message) -> bytes:
-        """What travels with a message."""
-        return _LABEL.pack(self.batch, self.digest, message.kind, 0, message.micro_batch)
-
-    def difference(self, message: Message, label: bytes) -> str | None:
-        """What a label says instead of what was planned; ``None`` if it is the planned one."""
-        if label == self.label(message):
-            return None
-        batch, digest, kind, _, micro_batch = _LABEL.unpack(label)
-        found = Stamp(batch, digest)
-        names = dict(enumerate(kind.name.lower() for kind in Kind))
-        came = f"the {names.get(kind, f'message of kind {kind}')} of micro-batch {micro_batch}"
-        return (
-            f"{came} came where {message} was planned"
-            + f" (of schedule {batch} instead of {self.batch})" * (found.batch != self.batch)
-            + " (by another order)" * (found.digest != self.digest)
-        )
 
 
 class Arrived(NamedTuple):
@@ -133,10 +98,7 @@ class Outgoing:
             told: their kinds; ``None``: the receiver knows them.
             tensors: of any layout; they may change as soon as this returns.
         """
-        label = self._stamp.label(message)
-        rows = list(_filled(tensors, b"" if told is not None else label, self._device))
-        if told is not None:
-            rows[:0] = _telling(label + _telling_text(told), self._device)
+        rows = rows_of(self._stamp.label(message), told, tensors, self._device)
         self._under_way.append([(self._wire.send(row), row) for row in rows])
         while len(self._under_way) > self._most:
             self._wait_for_oldest()
@@ -163,7 +125,7 @@ class _Posted:
 
     message: Message
     rows: list[tuple[Waitable, Tensor]]
-    room: _Room | None = None  # of the tensors; None: of a telling row
+    room: Room | None = None  # of the tensors; None: of a telling row
 
 
 class Incoming:
@@ -259,7 +221,7 @@ class Incoming:
         return True
 
     def _post(self, message: Message, crossing: Crossing, *, is_told: bool) -> _Posted:
-        room = _Room(crossing, is_told, self._device)
+        room = Room(crossing, is_told, self._device)
         return _Posted(message, [(self._wire.receive(row), row) for row in room.rows], room)
 
     def _arrive(self, posted: _Posted) -> None:
@@ -283,17 +245,13 @@ class Incoming:
     def _hear(self, posted: _Posted) -> Crossing | None:
         [(work, row)] = posted.rows
         work.wait()
-        start = row.cpu().numpy().tobytes()
-        self._compare(posted.message, row[:LABEL_BYTES].cpu())
-        (size,) = _LENGTH.unpack_from(start, LABEL_BYTES)
-        begin = LABEL_BYTES + _LENGTH.size
-        missing = begin + size - FIRST_BYTES
-        text = start[begin : begin + size]
-        if missing > 0:
-            rest = torch.empty(missing, dtype=torch.uint8, device=self._device)
-            self._wire.receive(rest).wait()
-            text += rest.cpu().numpy().tobytes()
-        return None if text == _NOTHING else Crossing.decode(text)
+        self._compare(posted.message, row[:LABEL_BYTES])
+        return told_in(row.cpu().numpy().tobytes(), self._receive_bytes)
+
+    def _receive_bytes(self, count: int) -> bytes:
+        row = torch.empty(count, dtype=torch.uint8, device=self._device)
+        self._wire.receive(row).wait()
+        return row.cpu().numpy().tobytes()
 
     def _check(self, message: Message, label: Tensor) -> None:
         """Look at a label, at once where that stops no device."""
@@ -303,69 +261,8 @@ class Incoming:
             self._unread.append((message, label.clone()))
 
     def _compare(self, message: Message, label: Tensor) -> None:
-        if (difference := self._stamp.difference(message, label.cpu().numpy().tobytes())) is not None:
+        if (difference := self._stamp.read(message, label.cpu().numpy().tobytes())) is not None:
             self._refuse(difference)
-
-
-class _Room:
-    """Memory for the tensors of a message, and the rows in which they come."""
-
-    def __init__(self, crossing: Crossing, is_told: bool, device: torch.device) -> None:
-        self.crossing, self.is_told = crossing, is_told
-        self.tensors: list[Tensor] = []
-        self.rows: list[Tensor] = []
-        self._packed: list[tuple[Layout, Tensor, Tensor]] = []
-        tail = 0 if is_told else LABEL_BYTES
-        for layout in crossing.layouts:
-            tensor, row = layout.room(device, tail if layout.message_bytes else 0)
-            self.tensors.append(tensor)
-            if row.numel():
-                self.rows.append(row)
-                self._packed.append((layout, row[: layout.message_bytes], tensor))
-                tail = 0
-        if tail:
-            self.rows.append(torch.empty(tail, dtype=torch.uint8, device=device))
-
-    @property
-    def label(self) -> Tensor:
-        """Behind the first tensor."""
-        return self.rows[0][-LABEL_BYTES:]
-
-    def unpacked(self) -> list[Tensor]:
-        """The tensors, once all has come."""
-        for layout, row, tensor in self._packed:
-            layout.unpack(row, tensor)
-        return self.tensors
-
-
-def _filled(tensors: Sequence[Tensor], label: bytes, device: torch.device) -> Iterator[Tensor]:
-    """A row for each tensor that has elements, the first one with the label behind; copies."""
-    for tensor in tensors:
-        if tensor.numel():
-            message = Layout.of(tensor).message(tensor)
-            row = torch.empty(message.numel() + len(label), dtype=torch.uint8, device=device)
-            row[: message.numel()].copy_(message)
-            if label:
-                row[message.numel() :].copy_(_bytes(label))
-            label = b""
-            yield row
-    if label:
-        yield _bytes(label).to(device)
-
-
-def _telling(text: bytes, device: torch.device) -> list[Tensor]:
-    """One row of fixed size, and another one if the text is longer."""
-    row = _bytes(text.ljust(FIRST_BYTES, b"\0")).to(device)
-    return [row] if row.numel() == FIRST_BYTES else [row[:FIRST_BYTES], row[FIRST_BYTES:]]
-
-
-def _telling_text(told: Told) -> bytes:
-    text = _NOTHING if told.crossing is None else told.crossing.encode()
-    return _LENGTH.pack(len(text)) + text
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @dataclass
@@ -381,7 +278,7 @@ class Channels:
     wires: dict[int, Wire]
     device: torch.device
     stage: int
-    _batch: int = -1
+    _stamp: Stamp = field(default_factory=Stamp)
     _turns: dict[Op, deque[int] | Iterator[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -409,9 +306,8 @@ class Channels:
             refuse: takes why the batch must be refused.
         """
         self.finish()
-        self._batch = (self._batch + 1) % _BATCHES
         self._turns = {op: deque(traffic.turns[op]) if op in traffic.turns else count() for op in (*SENT, *TAKEN)}
-        stamp = Stamp(self._batch, traffic.digest)
+        self._stamp = stamp = Stamp((self._stamp.batch + 1) % _BATCHES, traffic.digest)
         for other, out in self.out.items():
             out.begin(stamp, traffic.most.get(other, 1))
 
@@ -428,6 +324,15 @@ class Channels:
             out.finish()
         for into in self.into.values():
             into.finish()
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the batch is given up, here or on a stage that has sent something since."""
+        return self._stamp.is_dropped
+
+    def drop(self) -> None:
+        """Give the batch up: every message travels as planned, but those who take one need not compute any more."""
+        self._stamp.is_dropped = True
 
     @property
     def _is_unfinished(self) -> bool:

@@ -180,9 +180,8 @@ class Links:
         received: from the previous stage, by buffer.
         sent: to the next stage, by buffer.
         awaited: what comes back for what was sent to the next stage, by micro-batch.
-        refusals: why this batch must not be trained on.
+        failure: what first kept this rank from going on with this batch.
         always_told: whether every micro-batch is told about.
-        has_left_out: whether this stage left out a micro-batch, since an earlier stage could not send it on.
         is_settled: whether all ranks have agreed that no rank refuses the batch.
     """
 
@@ -193,9 +192,8 @@ class Links:
     received: dict[int, Passage] = field(default_factory=dict)
     sent: dict[int, Passage] = field(default_factory=dict)
     awaited: dict[int, Awaited] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)
+    failure: Exception | None = None
     always_told: bool = False
-    has_left_out: bool = False
     is_settled: bool = False
 
     def tells(self, last: Crossing | None) -> bool:
@@ -229,8 +227,9 @@ class Links:
         else:
             self.output_gradients = crossing
 
-    def refuse(self, what: str, told: Crossing, found: Crossing, flag: str = _WANTING) -> None:
-        """Note a micro-batch that is of another kind than told.
+    @staticmethod
+    def difference(what: str, told: Crossing, found: Crossing, flag: str = _WANTING) -> ValueError:
+        """Why a micro-batch that is of another kind than told can't be sent.
 
         Args:
             what: of which it is one, for the message.
@@ -242,7 +241,7 @@ class Links:
         if before == now:
             pairs = list(zip(told.describe(flag), found.describe(flag), strict=True))
             before, now = next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
-        self.refusals.append(
+        return ValueError(
             f"{what} was {before} in the first micro-batch of the batch and is {now} in a later one; build the "
             "module with dynamic_shape=True, which tells the other stage about every micro-batch"
         )

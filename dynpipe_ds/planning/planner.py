@@ -74,7 +74,7 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
-    usual = simulate(workload, "1f1b", sends="buffered")
+    usual = simulate(workload, "1f1b")
     caps = checked_caps(workload, activation_caps, usual)
     least_s = least_seconds(workload)
     listing = _shortest(workload, caps, least_s, effort)
@@ -82,7 +82,7 @@ def plan_order(
         return PlannedOrder(order_of("1f1b", workload.num_micro_batches, workload.num_stages), usual, least_s)
     order = listing.order(workload.num_micro_batches)
     # Proves that it runs to its end, and gives each stage's account.
-    return PlannedOrder(order, simulate(workload, order, sends="buffered"), least_s)
+    return PlannedOrder(order, simulate(workload, order), least_s)
 
 
 def _shortest(workload: Workload, caps: Sequence[int], least_s: float, effort: int) -> Listing:

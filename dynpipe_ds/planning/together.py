@@ -215,7 +215,7 @@ class _Case:
         workload, caps, spent = self.workload(cuts), self.caps(cuts), 0
         best_s = inf
         if with_1f1b:
-            usual = simulate(workload, "1f1b", sends="buffered")
+            usual = simulate(workload, "1f1b")
             best_s = usual.makespan_s if fits(usual, caps) else inf
         for policy in self.policies:
             listing = list_order(workload, caps, policy, limit_s=min(limit_s, best_s))

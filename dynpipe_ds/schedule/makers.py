@@ -75,43 +75,38 @@ def in_flight(schedule: ScheduleName, num_micro_batches: int, num_stages: int, s
 
 
 def _one_f_one_b(num_micro_batches: int, num_stages: int, stage: int) -> Iterator[Instruction]:
-    """DeepSpeed's order: in step t a forward where ``t - s`` is even, else a backward.
+    """DeepSpeed's order, in which a stage computes a forward where ``t - s`` is even, else a backward, in step t.
 
-    Before it computes, a stage exchanges with the neighbour that computed in the step before, so that the two never
-    both send: gradients go first.
+    It sends what it has computed at once. DeepSpeed's sends block, so there they wait until the neighbour receives.
     """
-    previous = -1
+    first, last = stage == 0, stage == num_stages - 1
     for t in range(2 * (num_micro_batches + num_stages - 1)):
         is_forward = (t - stage) % 2 == 0
-        current = (t - stage) // 2 if is_forward else (t + stage + 1) // 2 - num_stages
-        has_previous, has_current = (0 <= m < num_micro_batches for m in (previous, current))
-        if is_forward and stage > 0:
-            if has_previous:
-                yield Instruction(Op.SEND_GRADIENT, previous)
-            if has_current:
-                yield Instruction(Op.RECV_ACTIVATION, current)
-        if not is_forward and stage < num_stages - 1:
-            if has_current:
-                yield Instruction(Op.RECV_GRADIENT, current)
-            if has_previous:
-                yield Instruction(Op.SEND_ACTIVATION, previous)
-        if has_current:
-            yield Instruction(Op.FORWARD if is_forward else Op.BACKWARD, current)
-        previous = current
+        micro_batch = (t - stage) // 2 if is_forward else (t + stage + 1) // 2 - num_stages
+        if 0 <= micro_batch < num_micro_batches:
+            yield from (_forward if is_forward else _backward)(micro_batch, first=first, last=last)
 
 
 def _gpipe(num_micro_batches: int, num_stages: int, stage: int) -> Iterator[Instruction]:
     """GPipe's order (Huang et al. 2019): all forwards, then all backwards, both first to last."""
     first, last = stage == 0, stage == num_stages - 1
     for micro_batch in range(num_micro_batches):
-        if not first:
-            yield Instruction(Op.RECV_ACTIVATION, micro_batch)
-        yield Instruction(Op.FORWARD, micro_batch)
-        if not last:
-            yield Instruction(Op.SEND_ACTIVATION, micro_batch)
+        yield from _forward(micro_batch, first=first, last=last)
     for micro_batch in range(num_micro_batches):
-        if not last:
-            yield Instruction(Op.RECV_GRADIENT, micro_batch)
-        yield Instruction(Op.BACKWARD, micro_batch)
-        if not first:
-            yield Instruction(Op.SEND_GRADIENT, micro_batch)
+        yield from _backward(micro_batch, first=first, last=last)
+
+
+def _forward(micro_batch: int, *, first: bool, last: bool) -> Iterator[Instruction]:
+    if not first:
+        yield Instruction(Op.RECV_ACTIVATION, micro_batch)
+    yield Instruction(Op.FORWARD, micro_batch)
+    if not last:
+        yield Instruction(Op.SEND_ACTIVATION, micro_batch)
+
+
+def _backward(micro_batch: int, *, first: bool, last: bool) -> Iterator[Instruction]:
+    if not last:
+        yield Instruction(Op.RECV_GRADIENT, micro_batch)
+    yield Instruction(Op.BACKWARD, micro_batch)
+    if not first:
+        yield Instruction(Op.SEND_GRADIENT, micro_batch)

@@ -16,14 +16,13 @@ from dynpipe_ds.simulation.closed_forms import (
 from dynpipe_ds.simulation.outcome import Interval, Simulation, StageOutcome
 from dynpipe_ds.simulation.simulate import predicted_batches_s, simulate, streams_of
 from dynpipe_ds.simulation.waves import makespans
-from dynpipe_ds.simulation.workload import Sends, Workload
+from dynpipe_ds.simulation.workload import Workload
 
 __all__ = [
     "Instruction",
     "Interval",
     "Op",
     "ScheduleName",
-    "Sends",
     "Simulation",
     "StageOutcome",
     "Workload",

@@ -9,18 +9,20 @@ from typing import Literal, NamedTuple
 
 from dynpipe_ds.simulation.workload import Workload
 
-Kind = Literal["forward", "backward", "weight", "send", "recv", "wait", "step", "migration"]
+Kind = Literal["load", "forward", "backward", "weight", "send", "recv", "wait", "step", "migration", "message"]
 Payload = Literal["", "activation", "gradient"]
 
 
 class Interval(NamedTuple):
-    """One stretch of one stage's time.
+    """One stretch of one stage's time, or of a message's.
 
     Attributes:
-        stage: index of the stage.
+        stage: index of the stage; of a message, of the one that sends it.
         kind: what the stage does; ``"weight"`` is the part of a backward that was left for later, ``"wait"`` is idle
-            before a message.
-        micro_batch: of what; -1 for ``"step"`` and ``"migration"``, which no simulated batch contains.
+            before a message, ``"send"`` and ``"recv"`` are what the stage itself spends on one. A ``"message"`` is
+            under way to the next or the previous stage, while its sender does something else.
+        micro_batch: of what; -1 where it is of none or of several. ``"load"`` and ``"migration"`` are in no simulated
+            batch.
         start_s: seconds from the start of the batch.
         end_s: the same, at least ``start_s``.
         payload: what a message carries, or is waited for; empty for computation.
@@ -85,8 +87,8 @@ class Simulation:
         makespan_s: start of the first forward to the end of the last backward.
         batch_s: the same to the end of the last optimizer step.
         stages: S stages.
-        timeline: all intervals of positive length, stage by stage, each in order of time; empty unless
-            asked for.
+        timeline: what all stages do, intervals of positive length, stage by stage, each in order of time; then all
+            messages, which may take no time. Empty unless asked for.
     """
 
     makespan_s: float

@@ -12,14 +12,13 @@ from dynpipe_ds.schedule import Instruction, Order, ScheduleName, order_of
 from dynpipe_ds.simulation.outcome import Simulation
 from dynpipe_ds.simulation.streams import run_order
 from dynpipe_ds.simulation.waves import makespans, run_waves
-from dynpipe_ds.simulation.workload import Sends, Workload, frozen_boundaries, stage_seconds
+from dynpipe_ds.simulation.workload import Workload, frozen_boundaries, stage_seconds
 
 
 def simulate(
     workload: Workload,
     schedule: ScheduleName | Order = "1f1b",
     *,
-    sends: Sends = "buffered",
     timeline: bool = False,
 ) -> Simulation:
     """Simulate one training batch.
@@ -27,7 +26,6 @@ def simulate(
     Args:
         workload: what every stage has to do; :meth:`Workload.from_profile` makes it from a profile.
         schedule: ``"1f1b"``, which DeepSpeed runs, ``"gpipe"``, or any :class:`~dynpipe_ds.schedule.Order`.
-        sends: ``"buffered"``, as the engine's are over at once, or ``"rendezvous"``, as blocking ones end.
         timeline: whether to list every interval (runs the instructions one by one, slower; the figures
             are the same to the bit).
 
@@ -38,11 +36,11 @@ def simulate(
         ValueError: for another schedule, or an order of another size or in which a stage waits for ever.
     """
     if isinstance(schedule, Order):
-        return run_order(workload, schedule, sends=sends, timeline=timeline)
+        return run_order(workload, schedule, timeline=timeline)
     if not timeline:
-        return run_waves(workload, schedule, sends=sends)
+        return run_waves(workload, schedule)
     order = order_of(schedule, workload.num_micro_batches, workload.num_stages)
-    return run_order(workload, order, sends=sends, timeline=True)
+    return run_order(workload, order, timeline=True)
 
 
 def streams_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> list[list[Instruction]]:

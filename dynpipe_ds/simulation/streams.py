@@ -12,16 +12,14 @@ from typing import NamedTuple
 
 from dynpipe_ds.schedule import Op, Order
 from dynpipe_ds.simulation.outcome import Counted, Held, Interval, Kind, Payload, Simulation, account
-from dynpipe_ds.simulation.workload import Sends, Workload
+from dynpipe_ds.simulation.workload import Workload
 
 _SENDS = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 _KINDS: dict[Op, Kind] = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_WEIGHT: "weight"}
 Channel = tuple[int, Payload]
 
 
-def run_order(
-    workload: Workload, order: Order, *, sends: Sends = "buffered", timeline: bool = False
-) -> Simulation:
+def run_order(workload: Workload, order: Order, *, timeline: bool = False) -> Simulation:
     """Run every stage's instructions with the dependencies of its messages.
 
     Raises:
@@ -34,7 +32,7 @@ def run_order(
             "an order of {} stages and {} micro-batches for a workload of {} and {}: make one for this workload, "
             "with order_of".format(*sizes[0], *sizes[1])
         )
-    run = _Run(workload, order, sends, timeline)
+    run = _Run(workload, order, timeline)
     run.to_the_end()
     return run.outcome()
 
@@ -115,12 +113,13 @@ def _alike(seconds: list[float], held: int, held_bytes: int) -> list[_Task]:
 class _Run:
     """All stages, and the messages between them."""
 
-    def __init__(self, workload: Workload, order: Order, sends: Sends, keep: bool) -> None:
-        self.workload, self.rendezvous = workload, sends == "rendezvous"
+    def __init__(self, workload: Workload, order: Order, keep: bool) -> None:
+        self.workload = workload
         self.stages = [_Stage(s, order, workload, keep) for s in range(order.num_stages)]
-        self.posted: dict[Channel, _Stage] = {}  # rendezvous: who stands ready
-        self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # buffered: not yet received
+        self.posted: dict[Channel, _Stage] = {}  # who waits for a message
+        self.sent: dict[Channel, deque[tuple[int, float, float]]] = {}  # not yet received
         self.wire_free_s: dict[Channel, float] = {}
+        self.messages: list[Interval] | None = [] if keep else None
         self.ready = deque(self.stages)
         self.link_s: dict[Op, list[list[float]]] = {
             Op.SEND_ACTIVATION: workload.activation_link_s.tolist(),
@@ -155,33 +154,16 @@ class _Run:
         if not forwards and boundary < self.workload.frozen_boundaries:
             return True
         channel: Channel = (boundary, "activation" if forwards else "gradient")
-        if self.rendezvous:
-            return self._meet(stage, op, micro_batch, channel)
         if op in _SENDS:
             self._send(stage, op, micro_batch, channel)
             return True
         return self._receive(stage, micro_batch, channel)
 
-    def _meet(self, stage: _Stage, op: Op, micro_batch: int, channel: Channel) -> bool:
-        partner = self.posted.pop(channel, None)
-        if partner is None:
-            self.posted[channel] = stage
-            return False
-        _check_same(channel, micro_batch, partner.stream[partner.position].micro_batch)
-        send = op if op in _SENDS else partner.stream[partner.position].op
-        start_s = max(stage.clock_s, partner.clock_s)
-        end_s = start_s + self._link_seconds(send, channel[0], micro_batch)
-        sender, receiver = (stage, partner) if op in _SENDS else (partner, stage)
-        sender.transfer("send", micro_batch, start_s, end_s, channel[1])
-        receiver.transfer("recv", micro_batch, start_s, end_s, channel[1])
-        partner.position += 1
-        self.ready.append(partner)
-        return True
-
     def _send(self, stage: _Stage, op: Op, micro_batch: int, channel: Channel) -> None:
         depart_s = max(self.wire_free_s.get(channel, 0.0), stage.clock_s)
         arrive_s = depart_s + self._link_seconds(op, channel[0], micro_batch)
         self.wire_free_s[channel] = arrive_s
+        self._note_message(stage, micro_batch, depart_s, arrive_s, channel[1])
         self.sent.setdefault(channel, deque()).append((micro_batch, depart_s, arrive_s))
         if (receiver := self.posted.pop(channel, None)) is not None:
             self.ready.append(receiver)
@@ -196,6 +178,12 @@ class _Run:
         stage.transfer("recv", micro_batch, start_s, end_s, channel[1])
         return True
 
+    def _note_message(
+        self, sender: _Stage, micro_batch: int, depart_s: float, arrive_s: float, payload: Payload
+    ) -> None:
+        if self.messages is not None:
+            self.messages.append(Interval(sender.index, "message", micro_batch, depart_s, arrive_s, payload))
+
     def _link_seconds(self, send: Op, boundary: int, micro_batch: int) -> float:
         values = self.link_s[send][boundary]
         return values[micro_batch] if len(values) > 1 else values[0]
@@ -205,6 +193,7 @@ class _Run:
         for stage, step_s in zip(stages, self.workload.step_s.tolist(), strict=True):
             stage.note("step", -1, stage.clock_s, stage.clock_s + step_s)
             timeline += stage.intervals or ()
+        timeline += sorted(self.messages or (), key=lambda message: message.start_s)
         counted = [
             Counted(
                 stage.busy_s, stage.fill_s, stage.waiting_until_end_s, stage.transfer_until_end_s,

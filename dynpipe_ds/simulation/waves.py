@@ -2,10 +2,10 @@
 
 DeepSpeed's ``TrainSchedule`` runs in steps: in step t a stage handles a forward when ``t - s`` is even,
 of micro-batch ``(t - s) / 2``, and a backward when it is odd, of micro-batch ``(t + s + 1) / 2 - S``.
-Before it computes, the stages exchange messages in pairs (s, s + 1) with ``t - s`` odd: first the gradient
-that s + 1 has computed in the step before, then the activation that s has. The pairs of one step have no
-stage in common, so a step is a handful of operations on every other stage. Each is the maximum or sum
-that the reference (``streams``) computes as well, so the results are equal bit for bit.
+Before it computes, messages arrive between the pairs (s, s + 1) with ``t - s`` odd: the gradient that s + 1 has
+computed in the step before, and the activation that s has. The pairs of one step have no stage in common, so a step is
+a handful of operations on every other stage. Each is the maximum or sum that the reference (``streams``) computes as
+well, so the results are equal bit for bit.
 
 GPipe's order has such diagonals too: its transfer of micro-batch m to stage s, and the forward there, come
 in wave ``2 m + s``; the backwards likewise, from the other end.
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dynpipe_ds.schedule.makers import ScheduleName, check_schedule, in_flight
 from dynpipe_ds.simulation.outcome import Counted, Held, Simulation, account
-from dynpipe_ds.simulation.workload import FloatArray, Sends, Workload
+from dynpipe_ds.simulation.workload import FloatArray, Workload
 
 
 class Part(NamedTuple):
@@ -63,7 +63,6 @@ def makespans(
     gradient_link_s: FloatArray | None = None,
     frozen_boundaries: int | Sequence[int] | npt.NDArray[np.int64] = 0,
     schedule: ScheduleName = "1f1b",
-    sends: Sends = "buffered",
 ) -> FloatArray:
     """Makespans of many pipelines at once, for searches.
 
@@ -75,7 +74,6 @@ def makespans(
         gradient_link_s: the same.
         frozen_boundaries: boundaries, from the first, that no gradient crosses; one number or K.
         schedule: ``"1f1b"`` or ``"gpipe"``.
-        sends: when a send is over.
 
     Returns:
         K makespans, each equal to that of :func:`~dynpipe_ds.simulation.simulate`.
@@ -87,20 +85,17 @@ def makespans(
     results = np.zeros(num_pipelines)
     for count in np.unique(frozen).tolist():
         same = frozen == count
-        run = _Run(
-            forward_s[same][..., None], backward_s[same][..., None], *links, rendezvous=sends == "rendezvous"
-        )
+        run = _Run(forward_s[same][..., None], backward_s[same][..., None], *links)
         run.all(waves_of(schedule, num_micro_batches, num_stages), count)
         results[same] = run.compute_end_s.max(axis=-1)
     return results
 
 
-def run_waves(workload: Workload, schedule: ScheduleName = "1f1b", *, sends: Sends = "buffered") -> Simulation:
+def run_waves(workload: Workload, schedule: ScheduleName = "1f1b") -> Simulation:
     """Simulate a batch wave by wave."""
     num_stages, num_micro_batches = workload.num_stages, workload.num_micro_batches
     run = _AccountedRun(
-        workload.forward_s, workload.backward_s, workload.activation_link_s, workload.gradient_link_s,
-        rendezvous=sends == "rendezvous",
+        workload.forward_s, workload.backward_s, workload.activation_link_s, workload.gradient_link_s
     )
     run.last_micro_batch = num_micro_batches - 1
     run.all(waves_of(schedule, num_micro_batches, num_stages), workload.frozen_boundaries)
@@ -171,19 +166,17 @@ class _Run:
         backward_s: the same.
         activation_link_s: ``(S - 1, 1 or M)``.
         gradient_link_s: the same.
-        rendezvous: whether a send lasts until the message has been received.
     """
 
     def __init__(
         self, forward_s: FloatArray, backward_s: FloatArray, activation_link_s: FloatArray,
-        gradient_link_s: FloatArray, *, rendezvous: bool,
+        gradient_link_s: FloatArray,
     ) -> None:
         self.forward_s, self.backward_s = forward_s, backward_s
         self.activation_link_s, self.gradient_link_s = activation_link_s, gradient_link_s
-        self.rendezvous = rendezvous
         shape = np.broadcast_shapes(forward_s.shape[:-1], backward_s.shape[:-1])
         self.clock_s, self.compute_end_s = np.zeros(shape), np.zeros(shape)
-        # Buffered messages on one wire follow each other: when it is free again, by boundary.
+        # Messages on one wire follow each other: when it is free again, by boundary.
         self.wire_forwards_s, self.wire_back_s = np.zeros(shape), np.zeros(shape)
 
     def all(self, waves: Iterator[Wave], frozen_boundaries: int) -> None:
@@ -205,17 +198,10 @@ class _Run:
     def message(
         self, sender: slice, receiver: slice, boundary: slice, seconds: FloatArray, wire_s: FloatArray
     ) -> None:
-        clock_s = self.clock_s
-        if self.rendezvous:
-            start_s = np.maximum(clock_s[..., sender], clock_s[..., receiver])
-            end_s = start_s + seconds
-            self.transferred(sender, start_s, end_s)
-            self.transferred(receiver, start_s, end_s)
-            return
-        depart_s = np.maximum(wire_s[..., boundary], clock_s[..., sender])
+        depart_s = np.maximum(wire_s[..., boundary], self.compute_end_s[..., sender])
         arrive_s = depart_s + seconds
         wire_s[..., boundary] = arrive_s
-        ready_s = clock_s[..., receiver]
+        ready_s = self.clock_s[..., receiver]
         self.transferred(receiver, np.maximum(ready_s, depart_s), np.maximum(ready_s, arrive_s))
 
     def transferred(self, stages: slice, start_s: FloatArray, end_s: FloatArray) -> None:
@@ -235,8 +221,8 @@ class _AccountedRun(_Run):
 
     last_micro_batch = 0
 
-    def __init__(self, *tables: FloatArray, rendezvous: bool) -> None:
-        super().__init__(*tables, rendezvous=rendezvous)
+    def __init__(self, *tables: FloatArray) -> None:
+        super().__init__(*tables)
         self.busy_s, self.fill_s, self.waiting_s, self.transfer_s = (np.zeros_like(self.clock_s) for _ in range(4))
         self.waiting_until_end_s, self.transfer_until_end_s = (np.zeros_like(self.clock_s) for _ in range(2))
 

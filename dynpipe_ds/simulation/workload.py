@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,6 @@ from dynpipe_ds.placement import Placement
 FloatArray = npt.NDArray[np.float64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray
 """One number for all; one for each stage (or boundary); or a table, stage (or boundary) x micro-batch."""
-
-Sends = Literal["rendezvous", "buffered"]
-"""When a send is over: when the message has been received, or at once (see ``docs/simulation.md``)."""
 
 
 class StageSeconds(NamedTuple):
@@ -52,7 +49,7 @@ class Workload:
         backward_s: the same for the backward, recomputation included.
         num_micro_batches: M.
         activation_link_s: seconds that a micro-batch's activations take over every boundary, from the
-            moment both sides are ready (``"rendezvous"``) or the message is sent (``"buffered"``).
+            moment the message is sent.
         gradient_link_s: the same for the gradients, which go back.
         step_s: seconds of gradient reduction and optimizer step of every stage, ``(S,)``.
         activation_bytes: bytes that one micro-batch holds on every stage from forward until backward.

@@ -29,7 +29,7 @@ class ParameterHalf:
     """What is left of a backward: the gradients of the parameters.
 
     Args:
-        waiting: products and their sides.
+        cut: products and their sides.
         gradients: of the outputs of each product that got one, in the order in which they came.
         computed: nodes of other parameters with their gradients.
 
@@ -38,10 +38,11 @@ class ParameterHalf:
     """
 
     def __init__(
-        self, waiting: dict[Node, Side], gradients: dict[Node, tuple[Tensor | None, ...]], computed: dict[Node, Tensor]
+        self, cut: Cut, gradients: dict[Node, tuple[Tensor | None, ...]], computed: dict[Node, Tensor]
     ) -> None:
-        self._waiting, self._gradients, self._computed = waiting, gradients, computed
-        leaves = computed.keys() | frozenset().union(*(waiting[node].leaves for node in gradients))
+        self._sides = {node: cut.waiting[node] for node in gradients}
+        self._gradients, self._computed, self._has_shared = gradients, computed, cut.has_shared
+        leaves = computed.keys() | {leaf for side in self._sides.values() for leaf in side.leaves}
         self.parameters: frozenset[Tensor] = frozenset(map(_variable, leaves))
 
     def run(self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None) -> frozenset[Tensor]:
@@ -53,38 +54,45 @@ class ParameterHalf:
         Returns:
             The parameters that got a gradient.
         """
-        adding = _Adding(Counter(leaf for node in self._gradients for leaf in self._waiting[node].leaves))
+        sides = self._sides.values()
+        adding = _Adding(Counter(leaf for side in sides for leaf in side.leaves) if self._has_shared else None)
         for leaf, gradient in self._computed.items():
             adding.add(GradientEdge(leaf, 0), gradient)
-        edges = [edge for node in self._gradients for edge in self._waiting[node].edges]
+        adding.leaves.update(self._computed)
+        self._computed = {}
+        edges = [edge for side in sides for edge in side.edges]
 
         def compute() -> None:
-            for node, gradients in self._gradients.items():
-                side = self._waiting[node]
+            for node in list(self._sides):
+                side = self._sides.pop(node)
                 if begins is not None:
-                    begins(_variable(next(iter(side.leaves))), adding.settle)
-                found = node(*gradients)  # type: ignore[operator]
-                found = found if isinstance(found, tuple) else (found,)
-                for place, edge in zip(side.places, side.edges, strict=True):
-                    adding.add(edge, found[place])
+                    begins(_variable(side.leaves[0]), adding.settle)
+                self._compute(node, side, adding)
                 adding.computed(side.leaves)
 
         if edges:
             _computing_only(edges, compute)
         adding.finish()
-        release(self._waiting)
-        self._waiting, self._gradients, self._computed = {}, {}, {}
         return frozenset(map(_variable, adding.leaves))
+
+    def _compute(self, node: Node, side: Side, adding: _Adding) -> None:
+        """Compute what a product's side gets. Nothing of it lives on here: the next one's takes its memory."""
+        found = node(*self._gradients.pop(node))  # type: ignore[operator]
+        found = found if isinstance(found, tuple) else (found,)
+        for place, edge in zip(side.places, side.edges, strict=True):
+            adding.add(edge, found[place])
+        release((node,))
 
 
 class _Adding:
     """Gradients on their way to parameters.
 
     Args:
-        uses: how many products reach each parameter; all of them go in one call, since they are one sum.
+        uses: how many products reach each parameter; all of them go in one call, since they are one sum. ``None``:
+            one reaches each.
     """
 
-    def __init__(self, uses: Counter[Node]) -> None:
+    def __init__(self, uses: Counter[Node] | None) -> None:
         self.leaves: set[Node] = set()
         self._uses = uses
         self._open: set[Node] = set()
@@ -101,14 +109,12 @@ class _Adding:
         self._edges.append(edge)
         self._gradients.append(gradient)
         self._num_bytes += gradient.nbytes
-        if hasattr(edge.node, "variable"):
-            self.leaves.add(edge.node)
 
-    def computed(self, leaves: frozenset[Node]) -> None:
-        self.leaves |= leaves
-        self._uses.subtract(leaves)
-        self._open |= leaves
-        self._open = {leaf for leaf in self._open if self._uses[leaf]}
+    def computed(self, leaves: tuple[Node, ...]) -> None:
+        self.leaves.update(leaves)
+        if self._uses is not None:
+            self._uses.subtract(leaves)
+            self._open = {leaf for leaf in self._open.union(leaves) if self._uses[leaf]}
         if self._num_bytes >= _HELD_BYTES:
             self.settle()
 
@@ -144,10 +150,12 @@ def backward_inputs(
     cut = find_cut(list(dict.fromkeys(map(node_of, outputs))), map(node_of, inputs))
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
     note = _note_copy if cut.has_functions else _note
-    handles = [node.register_prehook(partial(note, noted, node)) for node in cut.waiting]
+    handles = [node.register_prehook(partial(note, noted, node, side.passed)) for node, side in cut.waiting.items()]
     try:
         found = _gradients(outputs, gradients, inputs, cut)
     except Exception as error:
+        if any(side.passed for side in cut.waiting.values()):  # what was let go of can't run again
+            raise
         raise CantBeSplit(f"{type(error).__name__}: {error}") from error
     finally:
         for handle in handles:
@@ -157,9 +165,7 @@ def backward_inputs(
             tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
     computed = zip(cut.at_once, found[len(inputs) :], strict=True)
     release(cut.spent)
-    return ParameterHalf(
-        cut.waiting, noted, {leaf: gradient for leaf, gradient in computed if gradient is not None}
-    )
+    return ParameterHalf(cut, noted, {leaf: gradient for leaf, gradient in computed if gradient is not None})
 
 
 def _gradients(
@@ -174,14 +180,22 @@ def _gradients(
     return found
 
 
-def _note(noted: dict[Node, tuple[Tensor | None, ...]], node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+def _note(
+    noted: dict[Node, tuple[Tensor | None, ...]], node: Node, passed: tuple[Node, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> None:
+    """Note what a product gets, and let go of what nobody needs from now on: what comes next takes its memory."""
     if any(gradient is not None for gradient in gradients):
         noted[node] = gradients
+    release(passed)
 
 
-def _note_copy(noted: dict[Node, tuple[Tensor | None, ...]], node: Node, gradients: tuple[Tensor | None, ...]) -> None:
+def _note_copy(
+    noted: dict[Node, tuple[Tensor | None, ...]], node: Node, passed: tuple[Node, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> None:
     """A function that comes later may change its gradient in place, which may be this one, too."""
-    _note(noted, node, tuple(None if gradient is None else gradient.clone() for gradient in gradients))
+    _note(noted, node, passed, tuple(None if gradient is None else gradient.clone() for gradient in gradients))
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
     python -m scenarios.report outputs/freezing
     python -m scenarios.report outputs/freezing --output freezing.html --json
+    python -m scenarios.report outputs/freezing --trace freezing.json
 
-The page needs no other file: throughput, layer costs over training with the stage boundaries, stage times and a
-simulated timeline before and after, and every re-partition with its predicted and realised gain.
+The page needs no other file: throughput, layer costs over training with the stage boundaries, stage times before and
+after, a measured batch of each run in time, which order ran when, and every re-partition with its predicted and
+realised gain.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from dynpipe_ds.reporting import save_chrome_trace
+from dynpipe_ds.simulation import Interval
 from scenarios.report.comparison import UNKNOWN, comparison_table, same_partition, share, spaced, speedup
 from scenarios.report.results import JobResults, Rebalance, load_results
 
@@ -36,13 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("folder", type=Path, help="output folder of scenarios.train (it holds results.json)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default report.html in the folder)")
+    trace = "write the measured batches as a Chrome trace; open it at https://ui.perfetto.dev"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = parser.parse_args(arguments)
     try:
         results = load_results(options.folder)
-        from scenarios.report.page import notes, save_report  # draws
+        from scenarios.report.page import notes, save_report, timelines  # draws
 
         default = (options.folder if options.folder.is_dir() else options.folder.parent) / "report.html"
+        if options.trace is not None:
+            save_chrome_trace(options.trace, _some(timelines(results), options.folder))
         page = save_report(options.output or default, results, source=str(options.folder))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values = _values(results, page, told)
     print(json.dumps(values, indent=1, allow_nan=False) if options.json else _text(results, page, told))
     return 0
+
+
+def _some(timelines: dict[str, tuple[Interval, ...]], folder: Path) -> dict[str, tuple[Interval, ...]]:
+    if not timelines:
+        raise ValueError(f"{folder}: these results have no measured batch to write as a trace; train again")
+    return timelines
 
 
 def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]:
@@ -62,6 +77,7 @@ def _values(results: JobResults, page: Path, notes: list[str]) -> dict[str, Any]
         "static_tokens_per_s": static.tokens_per_s, "dynamic_tokens_per_s": dynamic.tokens_per_s,
         "static_bubble_ratio": static.bubble_ratio, "dynamic_bubble_ratio": dynamic.bubble_ratio,
         "rebalances": [asdict(rebalance) for rebalance in results.dynamic.rebalances],
+        "orders": results.dynamic.recording.orders if results.dynamic.recording else [],
     }  # fmt: skip
 
 
@@ -69,6 +85,8 @@ def _text(results: JobResults, page: Path, notes: list[str]) -> str:
     lines = [f"note: {note}" for note in notes]
     lines += [comparison_table(results.static.summary, results.dynamic.summary), ""]
     lines += [_line(rebalance) for rebalance in results.dynamic.rebalances]
+    recording = results.dynamic.recording
+    lines += [_order_line(phase) for phase in recording.orders] if recording is not None else []
     return "\n".join([*lines, f"written: {page}"])
 
 
@@ -79,6 +97,14 @@ def _line(rebalance: Rebalance) -> str:
         f"re-partition after batch {rebalance.batch}: {before} -> {after}, gain {share(rebalance.predicted_gain)} "
         f"predicted, {realised} realised, {share(rebalance.same_work_gain)} by layer times"
     )
+
+
+def _order_line(phase: Mapping[str, Any]) -> str:
+    times = ""
+    if phase["predicted_s"]:
+        predicted_s, measured_s = (median(phase[key]) for key in ("predicted_s", "measured_s"))
+        times = f", a batch {predicted_s:.4f} s predicted, {measured_s:.4f} s measured"
+    return f"order from batch {phase['first_batch']}: {phase['order']} on {spaced(phase['boundaries'])}{times}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dynpipe_ds.reporting import format_table
 from scenarios.report.interval import SAME_PARTITION, Estimate, ratio_of_totals
 
+T = TypeVar("T")
 UNKNOWN = "n/a"
 LAST_WINDOWS = 3
 """Timed windows at the end that are looked at by themselves: as many as an interval needs."""
@@ -34,6 +36,8 @@ class RunSummary:
         validation_losses: mean losses on data that is not trained on, one an evaluation.
         windows: first batch, batches and seconds of every timed window; none in older results.
         partitions: first batch of, and boundaries: every partition the run had; none in older results.
+        orders: first batch of, and kind: every order the run had, ``"1F1B"`` or ``"planned"``; none in older results,
+            which had no other than 1F1B.
         notes: further named values, such as what a scenario reports.
     """
 
@@ -51,6 +55,7 @@ class RunSummary:
     validation_losses: tuple[float, ...] = ()
     windows: tuple[tuple[int, int, float], ...] = ()
     partitions: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    orders: tuple[tuple[int, str], ...] = ()
     notes: Mapping[str, float | int | str] = field(default_factory=dict)
 
     @property
@@ -69,7 +74,7 @@ class RunSummary:
 
 
 def same_partition(static: RunSummary, dynamic: RunSummary, *, at_end: bool = False) -> bool:
-    """Say whether no layer lay elsewhere in any timed batch, so that two runs differ by noise (and own overhead) alone.
+    """Say whether no timed batch had another partition or order, so that two runs differ by noise (and own overhead).
 
     Args:
         static: the run that kept its first partition.
@@ -80,10 +85,16 @@ def same_partition(static: RunSummary, dynamic: RunSummary, *, at_end: bool = Fa
         return False  # older results do not say which partitions there were in between
     windows = dynamic.windows[-LAST_WINDOWS:] if at_end else dynamic.windows
     first = windows[0][0] if windows else 0
-    partitions = dynamic.partitions or ((0, dynamic.boundaries),)
-    ends = [*(start for start, _ in partitions[1:]), max(len(dynamic.losses), first + 1)]
-    had = {parts for (start, parts), end in zip(partitions, ends, strict=True) if max(start, first) < end}
-    return had == {static.boundaries}
+    end = max(len(dynamic.losses), first + 1)
+    partitions = _had(dynamic.partitions or ((0, dynamic.boundaries),), first, end)
+    orders = [_had(run.orders or ((0, "1F1B"),), first, end) for run in (static, dynamic)]
+    return partitions == {static.boundaries} and orders[0] == orders[1]
+
+
+def _had(phases: Sequence[tuple[int, T]], first: int, end: int) -> set[T]:
+    """What a run had from a batch on, of what it had in turn."""
+    ends = [*(start for start, _ in phases[1:]), end]
+    return {what for (start, what), until in zip(phases, ends, strict=True) if max(start, first) < until}
 
 
 def speedup(static: RunSummary, dynamic: RunSummary, *, at_end: bool = False) -> Estimate | None:
@@ -179,6 +190,7 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
         ["time spent migrating", *(_percent(run.share(run.migrating_s), 2) for run in runs)],
         ["re-partitions", *(str(run.num_rebalances) for run in runs)],
         ["stage boundaries at the end", *(spaced(run.boundaries) for run in runs)],
+        *([["order at the end", *(run.orders[-1][1] for run in runs)]] if all(run.orders for run in runs) else []),
         ["first loss", *(_loss(run.losses[0]) if run.losses else UNKNOWN for run in runs)],
         ["final loss", *(_loss(run.final_loss) for run in runs)],
         ["losses of all batches", "", _equality(static.losses, dynamic.losses)],

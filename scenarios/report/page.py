@@ -8,12 +8,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from dynpipe_ds.reporting import save_gantt
-from dynpipe_ds.simulation import Simulation, Workload, simulate
+from dynpipe_ds.simulation import Interval
 from scenarios.machine import busy_words
 from scenarios.report.comparison import UNKNOWN, comparison_rows, first_difference, share, spaced, speedup
 from scenarios.report.figures import batches_figure, heat_map_figure, stages_figure
@@ -40,8 +41,8 @@ th, td { padding: .25rem .5rem; }
 dt { font-weight: 600; } dd { margin: 0 0 .4rem 1rem; }
 """
 OLD_FOLDER = (
-    "This folder was written before layer times and re-partitions were recorded. The heat map, the simulated timelines "
-    "and the predicted gains are left out; train again to have them."
+    "This folder was written before layer times and re-partitions were recorded. The heat map, the orders, the "
+    "timelines and the predicted gains are left out; train again to have them."
 )
 
 
@@ -84,6 +85,7 @@ def render_report(results: JobResults, *, source: str = "") -> str:
         _heat_map(results),
         _stages(results),
         _timelines(results),
+        _orders(results),
         _rebalances(results.dynamic.rebalances),
         _job(results, source),
     ]
@@ -160,40 +162,50 @@ def _stages(results: JobResults) -> str:
     )
 
 
-def simulated_timelines(results: JobResults) -> dict[str, Simulation]:
-    """One batch with the layer times of the run's end, on the first and on the last partition.
+def timelines(results: JobResults) -> dict[str, tuple[Interval, ...]]:
+    """The newest profiled batch of each run, by its name, its boundaries and its order; older results have none.
 
     Args:
-        results: of both runs; without recording there is no timeline.
-
-    Returns:
-        Simulations by name, "before" and "after"; one if the partition never changed.
+        results: of both runs.
     """
-    recording = results.dynamic.recording
-    if recording is None or not any(map(sum, recording.forward_s)):
-        return {}
-    profile = recording.profile_at_the_end(WINDOW)
-    partitions = {"before": recording.partitions[0][1], "after": recording.partitions[-1][1]}
-    if partitions["before"] == partitions["after"]:
-        partitions = {"the whole run": partitions["after"]}
-    return {
-        f"{name}, {list(boundaries)}": simulate(Workload.from_profile(profile, boundaries), timeline=True)
-        for name, boundaries in partitions.items()
-    }
+    found = {}
+    for run in (results.static, results.dynamic):
+        if run.timeline and run.recording is not None and run.recording.orders:
+            newest = run.recording.orders[-1]
+            found[f"{run.summary.label}, {spaced(newest['boundaries'])}, {newest['order']}"] = run.timeline
+    return found
 
 
 def _timelines(results: JobResults) -> str:
-    simulations = simulated_timelines(results)
-    if not simulations:
+    found = timelines(results)
+    if not found:
         return ""
     with tempfile.TemporaryDirectory() as folder:
-        timelines = {name: simulation.timeline for name, simulation in simulations.items()}
-        image = save_gantt(Path(folder) / "timeline.png", timelines).read_bytes()
-    bubbles = "; ".join(f"{name}: bubble {s.bubble_ratio:.1%}" for name, s in simulations.items())
-    return "<h2>One batch in time, simulated</h2>" + _image(
-        image, "Timeline of forwards, backwards and idle time of every stage",
-        "The layer times measured at the end of the run, on the first and on the last partition; links take no time, "
-        f"the optimizer step is left out. {bubbles}.",
+        image = save_gantt(Path(folder) / "timeline.png", found).read_bytes()
+    return "<h2>One batch in time</h2>" + _image(
+        image, "Timeline of forwards, backwards, messages and idle time of every stage",
+        "Measured: the newest profiled batch of each run, by which both have done the same work. Numbers are "
+        "micro-batches. Lines are messages, from being sent to being taken. The clocks of the ranks are set by them. "
+        "The option --trace writes the same for Perfetto.",
+    )
+
+
+def _orders(results: JobResults) -> str:
+    """Which order ran when, and what was predicted of it."""
+    recording = results.dynamic.recording
+    if recording is None or not recording.orders:
+        return ""
+    rows = [["from batch", "boundaries", "order", "a batch, predicted (s)", "measured (s)", "measured / predicted"]]
+    for phase in recording.orders:
+        times_s = [median(phase[key]) if phase[key] else None for key in ("predicted_s", "measured_s")]
+        ratio = UNKNOWN if None in times_s or not times_s[0] else f"{times_s[1] / times_s[0]:.3f}"
+        cells = [str(phase["first_batch"]), spaced(phase["boundaries"]), phase["order"]]
+        rows.append([*cells, *map(_number, times_s), ratio])
+    return "<h2>Orders</h2>" + _table(rows) + (
+        '<p class="small">In which order the stages of the dynamic run ran forwards and backwards; the static run '
+        "runs 1F1B. A batch is its forwards and backwards, without the optimizer step. <b>Predicted</b>: by the "
+        "simulator, from the layer times of the same batches, with messages that take no time. Medians of the first "
+        "profiled batches.</p>"
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
+from dynpipe_ds.simulation import Interval
 from scenarios.recording import Recording
 from scenarios.report.comparison import RunSummary
 
@@ -71,6 +72,7 @@ class RunResults:
         rebalanced_at: indices of the batches after which the partition changed.
         recording: layer times over training; ``None`` in older files.
         rebalances: every change of partition.
+        timeline: the newest profiled batch; none in older files.
     """
 
     summary: RunSummary
@@ -79,6 +81,7 @@ class RunResults:
     rebalanced_at: tuple[int, ...]
     recording: Recording | None
     rebalances: tuple[Rebalance, ...]
+    timeline: tuple[Interval, ...] = ()
 
     def slowest_stage_s(self, batches: range) -> list[float] | None:
         """Busy seconds of the slowest stage in each of some batches; ``None`` if that is not known.
@@ -173,7 +176,8 @@ def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -
     ends = [warmup, *(event["batch"] for event in events), len(batches_s)]
     windows = zip(events, ends, ends[2:], strict=False)
     rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
-    return RunResults(run.summary, batches_s, run.stages_s, run.rebalanced_at, run.recording, rebalances)
+    timeline = tuple(Interval(*row) for row in values.get("timeline", ()))
+    return replace(run, rebalances=rebalances, timeline=timeline)
 
 
 def _rebalance(

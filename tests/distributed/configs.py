@@ -27,8 +27,8 @@ ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True
 BF16 = {"bf16": {"enabled": True}}
 BF16_FP32_SUMS: dict[str, Any] = {**BF16, **ZERO, "data_types": {"grad_accum_dtype": "fp32"}}
 
-# Scaled so that the first batches overflow and are skipped, and the scale then grows again.
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}}
+# Scaled so that the first batch overflows and is skipped, and a later one when the scale has grown again.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1}}
 
 # One of each way in which weights and gradients are kept.
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from dynpipe_ds.host import halves
+from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
+from dynpipe_ds.planning import plan_order
 from dynpipe_ds.schedule import Instruction, Op, Order, order_of
-from tests.distributed.configs import BY_HAND
+from dynpipe_ds.simulation import Workload
 from tests.distributed.models import Run, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 
 AT_THE_END = 10**6
-OrderFor = Callable[[int, int], Order]
 
 
 def delayed(delay: int) -> OrderFor:
@@ -40,6 +43,37 @@ def _later(stream: tuple[Instruction, ...], delay: int) -> list[Instruction]:
     return found + [Instruction(Op.BACKWARD_WEIGHT, micro_batch) for micro_batch in waiting]
 
 
+class Planned:
+    """Plans another order for every batch, of seconds that are drawn anew; alike on all ranks.
+
+    Args:
+        seed: of the seconds.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._draw = np.random.default_rng(seed)
+        self.orders: list[Order] = []
+
+    def __call__(self, num_micro_batches: int, num_stages: int) -> Order:
+        """The next batch's order."""
+        draw, shape = self._draw, (num_stages, num_micro_batches)
+        backward_s = draw.uniform(1, 4, shape)
+        workload = Workload(
+            draw.uniform(0.5, 2, shape), backward_s, num_micro_batches,
+            weight_s=backward_s * draw.uniform(0.2, 0.6, shape), activation_bytes=(1,) * num_stages,
+        )  # fmt: skip
+        self.orders.append(plan_order(workload, int(draw.integers(1, num_micro_batches + 2))).order)
+        return self.orders[-1]
+
+
+Way = int | str | None
+"""1F1B (``None``), each W so many micro-batches after its B, or ``"planned"``: another order in every batch."""
+
+
+def order_for_of(way: Way) -> OrderFor:
+    return ONE_F_ONE_B if way is None else Planned() if isinstance(way, str) else delayed(way)
+
+
 @dataclass(frozen=True)
 class Seen:
     """What one rank saw of one run; the number of backwards that were split is no part of its bits."""
@@ -47,11 +81,12 @@ class Seen:
     losses: list[float]
     digest: dict[str, str]
     norms: list[float]
+    num_skipped: int
     num_split: int
 
     @property
     def bits(self) -> Any:
-        return self.losses, self.digest, self.norms
+        return self.losses, self.digest, self.norms, self.num_skipped
 
 
 @contextmanager
@@ -71,13 +106,7 @@ def counting_splits() -> Any:
 ORIGINAL = halves.backward_inputs
 
 
-def by_1f1b(run: Run) -> Run:
-    """The same without the batches that split backwards to measure them."""
-    section = run.config.get("dynamic_pipeline", BY_HAND)
-    return replace(run, config={**run.config, "dynamic_pipeline": {**section, "schedule": "1f1b"}})
-
-
-def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int], None] | None = None) -> Seen:
+def train_by(run: Run, order_for: OrderFor, on_batch: Callable[[Any, int], None] | None = None) -> Seen:
     norms: list[float] = []
 
     def before(engine: Any, batch: int) -> None:
@@ -86,26 +115,30 @@ def train_by(run: Run, order_for: OrderFor | None, on_batch: Callable[[Any, int]
             on_batch(engine, batch)
 
     with counting_splits() as split:
-        engine = make_engine(run if order_for is not None else by_1f1b(run))
-        if order_for is not None:
-            engine.dynamic.pipeline.order_for = order_for
+        engine = make_engine(run)
+        engine.dynamic.pipeline.order_for = order_for
         losses = train(engine, run, before)
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-        return Seen(losses, digest(engine), norms, len(split))
+        return Seen(losses, digest(engine), norms, engine.skipped_steps, len(split))
 
 
-def train_each_way(_rank: int, run: Run, delays: list[int | None]) -> list[Seen]:
-    return [train_by(run, None if delay is None else delayed(delay)) for delay in delays]
+def train_each_way(_rank: int, run: Run, ways: list[Way]) -> list[Seen]:
+    return [train_by(run, order_for_of(way)) for way in ways]
 
 
-def compare_with_1f1b(run: Run, delays: list[int], replicas: int = 1, *, splits: bool = True) -> None:
-    """Train by 1F1B and with each delay; bits must agree, and all stages but the first must have split."""
-    ranks = run_ranks(train_each_way, run.num_stages * replicas, run, [None, *delays], timeout_s=150)
+def compare_with_1f1b(run: Run, ways: list[Way], replicas: int = 1, *, splits: bool = True) -> list[Seen]:
+    """Train by 1F1B and in each way; bits must agree, and all stages but the first must have split.
+
+    Returns:
+        What ranks saw of 1F1B.
+    """
+    ranks = run_ranks(train_each_way, run.num_stages * replicas, run, [None, *ways], timeout_s=150)
     for rank, (plain, *others) in enumerate(ranks):
         assert plain.num_split == 0 and all(loss == loss for loss in plain.losses)
-        for delay, other in zip(delays, others, strict=True):
-            assert other.bits == plain.bits, f"rank {rank}, W delayed by {delay}"
+        for way, other in zip(ways, others, strict=True):
+            assert other.bits == plain.bits, f"rank {rank}, W: {way}"
             most = run.num_batches * run.micro_batches if splits and rank >= replicas else 0
-            # One whose activations are counted, the first and after each move, runs whole.
-            least = most and most - 1 - len(run.moves)
-            assert least <= other.num_split <= most, f"rank {rank}, W delayed by {delay}"
+            # One whose activations are counted, the first and after each move, runs whole; a plan need not split all.
+            least = most and (1 if way == "planned" else most - 1 - len(run.moves))
+            assert least <= other.num_split <= most, f"rank {rank}, W: {way}"
+    return [plain for plain, *_ in ranks]

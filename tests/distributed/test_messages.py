@@ -12,14 +12,16 @@ from unittest.mock import patch
 import pytest
 
 from dynpipe_ds.host import order as planning
+from dynpipe_ds.host.order import OrderFor
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.wires import TorchWire
 from dynpipe_ds.messages.channels import Channels, Stamp, UnfinishedBatchError
 from dynpipe_ds.messages.traffic import Kind, Message
+from dynpipe_ds.schedule import Order, order_of
 from tests.distributed.configs import MOVES
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
-from tests.messages.fabric import eager
+from tests.messages.fabric import planned
 
 DELAY_S = 2e-3
 BATCHES = 4
@@ -31,9 +33,13 @@ def other_order(change: Any) -> AbstractContextManager[Any]:
     return patch.object(planning, "OrderSchedule", lambda order, stage: PLANNED(change(order), stage))
 
 
+def gpipe(order: Order) -> Order:
+    return order_of("gpipe", order.num_micro_batches, order.num_stages)
+
+
 @contextmanager
 def at_random_moments(rank: int) -> Iterator[None]:
-    """Whoever posts a message, or is to begin something, dawdles at times; sends go as soon as they can."""
+    """Whoever posts a message, or is to begin something, dawdles at times."""
     draw, originals = random.Random(rank), (TorchWire.send, TorchWire.receive, Channels.turn)
 
     def late(original: Any) -> Any:
@@ -45,7 +51,7 @@ def at_random_moments(rank: int) -> Iterator[None]:
 
     with (
         patch.object(TorchWire, "send", late(originals[0])), patch.object(TorchWire, "receive", late(originals[1])),
-        patch.object(Channels, "turn", late(originals[2])), other_order(eager),
+        patch.object(Channels, "turn", late(originals[2])),
     ):
         yield
 
@@ -61,8 +67,9 @@ def checked_step(engine: Any) -> None:
     engine.optimizer.register_step_pre_hook(check)
 
 
-def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool) -> Any:
+def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool, order: OrderFor = planning.ONE_F_ONE_B) -> Any:
     engine = make_engine(run, dynamic_shape=is_dynamic)
+    engine.dynamic.pipeline.order_for = order
     checked_step(engine)
     batches, losses = data(engine.grid.get_data_parallel_id(), run.micro_batches), []
     with at_random_moments(rank) if is_late else nullcontext():
@@ -75,7 +82,9 @@ def trained(rank: int, run: Run, is_late: bool, is_dynamic: bool) -> Any:
 
 
 def as_without(rank: int, run: Run, is_dynamic: bool) -> None:
-    assert trained(rank, run, True, is_dynamic) == trained(rank, run, False, False)
+    usual = trained(rank, run, False, False)
+    assert trained(rank, run, True, is_dynamic) == usual
+    assert trained(rank, run, True, is_dynamic, planned) == usual
 
 
 @pytest.mark.parametrize(("num_stages", "num_ranks", "is_dynamic"), [
@@ -100,7 +109,7 @@ def mislabelled(self: Stamp, message: Message) -> bytes:
 LABEL = Stamp.label
 FAULTS: dict[str, tuple[AbstractContextManager[Any], str]] = {
     "label": (patch.object(Stamp, "label", mislabelled), "from stage 0 to stage 1 the gradient of micro-batch 3 came"),
-    "order": (other_order(eager), "the ranks disagree on the order of a batch (a digest of it, stages, boundaries): "),
+    "order": (other_order(gpipe), "the ranks disagree on the order of a batch (a digest of it, stages, boundaries): "),
 }
 
 
@@ -128,10 +137,15 @@ def test_after_a_refused_batch_training_goes_on_with_the_same_bits(name: str) ->
     assert len({text for _, text in found}) == 1 and FAULTS[name][1] in found[0][1]
 
 
+def interrupted(batches: list[Any]) -> Iterator[Any]:
+    yield from batches
+    raise KeyboardInterrupt
+
+
 def ended_in_the_middle(rank: int, run: Run) -> None:
     engine = make_engine(run)
-    with pytest.raises(StopIteration):  # the first stage has sent one micro-batch, the last one has taken it
-        engine.train_batch(iter([next(data(0, 1))] * (1 - rank)))
+    with pytest.raises(KeyboardInterrupt):  # the first stage has sent one micro-batch, the last one has taken it
+        engine.train_batch(interrupted([next(data(0, 1))] * (1 - rank)))
     with pytest.raises(UnfinishedBatchError, match=f"a batch ended in its middle on stage {rank}"):
         engine.eval_batch(data(0, 1))
 

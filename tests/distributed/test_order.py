@@ -55,7 +55,7 @@ def test_the_planned_order_trains_the_same_bits(num_stages: int) -> None:
     ways = ["planned", "deepspeed", *(["serial"] if num_stages == 2 else [])]
     planned, by_deepspeed, *others = map(list, zip(*run_ranks(run_as_each, num_stages, run, ways), strict=True))
     assert all(ran.count("OptimizerStep") == run.num_batches for _, ran in planned)
-    assert by_deepspeed == planned
+    assert [bits for bits, _ in by_deepspeed] == [bits for bits, _ in planned]
     for serial in others:
         assert serial[0][1][:5] == ["LoadMicroBatch", "ForwardPass", "SendActivation", "RecvGrad", "BackwardPass"]
         assert serial[0][1] != planned[0][1]

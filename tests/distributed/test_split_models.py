@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dynpipe_ds import DynamicPipelineModule
+from dynpipe_ds.host import halves
 from tests.distributed.configs import ADAMW, BY_HAND, CLIP
 from tests.distributed.models import digest
 from tests.distributed.ranks import run_ranks
-from tests.distributed.splitting import AT_THE_END, OrderFor, counting_splits, delayed
-from tests.splitting.blocks import WIDTH, Attention, Changing, Hooked, Mlp, Own, Sharing, Views
+from tests.distributed.splitting import AT_THE_END, Way, counting_splits, order_for_of
+from tests.splitting.blocks import WIDTH, Attention, Changing, Hooked, Mlp, Own, Refusing, Sharing, Views
 
 
 class Forked(nn.Module):
@@ -43,6 +45,18 @@ class Joined(nn.Module):
 class Recomputed(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Reentrant(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class Strict(Mlp):
+    """Has a function that does not let itself be asked for some gradients only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Refusing.apply(x))
 
 
 class Thrice(Sharing):
@@ -76,15 +90,29 @@ KINDS: dict[str, list[type[nn.Module]]] = {
     "sharing": [Thrice, Mlp, Mixed, Viewed, Thrice, Mixed],
     "hooks": [Hooked, Mlp, Hooked, Mlp, Hooked, Hooked],
     "recomputed": [Mlp, Recomputed, Recomputed, Mlp, Recomputed, Mlp],
+    "reentrant": [Mlp, Mlp, Mlp, Mlp, Reentrant, Mlp],
+    "strict": [Mlp, Mlp, Mlp, Strict, Mlp, Strict],
 }
-TYPICAL = ("tuples", "functions", "recomputed")
+TYPICAL = ("several outputs over a cut", "functions", "recomputed", "hooks", "reentrant", "strict")
+WHOLE = {"reentrant": "reentrant activation checkpointing", "strict": "RuntimeError: call backward() instead"}
+MOVED = {2: (0, 2, 6), 3: (0, 1, 2, 6)}
 
 
 def loss_fn(x: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(x, target)
 
 
-def train_kind(kind: str, num_stages: int, order_for: OrderFor | None) -> tuple[Any, int]:
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of one run; only the first field says what it trained."""
+
+    bits: tuple[list[float], dict[str, str], float, list[list[str]]]
+    num_split: int
+    whole_because: tuple[str, ...]
+    told: list[str]
+
+
+def train_kind(kind: str, num_stages: int, way: Way) -> Seen:
     torch.manual_seed(5)
     module = DynamicPipelineModule(
         [LayerSpec(layer) for layer in KINDS[kind]], num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
@@ -93,38 +121,51 @@ def train_kind(kind: str, num_stages: int, order_for: OrderFor | None) -> tuple[
         **ADAMW, **CLIP, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
         "steps_per_print": 10**9, "dynamic_pipeline": BY_HAND,
     }  # fmt: skip
-    with counting_splits() as split:
+    told: list[str] = []
+    with counting_splits() as split, patch.object(halves.log, "info", told.append):
         engine, *_ = deepspeed.initialize(model=module, config=config)
-        if order_for is not None:
-            engine.dynamic.pipeline.order_for = order_for
+        engine.dynamic.pipeline.order_for = order_for_of(way)
         draw = torch.Generator().manual_seed(1)
         batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
-        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        losses = []
+        for batch in range(4):
+            if batch == 2:
+                engine.repartition(MOVED[num_stages])
+            losses.append(float(engine.train_batch(batches)))
         seen = [sorted(layer.seen) for layer in engine.local_layers().values() if hasattr(layer, "seen")]
-        return (losses, digest(engine), float(engine.get_global_grad_norm()), seen), len(split)
+        bits = losses, digest(engine), float(engine.get_global_grad_norm()), seen
+        whole = [text for text in told if "runs its backwards whole" in text]
+        return Seen(bits, len(split), engine.dynamic.pipeline.in_flight.whole_because, whole)
 
 
-def train_each(_rank: int, kind: str, num_stages: int, delays: list[int]) -> list[tuple[Any, int]]:
-    return [train_kind(kind, num_stages, None), *(train_kind(kind, num_stages, delayed(delay)) for delay in delays)]
+def train_each(_rank: int, kinds: list[str], num_stages: int, ways: list[Way]) -> dict[str, list[Seen]]:
+    return {kind: [train_kind(kind, num_stages, way) for way in ways] for kind in kinds}
 
 
-def compare(kind: str, num_stages: int, delays: list[int]) -> None:
-    for rank, ((plain, none), *others) in enumerate(run_ranks(train_each, num_stages, kind, num_stages, delays)):
-        assert none == 0 and all(loss == loss for loss in plain[0])
-        for delay, (bits, _) in zip(delays, others, strict=True):
-            assert bits == plain, f"rank {rank}, W delayed by {delay}"
-        assert others[-1][1] or rank < num_stages - 1 or kind == "frozen stage", "the last stage splits"
+def compare(kinds: list[str], num_stages: int, ways: list[Way]) -> None:
+    for rank, found in enumerate(run_ranks(train_each, num_stages, kinds, num_stages, [None, *ways])):
+        for kind, (plain, *others) in found.items():
+            assert plain.num_split == 0 and not plain.told and all(loss == loss for loss in plain.bits[0])
+            for way, other in zip(ways, others, strict=True):
+                assert other.bits == plain.bits, f"{kind}, rank {rank}, W: {way}"
+                check_split(kind, rank == num_stages - 1, other)
 
 
-@pytest.mark.parametrize("kind", TYPICAL)
-def test_the_bits_are_those_of_1f1b(kind: str) -> None:
-    compare(kind, 2, [2])
+def check_split(kind: str, is_last: bool, seen: Seen) -> None:
+    """A stage splits, or says once why not."""
+    reasons = tuple(reason for reason in (WHOLE.get(kind),) if reason and is_last)
+    assert seen.whole_because == reasons
+    assert len(seen.told) == len(reasons)
+    assert all(text.endswith(f"can't be split: {WHOLE[kind]}") for text in seen.told)
+    assert bool(seen.num_split) == (not reasons) or not is_last or kind == "frozen stage"
+
+
+def test_the_bits_are_those_of_1f1b() -> None:
+    compare(list(TYPICAL), 2, ["planned"])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_are_those_of_1f1b_with_every_kind(kind: str, num_stages: int) -> None:
-    compare(kind, num_stages, [0, 1, AT_THE_END])
-
-
+    compare([kind], num_stages, [0, 1, AT_THE_END, "planned"])

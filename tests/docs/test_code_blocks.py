@@ -38,6 +38,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
     "docs/repacking.md": [NAMES],
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
+    "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE, HERE, HERE, HERE, NAMES, HERE],  # a clock would stay for other tests
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ BEFORE, MOVING = (block.code for block in pages.blocks("docs/change_one_import.m
 README = pages.blocks("README.md", "python")[0].code
 CHECKPOINT = pages.blocks("docs/checkpoints.md", "python")[0].code
 FREEZING = pages.blocks("docs/freezing.md", "python")[0].code
+TIMELINE = pages.blocks("docs/schedules.md", "python")[0].code
 FROM_PROFILE = pages.blocks("docs/cli.md", "python")[1].code
 PARTITIONER, SCENARIO = (block.code for block in pages.blocks("docs/extending.md", "python")[:2])
 
@@ -49,6 +51,7 @@ class Seen:
     frozen: dict[int, bool]
     own: tuple[int, ...]
     scenario: tuple[Trained, Trained]
+    trace: str
 
 
 def run_pages(rank: int, folder: str) -> Seen:
@@ -78,6 +81,8 @@ def run_pages(rank: int, folder: str) -> Seen:
     readme = {"deepspeed": space["deepspeed"], "layers": layers, "loss_fn": loss_fn, "data_iter": batches()}
     exec(README.replace("num_stages=4", "num_stages=2"), readme)
     exec(FREEZING.replace("batch >= 100", "batch >= 1"), readme | {"num_batches": 2})
+    exec(TIMELINE, readme)
+    trace = Path("batch.json").read_text(encoding="utf-8") if rank == 0 else ""
     local = readme["engine"].local_layers()
     frozen = {i: not any(p.requires_grad for p in layer.parameters()) for i, layer in local.items()}
 
@@ -87,7 +92,7 @@ def run_pages(rank: int, folder: str) -> Seen:
     ).boundaries
     job = Job("dropping:Dropping", {"keep": 0.1, "speed": 0.5}, num_batches=4)
     scenario = (train(job, moves=False), train(job, moves=True))
-    return Seen(before, equal, partition, (once, again), float(readme["loss"]), frozen, own, scenario)
+    return Seen(before, equal, partition, (once, again), float(readme["loss"]), frozen, own, scenario, trace)
 
 
 def run(script: str) -> dict[str, Any]:
@@ -137,6 +142,12 @@ def test_freezing_loop(seen: list[Seen]) -> None:
     """The first six layers are frozen, whichever stage they are on, and no other that has parameters."""
     frozen = {index: state for rank in seen for index, state in rank.frozen.items()}
     assert [frozen[i] for i in range(0, 17, 2)] == [True] * 3 + [False] * 6
+
+
+def test_timeline(seen: list[Seen]) -> None:
+    """The first rank has written what both did."""
+    events = json.loads(seen[0].trace)["traceEvents"]
+    assert {event["tid"] for event in events if event.get("cat") == "forward"} == {0, 1}
 
 
 def test_own_partitioner(seen: list[Seen], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from dynpipe_ds.host.halves import InFlight
-from dynpipe_ds.host.instructions import forward_pass, instruction_map, keep_loss
+from dynpipe_ds.host.instructions import check_schedule, forward_pass, instruction_map, keep_loss
 from dynpipe_ds.host.passing import send_gradients
 
 
@@ -39,7 +39,8 @@ def test_a_clients_own_instructions() -> None:
     module.recorder = None
     buffers = {"inputs": [None] * 4}
     engine = SimpleNamespace(
-        seen=[], module=module, pipe_buffers=buffers, is_first_stage=lambda: False, is_last_stage=lambda: False
+        seen=[], module=module, pipe_buffers=buffers, is_first_stage=lambda: False, is_last_stage=lambda: False,
+        dynamic=SimpleNamespace(pipeline=SimpleNamespace(channels=SimpleNamespace(is_dropped=False))),
     )
     mine[schedule.ForwardPass](engine, buffer_id=3)
     assert engine.seen == [{"buffer_id": 3}]
@@ -61,6 +62,16 @@ def test_the_loss_is_kept_for_each_micro_batch() -> None:
         losses = iter("c")
         keep_loss(forward)(engine, buffer_id=2)
     assert in_flight.losses == {1: "a", 0: "b"}
+
+
+def test_a_planned_schedule_beside_instructions_of_ones_own() -> None:
+    class Mine(deepspeed.PipelineEngine):  # type: ignore[misc]
+        _INSTRUCTION_MAP = {**deepspeed.PipelineEngine._INSTRUCTION_MAP, Sampling: own}
+
+    check_schedule("planned", deepspeed.PipelineEngine)
+    check_schedule("auto", Mine)
+    with pytest.raises(ValueError, match="Mine has instructions of its own, Sampling, .* set schedule to 'auto'"):
+        check_schedule("planned", Mine)
 
 
 def test_an_own_instruction_where_ours_is_needed() -> None:

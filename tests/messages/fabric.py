@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.crossing import Awaited, Crossing, Links, Passage, Told
-from dynpipe_ds.messages.traffic import traffic_of
+from dynpipe_ds.messages.traffic import SENT, TAKEN, traffic_of
+from dynpipe_ds.planning import plan_order
 from dynpipe_ds.schedule import Instruction, Op, Order
+from dynpipe_ds.simulation import Workload
 
 CPU = torch.device("cpu")
 Shape = Callable[[int, int], tuple[int, ...]]
@@ -128,6 +130,7 @@ class Batch(NamedTuple):
         wants: whether gradients come back over the boundary behind a stage.
         is_dynamic: whether every micro-batch is told about.
         delay_s: longest pause before an instruction.
+        dropped_by: the stage that gives the batch up after its first computation, if any does.
     """
 
     order: Order
@@ -135,6 +138,7 @@ class Batch(NamedTuple):
     wants: Callable[[int], bool] = lambda stage: True
     is_dynamic: bool = False
     delay_s: float = 0.0
+    dropped_by: int | None = None
 
 
 class StageRun:
@@ -149,6 +153,7 @@ class StageRun:
         self.channels, self.stage = channels, stage
         self.refusals: list[str] = []
         self.most_posted = 0
+        self.knew: list[bool] = []
 
     def run(self, batch: Batch, seed: int = 0) -> None:
         self.batch, self.links, pauses = batch, Links(always_told=batch.is_dynamic), random.Random(seed)
@@ -157,14 +162,17 @@ class StageRun:
         for op, micro_batch in batch.order.stages[self.stage]:
             if batch.delay_s:
                 time.sleep(pauses.uniform(0, batch.delay_s) * (pauses.random() < 0.5))
-            if op not in (Op.FORWARD, Op.BACKWARD):
+            if op in SENT or op in TAKEN:
                 message = self.channels.turn(op)
                 assert message.micro_batch == micro_batch
                 getattr(self, op.name.lower())(message)
+            elif batch.dropped_by == self.stage:
+                self.channels.drop()
             for other, out in self.channels.out.items():
                 assert out.num_under_way <= self.traffic.most[other]
             self.most_posted = max([self.most_posted, *(into.num_posted for into in self.channels.into.values())])
         self.channels.finish()
+        self.knew.append(self.channels.is_dropped)
 
     def send_activation(self, message: Any) -> None:
         links, m = self.links, message.micro_batch
@@ -242,21 +250,6 @@ def run_stages(batches: Sequence[Batch], fabric: Fabric, seed: int = 0) -> list[
     return runs
 
 
-def eager(order: Order) -> Order:
-    """The same with every message sent as soon as it is there."""
-    return Order(order.num_micro_batches, tuple(tuple(_sending_at_once(stream)) for stream in order.stages))
-
-
-def _sending_at_once(stream: Sequence[Instruction]) -> Iterator[Instruction]:
-    sends = {Op.FORWARD: Op.SEND_ACTIVATION, Op.BACKWARD: Op.SEND_GRADIENT}
-    for one in stream:
-        if one.op in sends.values():
-            continue
-        yield one
-        if one.op in sends and (sent := Instruction(sends[one.op], one.micro_batch)) in stream:
-            yield sent
-
-
 def drawn(draw: random.Random, num_stages: int, num_micro_batches: int) -> Order:
     """Any order that could run: each stage takes what is there, in whatever sequence, and holds any number."""
     streams: list[list[Instruction]] = [[] for _ in range(num_stages)]
@@ -278,3 +271,16 @@ def drawn(draw: random.Random, num_stages: int, num_micro_batches: int) -> Order
         elif stage:
             backwards[stage - 1].add(m)
     return Order(num_micro_batches, tuple(tuple(stream) for stream in streams))
+
+
+def planned(num_micro_batches: int, num_stages: int) -> Order:
+    """What the planner makes of some stages that differ, with W's; the same wherever it is asked."""
+    draw = random.Random(1000 * num_micro_batches + num_stages)
+    forward_s, input_s, weight_s = ([draw.uniform(0.5, 2.0) for _ in range(num_stages)] for _ in range(3))
+    backward_s = [a + b for a, b in zip(input_s, weight_s, strict=True)]
+    caps = [num_stages + draw.randint(0, num_micro_batches)] * num_stages
+    workload = Workload(
+        forward_s, backward_s, num_micro_batches, weight_s=weight_s, activation_bytes=[1] * num_stages,
+        activation_link_s=draw.uniform(0.0, 0.5), gradient_link_s=draw.uniform(0.0, 0.5),
+    )
+    return plan_order(workload, caps).order

@@ -14,15 +14,15 @@ from dynpipe_ds.messages.channels import WINDOW, Channels, Incoming, Outgoing, S
 from dynpipe_ds.messages.crossing import FIRST_BYTES, Crossing, Links, Told
 from dynpipe_ds.messages.traffic import Kind, Message, traffic_of
 from dynpipe_ds.schedule import Order, order_of
-from tests.messages.fabric import CPU, Batch, Deadlock, Fabric, FabricWire, drawn, eager, run_stages
+from tests.messages.fabric import CPU, Batch, Deadlock, Fabric, FabricWire, drawn, planned, run_stages
 
 DELAY_S = 3e-4
 
 
 def orders(num_stages: int, num_drawn: int) -> Iterator[Order]:
     for name in ("1f1b", "gpipe"):
-        order = order_of(name, num_stages + 2, num_stages)  # type: ignore[arg-type]
-        yield from (order, eager(order))
+        yield order_of(name, num_stages + 2, num_stages)  # type: ignore[arg-type]
+    yield from (planned(count, num_stages) for count in (2, num_stages + 2, 3 * num_stages))
     draw = random.Random(num_stages)
     yield from (drawn(draw, num_stages, draw.randint(1, 6)) for _ in range(num_drawn))
 
@@ -46,7 +46,7 @@ def test_all_orders_run(num_stages: int) -> None:
 
 
 def test_receives_are_posted_ahead_within_the_window() -> None:
-    order = eager(order_of("1f1b", 12, 4))
+    order = order_of("1f1b", 12, 4)
     assert {run.most_posted for run in run_stages([Batch(order)], Fabric(4))} == {WINDOW}
 
 
@@ -54,6 +54,16 @@ def test_an_order_that_waits_for_ever_is_caught() -> None:
     order = Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 RA1 F1 B0 SG0 B1 SG1")
     with pytest.raises(Deadlock):
         run_stages([Batch(order)], Fabric(2))
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5, 8])
+def test_all_hear_of_a_batch_that_is_dropped(num_stages: int) -> None:
+    """Whoever drops it early; and the next one is not dropped."""
+    for order in orders(num_stages, 0):
+        for stage in (0, num_stages - 1) if order.num_micro_batches > num_stages else ():
+            runs = run_stages([Batch(order, dropped_by=stage), Batch(order)], Fabric(num_stages))
+            assert [run.knew for run in runs] == [[True, False]] * num_stages
+            assert not any(run.refusals for run in runs)
 
 
 def test_one_communicator_for_both_directions_would_block() -> None:

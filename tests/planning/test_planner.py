@@ -43,7 +43,7 @@ def workloads(seed: int, each: int = 4) -> Iterator[Workload]:
 
 
 def buffered_1f1b(workload: Workload) -> Simulation:
-    return simulate(workload, "1f1b", sends="buffered")
+    return simulate(workload, "1f1b")
 
 
 def default_cap(workload: Workload) -> int:
@@ -64,7 +64,7 @@ def test_an_order_takes_as_long_as_its_listing_and_keeps_its_caps() -> None:
         for policy, times in product(first_policies(num_stages, 20), (1, 2, 5)):
             caps = [times * size for size in workload.activation_bytes]
             listing = list_order(workload, caps, policy)
-            result = simulate(workload, listing.order(count), sends="buffered")
+            result = simulate(workload, listing.order(count))
             assert result.makespan_s <= listing.seconds, policy
             assert result.makespan_s == listing.seconds or policy.patience > 0
             assert all(stage.peak_activation_bytes <= cap for stage, cap in zip(result.stages, caps, strict=True))
@@ -152,7 +152,7 @@ def test_weight_gradients_wait_for_a_gap() -> None:
     ran = " ".join(str(one) for one in planned.order.stages[1] if one.op <= Op.BACKWARD_WEIGHT)
     assert ran.startswith("F0 B0 F1 B1") or ran.startswith("F0 B0 W0 F1"), ran
     timeline = simulate(
-        Workload([2.0, 1.0], [2.0, 2.0], 4, weight_s=[1.0, 1.0]), planned.order, sends="buffered", timeline=True
+        Workload([2.0, 1.0], [2.0, 2.0], 4, weight_s=[1.0, 1.0]), planned.order, timeline=True
     ).timeline
     assert {i.kind for i in timeline} >= {"weight"} and planned.seconds < 4 * 4 + 3
 

@@ -91,7 +91,7 @@ def test_links_speeds_and_constraints_count() -> None:
     found = plan_batch(half(profile), [(0, 4, 8, 12)], pinned=[3, 5], **options)
     assert not {3, 5} & set(found.placement.boundaries)
     workload = Workload.from_profile(half(profile), found.placement, **options)
-    assert found.seconds == simulate(workload, found.planned.order, sends="buffered").makespan_s
+    assert found.seconds == simulate(workload, found.planned.order).makespan_s
     assert found.planned.least_s == least_seconds(workload)
     slow = plan_batch(half(profile), [(0, 4, 8, 12)])
     slow_layers, layers = ([len(p.placement.chunks_of(1)[0]) for p in (found, slow)])

@@ -28,7 +28,7 @@ def texts(path: Path) -> list[str]:
 def test_a_picture_has_units_a_legend_and_numbers(tmp_path: Path) -> None:
     path = save_gantt(tmp_path / "new" / "gantt.svg", timeline(activation_link_s=0.005, step_s=0.01), title="replay")
     found = texts(path)
-    for text in ("time (ms)", "stage", "replay", "forward", "backward", "transfer", "optimizer step", "idle"):
+    for text in ("time (ms)", "stage", "replay", "forward", "backward", "message", "optimizer step", "idle"):
         assert text in found
     assert {"0", "1", "2", "3"} <= set(found), "micro-batches and stages"
     assert all(LOOKS[kind].colour.lower() in path.read_text() for kind in ("forward", "backward", "send", "wait"))
@@ -38,7 +38,7 @@ def test_timelines_share_one_axis_and_say_how_long_they_are(tmp_path: Path) -> N
     before, after = timeline(), timeline(num_micro_batches=2)
     found = texts(save_gantt(tmp_path / "two.svg", {"before": before, "after": after}))
     assert "before: 180 ms" in found and "after: 120 ms" in found
-    assert found.count("time (ms)") == 1 and "transfer" not in found
+    assert found.count("time (ms)") == 1 and "optimizer step" not in found
 
 
 def test_a_move_stands_between_two_batches(tmp_path: Path) -> None:
@@ -79,17 +79,40 @@ def test_a_trace_has_a_thread_a_stage_and_an_arrow_a_message(tmp_path: Path) -> 
     names = [e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")]
     assert names == ["replay", "stage 0", "stage 1", "stage 2"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == len(intervals)
+    messages = [i for i in intervals if i.kind == "message"]
+    assert len(slices) == len(intervals) - len(messages)
     assert slices[0] == {
         "ph": "X", "pid": 0, "tid": 0, "cat": "forward", "name": "forward 0", "ts": 0.0, "dur": 1e4,
         "args": {"micro_batch": 0},
     }
-    assert {"send activation 1", "recv gradient 3", "step"} <= {e["name"] for e in slices}
-    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
-    assert starts.keys() == ends.keys() and len(starts) == 2 * 4 * 2, "2 boundaries, 4 micro-batches, 2 ways"
-    for key, start in starts.items():
-        step = 1 if key.startswith("activation") else -1
-        assert ends[key]["tid"] == start["tid"] + step and ends[key]["ts"] > start["ts"]
+    assert {"recv activation 0", "recv gradient 3", "step"} <= {e["name"] for e in slices}
+    begins, ends, outs, ins = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "besf")
+    assert begins.keys() == ends.keys() == outs.keys() == ins.keys()
+    assert len(begins) == len(messages) == 2 * 4 * 2, "2 boundaries, 4 micro-batches, 2 ways"
+    for key in begins:
+        link_us = 5e3 if key.startswith("activation") else 3e3
+        assert ends[key]["ts"] - begins[key]["ts"] == pytest.approx(link_us)
+    for key, start in outs.items():
+        step, kind = (1, "forward") if key.startswith("activation") else (-1, "backward")
+        assert ins[key]["tid"] == start["tid"] + step
+        for event in (start, ins[key]):  # each end lies in the computation that sends or needs it
+            at = [e for e in slices if e["tid"] == event["tid"] and e["ts"] <= event["ts"]]
+            (over,) = [e for e in at if e["ts"] + e["dur"] > event["ts"] + 1e-6]  # sums round
+            assert over["name"] == f"{kind} {key.split()[2]}"
+        assert start["ts"] <= begins[key]["ts"] <= ends[key]["ts"] <= ins[key]["ts"]
+
+
+def test_messages_that_take_no_time_are_arrows_alone() -> None:
+    events = chrome_trace(timeline())["traceEvents"]
+    assert [e["ph"] for e in events if e.get("cat") == "message"] == ["s", "f"] * 16
+
+
+def test_a_trace_of_several_batches_has_a_process_for_each() -> None:
+    events = chrome_trace({"1F1B": timeline(), "planned": timeline(num_micro_batches=2)})["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "1F1B", 1: "planned"}
+    num_arrows = [len({e["id"] for e in events if e["ph"] == "s" and e["pid"] == pid}) for pid in names]
+    assert num_arrows == [16, 8] and len({e["id"] for e in events if e["ph"] == "s"}) == 24, "none between processes"
 
 
 def test_the_plotting_library_is_loaded_for_pictures_only() -> None:

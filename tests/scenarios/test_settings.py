@@ -59,6 +59,7 @@ def test_every_configuration_composes(scenario: str, model: str, deepspeed: str)
         section = parse_config(found.deepspeed_config(dynamic=dynamic))
         assert section.enabled
         assert (section.rebalance_every == "never") is not dynamic
+        assert (section.schedule == "1f1b") is not dynamic
     assert found.output_dir == Path("outputs") / scenario
 
 

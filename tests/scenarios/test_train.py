@@ -76,6 +76,10 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         assert run["seconds"] == pytest.approx(sum(seconds for *_, seconds in run["windows"]), rel=0.05)
         assert [run["partitions"][0], run["partitions"][-1][1]] == [[0, [0, 1, 6]], run["boundaries"]]
         assert [first for first, _ in run["partitions"][1:]] == [batch + 1 for batch in run["rebalanced_at"]]
+        done_by = {(stage, kind) for stage, kind, *_ in run["timeline"]}
+        assert done_by >= {(0, "forward"), (0, "message"), (1, "forward"), (1, "backward"), (1, "step")}
+        ordered = {phase["first_batch"] for phase in run["recording"]["orders"]}
+        assert ordered >= {first for first, _ in run["partitions"]}
     low, high = results["speedup_interval"]
     assert not results["same_partition"] and low < results["speedup"] < high
     assert results["machine"]["others"] >= 0, "read while it trained"

@@ -11,7 +11,7 @@ from dynpipe_ds.schedule import Instruction, Op, Order, order_of
 
 def test_1f1b_by_hand() -> None:
     order = order_of("1f1b", 2, 2)
-    assert str(order) == "F0 SA0 F1 RG0 SA1 B0 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1"
+    assert str(order) == "F0 SA0 F1 SA1 RG0 B0 RG1 B1 | RA0 F0 B0 SG0 RA1 F1 B1 SG1"
     assert order.stages[1][0] == Instruction(Op.RECV_ACTIVATION, 0)
     assert str(order_of("1f1b", 3, 1)) == "F0 B0 F1 B1 F2 B2"
 

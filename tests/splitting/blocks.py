@@ -67,6 +67,20 @@ class InPlace(torch.autograd.Function):
         return gradient.mul_(3.0)
 
 
+class Refusing(torch.autograd.Function):
+    """Does not let itself be asked for some gradients only."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+            raise RuntimeError("call backward() instead")
+        return gradient * 2.0
+
+
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +104,17 @@ class Sharing(nn.Module):
             if self.mixed:
                 x = x @ self.linear.weight if use % 2 else x @ (self.linear.weight * 0.5).t()
         return x
+
+
+class Before(nn.Module):
+    """Uses a parameter itself once, before two ways to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(torch.tanh(self.linear(torch.tanh(x @ self.linear.weight)))))
 
 
 class Recomputed(nn.Module):
@@ -214,6 +239,7 @@ BLOCKS: dict[str, Callable[[], Callable[[Value], Value]]] = {
     "in place on a gradient": lambda: _stage(Changing(), Changing()),
     "two uses": lambda: _stage(Sharing(2)),
     "five uses": lambda: _stage(Mlp(), Sharing(5)),
+    "one use before two": lambda: _stage(Before(), Mlp()),
     "mixed uses": lambda: _stage(Sharing(5, mixed=True), Mlp()),
     "frozen middle": lambda: _stage(Mlp(), Frozen(), Mlp()),
     "frozen end": lambda: _stage(Mlp(), Frozen()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds.splitting.graph import CantBeSplit
 from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
-from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed
+from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed, Refusing
 
 
 def build(name: str) -> nn.Module:
@@ -126,20 +127,6 @@ def test_what_can_not_be_split_can_run_whole(stage: nn.Module, reason: str) -> N
     assert x.grad is not None
 
 
-class Refusing(torch.autograd.Function):
-    """Does not let itself be asked for some gradients only."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
-        return x * 2.0
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
-            raise RuntimeError("call backward() instead")
-        return gradient * 2.0
-
-
 def test_a_function_that_refuses() -> None:
     def stage(of: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: of[1](Refusing.apply(of[0](x)))  # type: ignore[index]
@@ -153,6 +140,59 @@ def test_a_function_that_refuses() -> None:
     torch.autograd.backward(outputs, gradients)
     assert same(x.grad, y.grad)
     assert all(same(gradient, gradients_of(split)[name]) for name, gradient in gradients_of(expected).items())
+
+
+def test_an_error_of_the_scripts_own_is_its_own() -> None:
+    """A backward that has let go of what it passed can't run again; one with functions, which may fail, can."""
+
+    def fail(_gradient: Tensor) -> None:
+        raise ValueError("not this one")
+
+    for name, error in (("mlp", ValueError), ("function", CantBeSplit), ("checkpoint", CantBeSplit)):
+        stage = build(name)
+        x, outputs, gradients = forward(stage, 0)
+        x.register_hook(fail)
+        with pytest.raises(error, match="not this one"):
+            backward_inputs(outputs, gradients, [x])
+        assert all(gradient is None for gradient in gradients_of(stage).values())
+        if error is CantBeSplit:
+            with pytest.raises(ValueError, match="not this one"):
+                torch.autograd.backward(outputs, gradients)
+
+
+def test_what_is_known_of_a_graph_is_used_for_one_of_the_same_shape_only() -> None:
+    """Two inputs, of which either or both want a gradient, and two outputs; layers freeze on the way."""
+
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = Mlp(), Mlp(), Mlp()
+
+        def forward(self, x: Tensor, y: Tensor, *, swap: bool) -> list[Tensor]:
+            found = [self.first(x) + self.last(y), self.second(x) * self.second(y)]
+            return found[::-1] if swap else found
+
+    def run(stage: TwoWays, case: int, *, split: bool) -> list[Tensor | None]:
+        torch.manual_seed(case)
+        stage.last.requires_grad_(case % 3 != 2)
+        handed = [
+            torch.randn(2, 4, WIDTH, requires_grad=case in wanting) for wanting in ((0, 1, 2, 4, 5, 6), (0, 1, 3, 6))
+        ]
+        outputs = stage(*handed, swap=case in (1, 5))
+        gradients = [torch.randn_like(y) for y in outputs]
+        wanting = [x for x in handed if x.requires_grad]
+        if split:
+            backward_inputs(outputs, gradients, wanting).run()
+        else:
+            torch.autograd.backward(outputs, gradients)
+        return [x.grad for x in handed]
+
+    torch.manual_seed(3)
+    expected = TwoWays()
+    stage = copy.deepcopy(expected)
+    for case in (*range(7), *range(7)):
+        assert all(map(same, run(expected, case, split=False), run(stage, case, split=True))), case
+        assert all(same(g, gradients_of(stage)[name]) for name, g in gradients_of(expected).items()), case
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dynpipe_ds.splitting.halves import backward_inputs
-from tests.splitting.blocks import Attention, Mlp
+from tests.splitting.blocks import Attention, InPlace, Mlp
 
 
 class Storages(TorchDispatchMode):
@@ -58,9 +58,18 @@ class Wide(nn.Module):
         return self.mlp(self.attention(x))
 
 
+class Tripled(nn.Module):
+    """A function of the user's own, so that nothing is let go of before the end of the first half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tripled: Tensor = InPlace.apply(x)  # type: ignore[no-untyped-call]
+        return tripled
+
+
 @pytest.mark.parametrize("has_gradients", [False, True])
-def test_what_is_kept(has_gradients: bool) -> None:
-    stage = nn.Sequential(*(Wide() for _ in range(3)))
+@pytest.mark.parametrize("last", [nn.Identity, Tripled])
+def test_what_is_kept(last: type[nn.Module], has_gradients: bool) -> None:
+    stage = nn.Sequential(*(Wide() for _ in range(3)), last())
     if has_gradients:
         for parameter in stage.parameters():
             parameter.grad = torch.zeros_like(parameter)

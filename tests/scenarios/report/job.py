@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent
+from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent, StageProfile
+from dynpipe_ds.planning import assume_halves, plan_order
+from dynpipe_ds.schedule import order_of
+from dynpipe_ds.simulation import Workload, simulate
 from scenarios.recording import Recording
 from scenarios.report.comparison import RunSummary
 
@@ -19,6 +22,12 @@ def job_profile(batch: int, boundaries: tuple[int, ...]) -> PipelineProfile:
     frozen = 4 if batch >= FROZEN_AT else 0
     layers = [LayerProfile(f"Layer{i}", 0.001, 0.0 if i < frozen else 0.002, 1, 4, 4, 8, 16) for i in range(8)]
     return PipelineProfile(batch, boundaries, 4, tuple(layers), ())
+
+
+def _slower(profile: PipelineProfile, computing_s: float) -> PipelineProfile:
+    """A batch that took so long, on both stages."""
+    stages = [StageProfile(0.75 * computing_s, 0.25 * computing_s, 0.0, 0.1, computing_s + 0.1, 0)] * 2
+    return dataclasses.replace(profile, stages=tuple(stages))
 
 
 def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict[str, Any]:
@@ -37,6 +46,12 @@ def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict
             moved = label == "dynamic" and batch >= MOVED_AT and moves
             profile = job_profile(batch, (0, 5, 8) if moved else (0, 4, 8))
             recording.add_profile(batch, profile)
+            halves = Workload.from_profile(assume_halves(profile, 0.5))
+            order = plan_order(halves).order if moved else order_of("1f1b", 4, 2)
+            outcome = simulate(halves, order, timeline=True)
+            recording.add_order(batch, profile.boundaries, order)
+            recording.add_prediction(_slower(profile, 1.5 * outcome.makespan_s), order)
+            timeline = [list(interval) for interval in outcome.timeline]
             slowness = 2.0 if batch >= MOVED_AT else 1.0
             busy_s = [4 * slowness * s for s in profile.stage_seconds()]
             stages_s.append(busy_s)
@@ -48,13 +63,15 @@ def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict
         summary = RunSummary(
             label=label, tokens=NUM_BATCHES * 64, seconds=sum(batches_s), losses=tuple(3.0 - i / 10 for i in range(24)),
             boundaries=(0, 5, 8) if moved_at else (0, 4, 8), bubble_ratio=0.3, num_rebalances=len(moved_at),
+            orders=((0, "1F1B"), *([(MOVED_AT, "planned")] if moved_at else [])),
         )
-        values = dataclasses.asdict(summary)
+        values = dataclasses.asdict(summary) | {"timeline": timeline}
         if recorded:
             values["windows"] = [[first, 6, sum(batches_s[first : first + 6])] for first in range(0, NUM_BATCHES, 6)]
             values["partitions"] = [[0, [0, 4, 8]], *([[MOVED_AT, [0, 5, 8]]] if moved_at else [])]
         else:
-            del values["windows"], values["partitions"]
+            for name in ("windows", "partitions", "orders", "timeline"):
+                del values[name]
         values |= {
             "tokens_per_s": summary.tokens_per_s, "batches_s": batches_s, "stages_s": stages_s,
             "rebalanced_at": moved_at,

@@ -36,6 +36,12 @@ def rows(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
+def test_the_order_at_the_end() -> None:
+    """Where both runs know it."""
+    known = replace(STATIC, orders=((0, "1F1B"),)), replace(DYNAMIC, orders=((0, "1F1B"), (5, "planned")))
+    assert rows(comparison_table(*known))["order at the end"] == ["1F1B", "planned"]
+
+
 def test_comparison() -> None:
     """Every figure that a reader of a run wants."""
     found = rows(comparison_table(STATIC, DYNAMIC))
@@ -113,6 +119,10 @@ def test_only_timed_batches_count() -> None:
     away = ((0, (0, 7, 14)), (3, (0, 8, 14)), (4, (0, 7, 14)))
     back = replace(DYNAMIC, losses=losses, boundaries=(0, 7, 14), partitions=away)
     assert told(STATIC, back) == ("1.25x (1.16 to 1.34)", NOISE)
+    same = {"losses": losses, "boundaries": (0, 7, 14), "partitions": ((0, (0, 7, 14)),)}
+    ordered = replace(DYNAMIC, **same, orders=((0, "1F1B"), (5, "planned")))
+    assert NOISE not in told(STATIC, ordered), "another order on the same partition"
+    assert told(STATIC, replace(ordered, orders=((0, "planned"), (2, "1F1B")))) == (NOISE, NOISE), "before it was timed"
     in_warmup = replace(back, partitions=((0, (0, 8, 14)), (2, (0, 7, 14))))
     assert told(STATIC, in_warmup) == (NOISE, NOISE)
     too_late = replace(DYNAMIC, losses=losses, num_rebalances=1, partitions=((0, (0, 7, 14)), (10, (0, 9, 14))))

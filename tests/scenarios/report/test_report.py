@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from dynpipe_ds.planning import assume_halves, plan_order
+from dynpipe_ds.schedule import order_of
+from dynpipe_ds.simulation import Workload, simulate
 from scenarios.report import __main__ as report
-from scenarios.report.page import payback, simulated_timelines
+from scenarios.report.page import payback, timelines
 from scenarios.report.results import load_results
-from tests.scenarios.report.job import FROZEN_AT, MOVED_AT, write_job
+from tests.scenarios.report.job import FROZEN_AT, MOVED_AT, job_profile, write_job
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,9 +83,10 @@ def test_the_page_is_whole(told: Told) -> None:
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
     pngs = [base64.b64decode(str(image["src"]).partition(",")[2]) for image in page.images]
     assert all(png.startswith(b"\x89PNG") for png in pngs) and len(set(pngs)) == 4
-    for heading in ("Throughput", "What every layer costs", "Stage times", "One batch in time", "Re-partitions"):
-        assert f"<h2>{heading}" in text
     assert "bit for bit" in text and "n/a" in text  # no last window
+    for heading in ("Throughput", "What every layer costs", "Stage times", "One batch in time", "Orders"):
+        assert f"<h2>{heading}" in text
+    text = text[text.index("<h2>Re-partitions") :]
     row = re.search(r"<tr><td>12</td>(.*?)</tr>", text)
     assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
 
@@ -100,17 +104,45 @@ def test_realised_gain(told: Told) -> None:
     assert Path("page.html").is_file() and not Path("outputs/freezing/report.html").exists()
 
 
-def test_layers_over_time_and_simulated_batches() -> None:
-    """Rows are batches; the simulated batches have the layer times of the end on both partitions."""
+def test_layers_over_time() -> None:
+    """Rows are batches."""
     results = load_results("outputs/freezing")
     recording = results.dynamic.recording
     assert recording is not None and results.tokens_a_batch == 64
     assert [recording.seconds(FROZEN_AT - 1)[0], recording.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
     assert recording.partitions == [[0, [0, 4, 8]], [MOVED_AT, [0, 5, 8]]]
-    before, after = simulated_timelines(results).items()
-    assert before[0] == "before, [0, 4, 8]" and after[0] == "after, [0, 5, 8]"
-    assert before[1].stages[1].busy_s == pytest.approx(4 * 0.012)
-    assert after[1].stages[1].busy_s == pytest.approx(4 * 0.009)
+
+
+def test_measured_batches_in_time(told: Told) -> None:
+    """Of both runs, as they were stored; one process each in the trace."""
+    found = timelines(load_results("outputs/freezing"))
+    assert list(found) == ["static, [0 4 8], 1F1B", "dynamic, [0 5 8], planned"]
+    halves = assume_halves(job_profile(23, (0, 5, 8)), 0.5)
+    workload = Workload.from_profile(halves)
+    assert found["dynamic, [0 5 8], planned"] == simulate(workload, plan_order(workload).order, timeline=True).timeline
+    told("outputs/freezing", "--trace", "new/trace.json")
+    events = json.loads(Path("new/trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == list(found)
+    assert {e["pid"] for e in events if e.get("cat") == "weight"} == {1} and any(e["ph"] == "s" for e in events)
+    write_job("old", recorded=False)
+    assert report.main(["old", "--trace", "none.json"]) == 2 and not Path("none.json").exists()
+
+
+def test_which_order_ran_when(told: Told) -> None:
+    """From the batch of the move on a planned one; what the simulator says of it, and what it took: half more."""
+    usual, planned = json.loads(told("outputs/freezing", "--json"))["orders"]
+    assert [usual["first_batch"], usual["order"], usual["boundaries"]] == [0, "1F1B", [0, 4, 8]]
+    assert [planned["first_batch"], planned["order"], planned["boundaries"]] == [MOVED_AT, "planned", [0, 5, 8]]
+    assert len(usual["predicted_s"]) == len(planned["predicted_s"]) == 8
+    profile = job_profile(0, (0, 4, 8))
+    batch_s = simulate(Workload.from_profile(profile), order_of("1f1b", 4, 2)).makespan_s
+    assert usual["predicted_s"][0] == batch_s and usual["measured_s"][0] == pytest.approx(1.5 * batch_s)
+    line = f"order from batch 0: 1F1B on [0 4 8], a batch {batch_s:.4f} s predicted, {1.5 * batch_s:.4f} s measured\n"
+    assert line in told("outputs/freezing")
+    text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
+    row = re.search(r"<tr><td>0</td>(.*?)</tr>", text)
+    cells = ["[0 4 8]", "1F1B", f"{batch_s:.3f}", f"{1.5 * batch_s:.3f}", "1.500"]
+    assert row and re.findall(r"<td>(.*?)</td>", row[1]) == cells
 
 
 def test_the_noise_of_a_realised_gain() -> None:
