@@ -9,6 +9,7 @@ from statistics import fmean
 
 from benchmarks.replay.case import METHODS, WARM_UP, Case, first_boundaries
 from benchmarks.replay.clocks import Costs
+from benchmarks.schedules.waiting import with_waiting
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
@@ -56,8 +57,12 @@ def on_paper(case: Case) -> dict[str, OnPaper]:
         if moment.batch not in planned:
             planned[moment.batch] = dict(_plans(case, batch))
         for row, (cuts, order, is_waited_for) in planned[moment.batch].items():
-            told = simulate(_workload(case, cuts, batch), order, sends="rendezvous" if is_waited_for else "buffered")
-            found[row].append(OnPaper(told.makespan_s, told.bubble_ratio))
+            here = _workload(case, cuts, batch)
+            if is_waited_for:
+                found[row].append(OnPaper(*with_waiting(here)))
+            else:
+                told = simulate(here, order)
+                found[row].append(OnPaper(told.makespan_s, told.bubble_ratio))
         workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
         tables = (workload.forward_s, workload.backward_s)
         total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
