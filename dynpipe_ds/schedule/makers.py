@@ -37,7 +37,7 @@ def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -
 
 
 def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> Order:
-    """1F1B with backwards in two halves, of which the second follows the first: to measure them apart.
+    """1F1B with backwards in two halves, of which the second follows at once: to measure them apart.
 
     Args:
         num_micro_batches: M.
@@ -51,7 +51,8 @@ def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> 
     streams = [list(stream) for stream in usual.stages]
     for stream in streams[first_stage:]:
         for micro_batch in range(num_micro_batches):
-            at = stream.index(Instruction(Op.BACKWARD, micro_batch))
+            backward, sent = (Instruction(op, micro_batch) for op in (Op.BACKWARD, Op.SEND_GRADIENT))
+            at = stream.index(sent if sent in stream else backward)
             stream.insert(at + 1, Instruction(Op.BACKWARD_WEIGHT, micro_batch))
     return Order(num_micro_batches, tuple(map(tuple, streams)))
 

@@ -195,6 +195,6 @@ def test_a_trial_is_1f1b_with_each_second_half_at_once() -> None:
     order = split_at_once(4, 3, 1)
     assert order.stages[0] == order_of("1f1b", 4, 3).stages[0] and order.split(0) == frozenset()
     text = str(order).split(" | ")[2].split()
-    assert all(text[text.index(f"B{m}") + 1] == f"W{m}" for m in range(4)) and order.split(2) == {0, 1, 2, 3}
+    assert all(text[text.index(f"SG{m}") + 1] == f"W{m}" for m in range(4)) and order.split(2) == {0, 1, 2, 3}
     whole = [one for one in text if not one.startswith("W")]
     assert whole == str(order_of("1f1b", 4, 3)).split(" | ")[2].split()
