@@ -197,6 +197,7 @@ def try_by_batch(_rank: int) -> list[tuple[int, int]]:
     module = DynamicPipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
     engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
     engine.dynamic.pipeline.order_for = order_for_of(1)
+    engine.profiling = False  # a micro-batch whose activations are counted runs whole
     draw = torch.Generator().manual_seed(1)
     batches = iter(lambda: tuple(torch.randn(2, 4, WIDTH, generator=draw) for _ in range(2)), None)
     found, tried = [], patch.object(halves, "backward_inputs", wraps=halves.backward_inputs)
@@ -213,6 +214,5 @@ OWE = halves.InFlight.owe
 
 
 def test_what_failed_is_tried_again_with_other_layers_only() -> None:
-    """The first micro-batch with other layers runs whole, as their activations are counted."""
     first, last = run_ranks(try_by_batch, 2)
-    assert first == [(0, 0)] * 4 and last == [(2, 0), (0, 0), (4, 3), (4, 4)]
+    assert first == [(0, 0)] * 4 and last == [(1, 0), (0, 0), (4, 4), (4, 4)]
