@@ -300,6 +300,7 @@ class Training:
         if freezing.was_needed:
             self.profiler.sizes_changed()
             self.balancer.expect_change()
+            self.balancer.ordering.adopt(None, self.stage.partition)  # it was planned for other backwards
             self.overhead.migrating_s += freezing.seconds
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:

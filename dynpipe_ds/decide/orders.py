@@ -175,8 +175,8 @@ class Orders:
         """What is planned for a partition; ``None`` where that is 1F1B, or nothing fits."""
         workload, effort = self._workload(profile, cuts), int(min(EFFORT, max(0.0, self._effort)))
         try:
-            planned = plan_order(workload, activation_caps(profile, cuts, self._caps(profile)), effort=effort)
-        except ValueError:  # its layers leave no room for what an order of ours may hold
+            planned = plan_order(workload, activation_caps(profile, cuts, self._caps(profile, cuts)), effort=effort)
+        except ValueError:  # its layers leave no room under the caps that were given
             return None
         self._effort -= max(2 * num_computations(workload), min(effort, 5 * num_computations(workload)))
         if planned.is_1f1b:
@@ -213,9 +213,16 @@ class Orders:
 
     # -- memory -------------------------------------------------------------------------------
 
-    def _caps(self, profile: PipelineProfile) -> int | list[int]:
-        """What workers may hold: as much as the fullest under 1F1B at the start, and no more than their caps."""
+    def _caps(self, profile: PipelineProfile, cuts: tuple[int, ...] | None = None) -> int | list[int]:
+        """What workers may hold: as much as the fullest under 1F1B at the start, and no more than their caps.
+
+        Args:
+            profile: bytes of every layer.
+            cuts: a partition that may be run under 1F1B; as much as the fullest then holds is no more.
+        """
         most = max(self._worker_bytes, self._bytes_of_1f1b(profile))
+        if cuts is not None:
+            most = max(most, worker_bytes_of_1f1b(profile, cuts, activation_budget=self._config.activation_budget))
         given = self._config.memory_cap_bytes
         if isinstance(given, list):
             return [min(most, cap) for cap in given]

@@ -11,7 +11,7 @@ import pytest
 from dynpipe_ds.decide.ordering import Ordering
 from dynpipe_ds.planning import plan_order
 from dynpipe_ds.schedule import Order, order_of
-from dynpipe_ds.simulation import Workload
+from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.telling import listeners
 from tests.distributed.configs import ADAMW, CLIP
 from tests.distributed.models import Run, data, digest, make_engine, train
@@ -117,6 +117,34 @@ def test_batches_of_another_kind_and_checkpoints(tmp_path: Any) -> None:
     for seen in run_ranks(others, 3, Run(3, 4, config=config), str(tmp_path)):
         facts = ("in another size", "planned for it", "resumed", "moved")
         assert [fact for fact in facts if not seen[fact]] == [], "a moved one runs 1F1B until it is planned for"
+
+
+FROZEN = plan_order(Workload(
+    [1.0, 1.3, 1.1], [0.0, 2.0, 2.0], 6, weight_s=[0.0, 1.0, 1.0], frozen_boundaries=1, activation_bytes=[0, 1, 1],
+)).order  # fmt: skip
+
+
+def thaw(_rank: int, run: Run) -> list[bool]:
+    """A prefix is frozen, an order is planned in which it waits for no gradient, and it is thawed."""
+    engine = make_engine(run)
+    batches, seen = data(0, run.micro_batches), []
+    ordering = engine.dynamic.balancer.ordering
+    ordering.is_due = lambda: False
+    for frozen in (True, False):
+        for layer in engine.local_layers().values():
+            layer.requires_grad_(not (frozen and engine.stage_id == 0))
+        engine.train_batch(batches)
+        seen.append(engine.order == order_of("1f1b", run.micro_batches, run.num_stages))
+        ordering.adopt(FROZEN, engine.partition)
+    return seen
+
+
+def test_thawed_layers_run_no_order_in_which_they_were_frozen() -> None:
+    """That would wait for ever: a frozen stage's backward, which is nothing, may come before the last one's forward."""
+    with pytest.raises(ValueError, match="waits for ever"):
+        simulate(Workload([1.0] * 3, [2.0] * 3, 6), FROZEN)
+    config = {**ADAMW, "dynamic_pipeline": PROFILED}
+    assert run_ranks(thaw, 3, Run(3, 1, micro_batches=6, config=config), timeout_s=60) == [[True, True]] * 3
 
 
 def by_itself(_rank: int, run: Run) -> tuple[list[float], Any, list[int], bool]:
