@@ -267,8 +267,10 @@ class Training:
 
     @property
     def profile(self) -> PipelineProfile | None:
-        """The newest profiles as measured, smoothed; ``None`` before the first batch."""
-        newest = self.balancer.newest
+        """The newest profiles smoothed, with halves of backwards where they are known; ``None`` before the first batch."""
+        if self.config.stage_speeds is None:
+            return self.balancer.smoothed()
+        newest = self.balancer.newest  # times as measured, not of a worker of speed 1
         return smooth(newest, self.config.smoothing) if newest else None
 
     def move_layers(self, placement: Placement) -> int:

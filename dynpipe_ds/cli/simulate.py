@@ -95,9 +95,10 @@ def run(arguments: argparse.Namespace) -> Result:
     if arguments.partition is None:
         partitions.insert(0, profile.boundaries)
     with usage():
-        worker_bytes = arguments.memory_cap_bytes or worker_bytes_of_1f1b(profile, partitions[0])
+        # As in training: what 1F1B needs on the first partition, or on the one that is run.
+        needed = {cuts: max(worker_bytes_of_1f1b(profile, one) for one in (partitions[0], cuts)) for cuts in partitions}
         batches = [
-            _simulate(profile, cuts, schedule, arguments, worker_bytes)
+            _simulate(profile, cuts, schedule, arguments, arguments.memory_cap_bytes or needed[cuts])
             for cuts in dict.fromkeys(partitions) for schedule in dict.fromkeys(schedules)
         ]  # fmt: skip
     values = {

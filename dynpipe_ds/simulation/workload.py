@@ -211,7 +211,7 @@ def stage_seconds(
     Raises:
         ValueError: when it is not one of the profile's layers, or a stage holds several ranges.
     """
-    Placement.of(placement, num_layers=len(profile.layers))
+    placement = Placement.of(Placement.of(placement, num_layers=len(profile.layers)).boundaries)
     forward_s = _stage_sums(placement, [layer.forward_s for layer in profile.layers], speeds)
     return forward_s, _stage_sums(placement, [layer.backward_s for layer in profile.layers], speeds)
 

@@ -21,6 +21,7 @@ from dynpipe_ds.engine import EnabledEngine
 from dynpipe_ds.host import instructions
 from dynpipe_ds.host import pipeline as pipeline_module
 from dynpipe_ds.host.gradient_norm import GradientNorm
+from dynpipe_ds.host.halves import in_flight_of
 from dynpipe_ds.host.hooks import Hooks
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
@@ -103,9 +104,10 @@ def _put_received(patches: Patches, change: Callable[[Any, Any], Any], *, only_a
     """Let every gradient that crosses a cut be changed, given the engine and the gradient."""
 
     def receive(engine: Any, buffer_id: int) -> None:
-        instructions.receive_gradients(engine, buffer_id)
+        instructions.receive_output_gradients(engine, buffer_id)
+        kept = in_flight_of(engine).gradients
         if _moved(engine) or not only_after_moves:
-            engine.grad_layer = tuple(change(engine, gradient) for gradient in engine.grad_layer)
+            kept[buffer_id] = tuple(None if g is None else change(engine, g) for g in kept[buffer_id])
 
     _note_moves(patches)
     patches.instruct(schedule.RecvGrad, receive)
@@ -247,7 +249,8 @@ def micro_batch_without_backward(patches: Patches) -> None:
     def backward(engine: Any, buffer_id: int) -> None:
         engine._mutant_count = getattr(engine, "_mutant_count", 0) + 1
         if engine.is_first_stage() and engine._mutant_count % 4 == 0:
-            engine.grad_layer = tuple(torch.zeros_like(g) for g in engine.grad_layer)
+            kept = in_flight_of(engine).gradients
+            kept[buffer_id] = tuple(None if g is None else torch.zeros_like(g) for g in kept[buffer_id])
         instructions.backward_pass(engine, buffer_id)
 
     patches.instruct(schedule.BackwardPass, backward)

@@ -27,7 +27,7 @@ from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, Point
 
 NUM_BATCHES, FAILS_FROM = 28, 12
-SECTION = {"enabled": True, "rebalance_every": "auto", "profile_batches": 3}
+SECTION = {"enabled": True, "rebalance_every": "auto", "profile_batches": 3, "schedule": "1f1b"}
 
 # By name of the run: what its moves cost, in seconds (a batch takes about half a second), and after which
 # batches it is saved.
@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[float, list[int]]] = {
     "cheap moves": (0.05, [14, 18]),  # batch 14 follows the change, 18 lies in the pause after a failure
     # Batch 3 follows the first move at once: its cost is not gathered yet. By batch 24 times are steady again.
     "dear moves": (40.0, [3, 24]),
+    "orders": (0.05, [3, 14]),  # planned with partitions; batch 3 lies between the two trials
 }
 
 PROFILE_S = 0.0075  # what a profile is told to cost; a batch is told to take 1 s
@@ -59,7 +60,7 @@ def told(rank: int, now: dict[str, int], cost_s: float) -> Iterator[None]:
         backward = {layer: many * seconds_of(batch, layer)[1] for layer in times.forward_s}
         return replace(
             times, forward_s=forward, backward_s=backward, fill_s=0.0, waiting_s=0.0, compute_end_s=1.0, step_s=0.0,
-            batch_s=1.0,
+            batch_s=1.0, weight_s={layer: 0.4 * backward[layer] for layer in times.weight_s},
         )
 
     observe = Balancer.observe
@@ -78,7 +79,8 @@ def out_of_memory() -> None:
 def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[str, Any]:
     """Train from a batch to the end; a move fails if the model has changed and none has failed before."""
     cost_s, save_after = RUNS[name]
-    run = Run(3, first=UNEVEN[3], config={"dynamic_pipeline": SECTION})
+    section = SECTION | ({"schedule": "auto"} if name == "orders" else {})
+    run = Run(3, first=UNEVEN[3], config={"dynamic_pipeline": section})
     engine, now = make_engine(run), {"batch": first}
     batches = islice(data(0, run.micro_batches), first * run.micro_batches, None)
     decisions: list[Any] = []
@@ -108,9 +110,10 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
     if fault is not None:
         fault()
     return {
-        "losses": losses, "partitions": partitions, "decisions": decisions, "state": digest(engine),
+        "losses": losses, "partitions": partitions, "order": str(engine.order),
+        "decisions": decisions, "state": digest(engine),
         "profiled": [profile.batch for profile in engine.dynamic.balancer.state_dict()["profiles"]],
-        "knows": engine.dynamic.balancer.state_dict() | {"profiles": None},
+        "knows": engine.dynamic.balancer.state_dict() | {"profiles": None, "newest": None},
     }
 
 
@@ -131,7 +134,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str,
 
 def test_a_resumed_run_decides_as_the_uninterrupted_one(whole_runs: tuple[list[dict[str, Any]], str]) -> None:
     whole, folder = whole_runs
-    cheap, dear = (whole[0][name]["partitions"] for name in RUNS)
+    cheap, dear, _ = (whole[0][name]["partitions"] for name in RUNS)
     moves = [batch for batch in range(1, NUM_BATCHES) if cheap[batch] != cheap[batch - 1]]
     assert moves[0] < 4 and len(moves) >= 2, moves
     attempt = next(batch for batch, plan, told in whole[0]["cheap moves"]["decisions"]
@@ -149,6 +152,7 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(whole_runs: tuple[list[d
         for (name, first), part in zip(cases, parts, strict=True):
             expected = whole[rank][name]
             assert part["partitions"] == expected["partitions"][first:], (name, first)
+            assert part["order"] == expected["order"] and ("W" in part["order"]) == (name == "orders")
             assert part["losses"] == expected["losses"][first:], (name, first)
             assert part["profiled"] == expected["profiled"], (name, first)
             assert part["decisions"] == [d for d in expected["decisions"] if d[0] >= first], (name, first)
