@@ -267,7 +267,7 @@ class Training:
 
     @property
     def profile(self) -> PipelineProfile | None:
-        """The newest profiles smoothed, with halves of backwards where they are known; ``None`` before the first batch."""
+        """The newest profiles smoothed, with halves of backwards where known; ``None`` before the first batch."""
         if self.config.stage_speeds is None:
             return self.balancer.smoothed()
         newest = self.balancer.newest  # times as measured, not of a worker of speed 1
