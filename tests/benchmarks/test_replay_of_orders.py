@@ -106,6 +106,7 @@ def test_the_controller_plans_orders_and_each_batch_takes_what_is_told() -> None
     assert planned.wall_s < 0.995 * usual.wall_s and planned.longer == pytest.approx(1.0, rel=1e-9)
 
 
+@pytest.mark.exhaustive
 def test_sleeping_layers_sleep_in_both_parts_of_a_backward() -> None:
     """As long as told at least; how much longer is up to the machine. Waiting for sends changes no bit."""
     case = replace(case_of("dense:6", 2), clock="sleeping", costs="calibrated")
