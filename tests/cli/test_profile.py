@@ -162,13 +162,13 @@ def test_what_a_configuration_keeps(config: dict[str, Any], replicas: int, expec
 
 @pytest.mark.usefixtures("workplace")
 def test_the_file_is_a_start_for_training(dynpipe: Command) -> None:
-    """`plan` and the module's partition_method "profile" choose the same boundaries from it."""
+    """`plan` for 1F1B and the module's partition_method "profile" choose the same boundaries from it."""
     done = dynpipe("profile", "my_model:layers", "--config", "ds_config.json", "--repeats", 1, "--json")
     assert done.json["profile"] == "profile.json" and done.json["num_micro_batches"] == 8
     profile = PipelineProfile.load("profile.json")
     assert len(profile.layers) == 8 and profile.num_micro_batches == 8
     assert done.json["total"]["num_parameters"] == sum(layer.num_parameters for layer in profile.layers)
-    planned = dynpipe("plan", "profile.json", "--stages", 3, "--json").json["boundaries"]
+    planned = dynpipe("plan", "profile.json", "--stages", 3, "--schedule", "1f1b", "--json").json["boundaries"]
     assert tuple(planned) == PartitionMethod.parse("profile").plan(profile, 3).boundaries
 
 

@@ -20,7 +20,8 @@ from dynpipe_ds.cli.trying.record import WHERE_ARE_YOU
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL, WAYS, Settings
 
 _GRACE_S = 15.0  # for processes to end by themselves, after an error or after the last batch
-_WRITE_S = 1.0  # for stacks to be written
+_WRITE_S = 0.25  # between two looks at what ranks write when they are asked where they are
+_MOST_S = 20.0  # for that, on a busy machine
 
 
 @dataclass
@@ -117,19 +118,27 @@ def _wait(
             return ""
         limit_s = timeout_s if outcome.num_batches else START * timeout_s
         if idle_s > limit_s:
-            _ask_for_stacks(processes, outcome)
+            _ask_for_stacks(processes, outcome, folder)
             built = "the engine was built" if outcome.ranks else "the start: no pipeline engine has been built"
             last = f"batch {outcome.num_batches}" if outcome.num_batches else built
             return f"nothing was finished for {limit_s:.0f} s, after {last}"
     return ""
 
 
-def _ask_for_stacks(processes: Processes, outcome: Outcome) -> None:
+def _ask_for_stacks(processes: Processes, outcome: Outcome, folder: Path) -> None:
+    """Let every rank that lives write where it is, and wait until all have."""
     living = {f"{os.uname().nodename}-{process.pid}": process for process in processes.living()}
-    for rank in outcome.ranks:
-        if rank.name in living:
-            living[rank.name].send_signal(WHERE_ARE_YOU)
-    time.sleep(_WRITE_S)
+    asked = [rank.name for rank in outcome.ranks if rank.name in living]
+    for name in asked:
+        living[name].send_signal(WHERE_ARE_YOU)
+    written = [folder / f"{name}.stacks" for name in asked]
+    until_s, before = time.monotonic() + _MOST_S, [-1]
+    while time.monotonic() < until_s:
+        time.sleep(_WRITE_S)
+        sizes = [file.stat().st_size for file in written]
+        if sizes == before and all(sizes):  # nothing was added since the last look
+            return
+        before = sizes
 
 
 def _failure(outcome: Outcome, code: int | None, log: Path) -> str:
