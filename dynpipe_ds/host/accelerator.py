@@ -78,6 +78,16 @@ def set_random_state(state: Tensor) -> None:
         get_accelerator().set_rng_state(state)
 
 
+def seed(value: int) -> None:
+    """Seed the streams of all devices that this process sees; nothing on a CPU, whose stream is torch's.
+
+    Args:
+        value: the seed.
+    """
+    if kind() != "cpu":
+        get_accelerator().manual_seed_all(value)
+
+
 def tracked_states() -> dict[str, Tensor]:
     """States of the random streams that DeepSpeed's activation checkpointing keeps, by name."""
     return dict(checkpointing.get_cuda_rng_tracker().get_states())

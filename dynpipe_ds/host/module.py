@@ -10,9 +10,9 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.utils import set_random_seed
 from torch import Tensor, nn
 
+from dynpipe_ds.host.seeds import seed_streams
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec, layer_name, tied_key
 from dynpipe_ds.measure.recorder import BatchRecorder
 from dynpipe_ds.migration.transport import exchange
@@ -238,7 +238,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
                 self.curr_layer = first_layer + local
                 if self.seed_layers:
                     seed = self.base_seed * offset + self.curr_layer
-                    (self.seed_fn or set_random_seed)(seed)
+                    (self.seed_fn or seed_streams)(seed)
                 if self.recorder is None:
                     x = self.forward_funcs[local](x)
                 else:

@@ -163,7 +163,7 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(
         attributes="_param_dict bfloat16_config gradient_accumulation_steps"
     ),
-    "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced set_random_seed"),
+    "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced"),
     "deepspeed.runtime.fp16.loss_scaler": _needed("DynamicLossScaler LossScaler"),
     "deepspeed.runtime.zero.config": _needed("ZeroStageEnum"),
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine": _needed("CheckpointCommitInfo"),
@@ -181,7 +181,7 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.accelerator": _needed("get_accelerator"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
         "Event communication_backend_name current_device_name device_count device_name get_rng_state "
-        "is_synchronized_device max_memory_allocated set_rng_state total_memory"
+        "is_synchronized_device manual_seed_all max_memory_allocated set_rng_state total_memory"
     ),
 }
 

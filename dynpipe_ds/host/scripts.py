@@ -11,7 +11,8 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.utils import set_random_seed
+
+from dynpipe_ds.host.seeds import seed_streams
 
 PIPELINE_ENGINE: Any = deepspeed.PipelineEngine
 PIPELINE_MODULE: Any = deepspeed.PipelineModule
@@ -37,8 +38,7 @@ def seed_layers() -> None:
     @wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         # DeepSpeed's own function fails on the numpy integers that its partitioning leaves.
-        seed_fn = kwargs.get("seed_fn") or (lambda seed: set_random_seed(int(seed)))
-        original(self, *args, **{**kwargs, "seed_layers": True, "seed_fn": seed_fn})
+        original(self, *args, **{**kwargs, "seed_layers": True, "seed_fn": kwargs.get("seed_fn") or seed_streams})
 
     PIPELINE_MODULE.__init__ = build
 
