@@ -1,15 +1,17 @@
 """What a split backward gives and costs, layer by layer: measured now and then, known from then on.
 
 A batch measures what it runs. Under 1F1B backwards run whole, and nothing tells what their second half would take; so
-a few profiled batches split each backward and run both halves at once. The share of a layer's second half follows
-from one such batch, what splitting adds from it and the one before it.
+a few profiled batches are trials. Of their micro-batches every other one splits its backward and runs both halves at
+once. That gives each layer's share of the second half, and what splitting adds: both kinds of backwards ran in the same
+batch, so it does not matter that a machine is slower in one batch than in the next.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -17,12 +19,20 @@ from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.schedule import Order
 
 TRIALS = 2
-"""Batches that split every backward at first: one alone may have been an odd one."""
+"""Trials before halves are known: one alone may have been an odd one."""
 
 DRIFT = 0.1
 """Share of the model's backward seconds that must have changed until halves are measured anew."""
 
-_NEWEST = 3  # measurements that a share, or the cost, is the median of
+SHARE_OF_TIME = 0.003
+"""Of the training time, what trials may add once halves are known."""
+
+AGREE = 0.02
+"""Measured costs that differ by less agree."""
+
+_FIRST_PAUSE = 8  # batches, where the costs measured so far do not agree; the next one is twice as long
+_LONG_PAUSE = 64  # where they do
+_NEWEST = 5  # measurements that a share, or the cost, is the median of
 
 
 class Halves:
@@ -30,43 +40,43 @@ class Halves:
 
     Attributes:
         cost: seconds of both halves over those of the whole, at least 1.
+        num_trials: so far.
     """
 
     def __init__(self) -> None:
         self.cost = 1.0
+        self.num_trials = 0
         self._costs: deque[float] = deque(maxlen=_NEWEST)
         self._shares: dict[int, list[float]] = {}
-        self._whole_s: list[float] | None = None  # of the newest profile's layers, if all backwards ran whole
-        self._compared_s: list[float] | None = None  # those that the newest trial was compared with
-        self._num_trials = 0
+        self._backward_s: list[float] = []  # of the newest profile's layers, as if all had run whole
+        self._compared_s: list[float] = []  # those at the newest trial
+        self._batch, self._next_trial, self._pause = -1, 0, _FIRST_PAUSE
         self._is_stale = False
 
     @property
     def is_known(self) -> bool:
         """Whether halves of any layer were measured often enough to plan with."""
-        return bool(self._shares) and self._num_trials >= TRIALS
+        return bool(self._shares) and self.num_trials >= TRIALS
 
     def wants_trial(self) -> bool:
-        """Whether the next profiled batch should split all backwards.
-
-        Never two in a row: each is compared with the one before.
-        """
-        if self._whole_s is None:
+        """Whether the next profiled batch should be a trial."""
+        if not self._backward_s:
             return False
-        return self._num_trials < TRIALS or self._is_stale or self._has_drifted(self._whole_s)
+        is_due = self.num_trials < TRIALS or self._is_stale or self._batch + 1 >= self._next_trial
+        return is_due or self._has_drifted(self._backward_s)
 
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed."""
         self._is_stale = True
         self._shares = {i: shares[-1:] for i, shares in self._shares.items()}
 
-    def _has_drifted(self, whole_s: Sequence[float]) -> bool:
+    def _has_drifted(self, seconds: Sequence[float]) -> bool:
         """Whether layers have other shares of the model's backward; a machine that is slow as a whole changes none."""
-        before_s = self._compared_s or whole_s
-        total_s, total_before_s = sum(whole_s), sum(before_s)
+        before_s = self._compared_s or seconds
+        total_s, total_before_s = sum(seconds), sum(before_s)
         if not total_s or not total_before_s:
             return total_s != total_before_s
-        pairs = zip(whole_s, before_s, strict=True)
+        pairs = zip(seconds, before_s, strict=True)
         return sum(abs(new_s / total_s - old_s / total_before_s) for new_s, old_s in pairs) > DRIFT
 
     def observe(self, profile: PipelineProfile, order: Order | None, *, is_trial: bool) -> PipelineProfile:
@@ -75,28 +85,33 @@ class Halves:
         Args:
             profile: as measured.
             order: that it ran; ``None``: 1F1B, all backwards whole.
-            is_trial: whether it split all backwards for the sake of measuring.
+            is_trial: whether it split backwards for the sake of measuring.
         """
         split = {} if order is None else _split_shares(profile, order)
-        seconds = [layer.backward_s for layer in profile.layers]
-        if not split:
-            self._whole_s = seconds if profile.batch else None  # the first batch is slow in parts
-            return profile
-        if is_trial and self._whole_s is not None:
-            self._count_trial(seconds, self._whole_s, split)
-        self._whole_s = None
+        compared = [profile.layers[i] for i, share in split.items() if share < 1.0 and profile.layers[i].weight_s]
+        if whole_s := sum(layer.backward_s for layer in compared):
+            self._costs.append(1.0 + sum(layer.split_s for layer in compared) / whole_s)
+            self.cost = max(1.0, median(self._costs))
         layers = tuple(
             layer if i not in split else self._noted(i, layer, split[i]) for i, layer in enumerate(profile.layers)
         )
+        seconds = [layer.backward_s for layer in layers]
+        self._backward_s, self._batch = seconds if profile.batch else [], profile.batch  # the first is slow in parts
+        if is_trial:
+            self._count_trial(seconds, profile)
         return replace(profile, layers=layers)
 
-    def _count_trial(self, seconds: Sequence[float], whole_s: list[float], split: Iterable[int]) -> None:
-        halves_s, wholes_s = (sum(of[i] for i in split) for of in (seconds, whole_s))
-        if halves_s > 0 and wholes_s > 0:
-            self._costs.append(halves_s / wholes_s)
-            self.cost = max(1.0, median(self._costs))
-        self._compared_s, self._is_stale = whole_s, False
-        self._num_trials += 1
+    def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:
+        if self._is_stale or self._has_drifted(seconds):
+            self._pause = _FIRST_PAUSE
+        self._compared_s, self._is_stale = seconds, False
+        self.num_trials += 1
+        forward_s = sum(layer.forward_s for layer in profile.layers)
+        added = (self.cost - 1.0) * sum(seconds) / (forward_s + sum(seconds) or 1.0) / 2  # every other micro-batch
+        pause = self._pause if max(self._costs, default=1.0) - min(self._costs, default=1.0) > AGREE else _LONG_PAUSE
+        self._next_trial = profile.batch + max(pause, ceil(added / SHARE_OF_TIME))
+        if self.num_trials >= TRIALS:
+            self._pause *= 2
 
     def _noted(self, i: int, layer: LayerProfile, share: float) -> LayerProfile:
         """A layer's whole backward, once what its halves say is noted.
@@ -106,11 +121,10 @@ class Halves:
             layer: as measured.
             share: of the batch's micro-batches, those whose backward was split.
         """
-        both_s = layer.backward_s / (share + (1.0 - share) / self.cost)
-        # A micro-batch whose activations are counted runs whole, so that a batch may be odd.
-        newest = min(1.0, layer.weight_s / share / both_s) if both_s else 0.0
-        self._shares[i] = [*self._shares.get(i, []), newest][-_NEWEST:]
-        return replace(layer, backward_s=both_s / self.cost, weight_s=0.0)
+        both_s = layer.backward_s + layer.split_s
+        self._shares[i] = [*self._shares.get(i, []), layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
+        whole_s = layer.backward_s if share < 1.0 else both_s / self.cost
+        return replace(layer, backward_s=whole_s, weight_s=0.0, split_s=0.0)
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, if any are known.
@@ -140,8 +154,8 @@ class Halves:
         """All of it, plain values."""
         return {
             "shares": {i: list(shares) for i, shares in self._shares.items()}, "costs": list(self._costs),
-            "num_trials": self._num_trials, "is_stale": self._is_stale, "whole_s": self._whole_s,
-            "compared_s": self._compared_s,
+            "num_trials": self.num_trials, "is_stale": self._is_stale, "backward_s": self._backward_s,
+            "compared_s": self._compared_s, "batch": self._batch, "next_trial": self._next_trial, "pause": self._pause,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,8 +167,10 @@ class Halves:
         self._shares = {i: list(shares) for i, shares in state.get("shares", {}).items()}
         self._costs = deque(state.get("costs", []), maxlen=_NEWEST)
         self.cost = max(1.0, median(self._costs)) if self._costs else 1.0
-        self._num_trials, self._is_stale = state.get("num_trials", 0), state.get("is_stale", False)
-        self._whole_s, self._compared_s = state.get("whole_s"), state.get("compared_s")
+        self.num_trials, self._is_stale = state.get("num_trials", 0), state.get("is_stale", False)
+        self._backward_s, self._compared_s = list(state.get("backward_s", ())), list(state.get("compared_s", ()))
+        self._batch, self._next_trial = state.get("batch", -1), state.get("next_trial", 0)
+        self._pause = state.get("pause", _FIRST_PAUSE)
 
 
 def _split_shares(profile: PipelineProfile, order: Order) -> dict[int, float]:

@@ -51,7 +51,9 @@ class Ordering:
         self._ran = self.order
         if self._was_trial:
             workload = Workload.from_profile(newest[-1])
-            self._ran = split_at_once(workload.num_micro_batches, workload.num_stages, workload.frozen_boundaries + 1)
+            count = workload.num_micro_batches
+            every_other = range(self._halves.num_trials % 2, count, 2)
+            self._ran = split_at_once(count, workload.num_stages, workload.frozen_boundaries + 1, every_other)
         return self._ran
 
     def observe(self, profile: PipelineProfile) -> PipelineProfile:

@@ -92,7 +92,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
         if self.module.recorder is not None:
-            self.module.recorder.order = getattr(to_run, "order", None)
+            self.module.recorder.follow(getattr(to_run, "order", None), self.stage_id)
         pipeline.in_flight.begin()
         try:
             super()._exec_schedule(to_run)

@@ -51,7 +51,7 @@ def layer_sizes(
     )
 
 
-_LAYER_FIELDS = 9
+_LAYER_FIELDS = 10
 _STAGE_FIELDS = 11
 
 
@@ -108,9 +108,7 @@ def gather_profile(
     for layer in range(boundaries[stage], boundaries[stage + 1]):
         size = sizes.get(layer, LayerSizes(0, 0, 0, 0))
         numbers[layer * _LAYER_FIELDS : (layer + 1) * _LAYER_FIELDS] = [
-            times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
-            times.backward_s.get(layer, 0.0) / max(1, times.num_micro_batches),
-            times.weight_s.get(layer, 0.0) / max(1, times.num_micro_batches),
+            times.forward_s.get(layer, 0.0) / max(1, times.num_micro_batches), *_backward_s(times, layer),
             size.num_parameters, size.parameter_bytes, size.gradient_bytes, size.optimizer_state_bytes,
             activation_bytes.get(layer, 0), layer in obstacles,
         ]
@@ -143,12 +141,33 @@ def gather_profile(
         batch=batch,
         boundaries=boundaries,
         num_micro_batches=times.num_micro_batches,
-        layers=tuple(
-            LayerProfile(name, forward_s, backward_s, *map(int, sizes[:-1]), weight_s)  # type: ignore[call-arg]
-            for name, (forward_s, backward_s, weight_s, *sizes) in zip(names, table, strict=True)
-        ),
+        layers=_layers(names, table),
         stages=tuple(stages),
     )
     obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
     spent = BalancingSeconds(float(rows[:, 8].min()), float(rows[:, 9].max()), float(rows[:, 10].max()))
     return profile, spent, obstructing
+
+
+def _backward_s(times: BatchTimes, layer: int) -> tuple[float, float, float]:
+    """A layer's mean seconds of a whole backward, of both halves of one that was split, and of the second half."""
+    both_s, weight_s = times.halves.get(layer, (0.0, 0.0))
+    whole_s = times.backward_s.get(layer, 0.0) - both_s
+    num_whole = times.num_micro_batches - (times.num_split if both_s else 0)
+    return whole_s / max(1, num_whole), both_s / max(1, times.num_split), weight_s / max(1, times.num_split)
+
+
+def _layers(names: Sequence[str], table: Sequence[Sequence[float]]) -> tuple[LayerProfile, ...]:
+    """Layers of a batch. What splitting adds to a backward is too little to be measured layer by layer."""
+    compared = [(whole_s, both_s) for _, whole_s, both_s, weight_s, *_ in table if whole_s and weight_s]
+    wholes_s, boths_s = (sum(row[kind] for row in compared) for kind in (0, 1))
+    added = max(0.0, boths_s / wholes_s - 1.0) if compared else 0.0
+    layers = []
+    for name, (forward_s, whole_s, both_s, weight_s, *sizes) in zip(names, table, strict=True):
+        backward_s = whole_s or both_s
+        split_s = added * whole_s if weight_s else 0.0
+        later_s = weight_s / both_s * (backward_s + split_s) if both_s else 0.0
+        layers.append(LayerProfile(
+            name, forward_s, backward_s, *map(int, sizes[:-1]), weight_s=later_s, split_s=split_s,  # type: ignore[misc]
+        ))
+    return tuple(layers)

@@ -23,6 +23,7 @@ from dynpipe_ds.host.specs import LayerSpec, forward_function, layer_name
 from dynpipe_ds.measure.gather import layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, WEIGHT, ActivationMeter, BatchRecorder, BatchTimes
+from dynpipe_ds.schedule import split_at_once
 from dynpipe_ds.splitting.graph import CantBeSplit
 from dynpipe_ds.splitting.halves import backward_inputs
 
@@ -121,6 +122,8 @@ class _Layer:
         # A copy is no leaf, as inside a stage, so layers may change their input in place.
         x = _map(lambda t: t.clone(), given)
         recorder.start(meter)
+        if split:
+            recorder.follow(split_at_once(1, 1, 0), 0)
         recorder.instruction(FORWARD, self.index)
         y = self._forward(recorder, x, checkpointed=checkpointed)
         result = y if self.loss is None else self.loss(y)
@@ -243,7 +246,10 @@ def _layer_profile(
 ) -> LayerProfile:
     backward_s, halves_s, weight_s = (
         median(seconds.get(layer.index, 0.0) for seconds in found)
-        for found in ([t.backward_s for t in whole], [t.backward_s for t in halves], [t.weight_s for t in halves])
+        for found in (
+            [t.backward_s for t in whole], [t.backward_s for t in halves],
+            [{i: later_s for i, (_, later_s) in t.halves.items()} for t in halves],
+        )
     )
     sizes = layer_sizes(
         nn.ModuleList() if layer.module is None else layer.module,

@@ -55,15 +55,16 @@ class LayerProfile:
         name: what to call the layer in messages and plots.
         forward_s: mean forward seconds of one micro-batch.
         backward_s: mean backward seconds of one micro-batch, with recomputation when activation
-            checkpointing is on; 0 for a layer without backward.
+            checkpointing is on; 0 for a layer without backward. Of a batch with whole and split backwards, as measured,
+            those of the whole ones.
         num_parameters: number of parameter elements.
         parameter_bytes: bytes of the parameters.
         gradient_bytes: bytes of the gradients that the layer keeps between micro-batches.
         optimizer_state_bytes: bytes of the optimizer's state, master weights included.
         activation_bytes: bytes that one micro-batch holds from forward until backward.
         weight_s: of a backward in two halves, the second one's seconds, which compute gradients of weights and may be
-            done later; 0 where it ran whole. As measured it is a part of ``backward_s``.
-        split_s: seconds that both halves take longer than the whole, which ``backward_s`` then is; 0 as measured.
+            done later; 0 where all ran whole.
+        split_s: seconds that both halves together take longer than ``backward_s``; 0 where all backwards were split.
 
     Raises:
         ValueError: for a negative or non-finite number.

@@ -23,6 +23,7 @@ from dynpipe_ds.messages.values import obstacle, tensors_in
 from dynpipe_ds.schedule import Order
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP, WEIGHT = range(7)
+_COMPUTING = (FORWARD, BACKWARD, WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ class BatchTimes:
         compute_end_s: end of the last computation, counted from the start of the batch.
         step_s: seconds in the optimizer step.
         batch_s: the whole batch.
-        weight_s: by layer, the part of the backward that was computed apart for weights; none where it ran whole.
+        halves: by layer, of the micro-batches whose backward was split, what both halves took, and the second one of
+            it; none where all ran whole.
+        num_split: how many micro-batches these are.
     """
 
     forward_s: dict[int, float]
@@ -49,7 +52,8 @@ class BatchTimes:
     compute_end_s: float
     step_s: float
     batch_s: float
-    weight_s: dict[int, float] = field(default_factory=dict)
+    halves: dict[int, tuple[float, float]] = field(default_factory=dict)
+    num_split: int = 0
 
 
 class BatchRecorder:
@@ -62,13 +66,14 @@ class BatchRecorder:
         marks: kind, layer and seconds of each, in order, of the newest batch; none until it was stopped.
         obstacles: what layers returned that can't be sent to another stage, by layer.
         mark_s: seconds that a mark takes, hooks included, as measured when this was made.
-        order: what the batch ran, once it has begun; ``None`` for a schedule of the user's own.
+        order: what the batch runs, once it has begun; ``None`` for a schedule of the user's own.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.marks: list[tuple[int, int, float]] = []
         self.obstacles: dict[int, str] = {}
         self.order: Order | None = None
+        self._split: tuple[int, ...] = ()  # micro-batches whose backward has two halves, as they come
         self._types: dict[int, type] = {}
         self._clock = clock or current_clock()
         self._labels: list[tuple[int, int]] = []
@@ -91,9 +96,18 @@ class BatchRecorder:
             meter: counts activation bytes in the first micro-batch when given.
         """
         self._labels, self._stamps, self._begun, self._num_forwards = [], [], [], 0
-        self.marks, self.order = [], None
+        self.marks, self.order, self._split = [], None, ()
         self._meter = meter
         self._mark(TRANSFER)
+
+    def follow(self, order: Order | None, stage: int) -> None:
+        """Note what the batch runs.
+
+        Args:
+            order: of all stages; ``None`` for a schedule of the user's own.
+            stage: this one.
+        """
+        self.order, self._split = order, () if order is None else tuple(sorted(order.split(stage)))
 
     def instruction(self, kind: int, layer: int = -1) -> None:
         """Note that the stage turns to another pipeline instruction.
@@ -104,7 +118,7 @@ class BatchRecorder:
         """
         if kind == FORWARD:
             self._num_forwards += 1
-        if kind in (FORWARD, BACKWARD, WEIGHT):
+        if kind in _COMPUTING:
             self._phase = kind
         self._begun.append(len(self._labels))
         self._mark(kind, layer)
@@ -165,17 +179,28 @@ class BatchRecorder:
         self._mark(TRANSFER)
         durations_s = self._clock.durations_s(self._stamps)
         self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
-        return _summarise(self.marks, self._num_forwards)
+        return _summarise(self.marks, self._micro_batches(), self._num_forwards, frozenset(self._split))
 
     def by_micro_batch(self) -> dict[int, tuple[list[float], list[float]]]:
         """Seconds of every layer in each micro-batch of the last batch that was stopped: forward and backward."""
         found: dict[int, tuple[list[float], list[float]]] = {}
-        begun, micro_batch = set(self._begun), {FORWARD: -1, BACKWARD: -1, WEIGHT: -1}
-        for i, (kind, layer, seconds) in enumerate(self.marks):
-            if kind in micro_batch:
-                micro_batch[kind] += i in begun
+        for (kind, layer, seconds), micro_batch in zip(self.marks, self._micro_batches(), strict=True):
+            if kind in _COMPUTING:
                 forward, backward = found.setdefault(layer, ([0.0] * self._num_forwards, [0.0] * self._num_forwards))
-                (forward if kind == FORWARD else backward)[micro_batch[kind]] += seconds
+                (forward if kind == FORWARD else backward)[micro_batch] += seconds
+        return found
+
+    def _micro_batches(self) -> list[int]:
+        """Of each mark of a computation its micro-batch: each kind of instruction goes from the first one to the last.
+
+        Only those whose backward is split have a ``WEIGHT``.
+        """
+        found, now, begun = [], dict.fromkeys(_COMPUTING, -1), set(self._begun)
+        for i, (kind, _, _) in enumerate(self.marks):
+            if kind in now and i in begun:
+                now[kind] += 1
+            number = now.get(kind, -1)
+            found.append(self._split[number] if kind == WEIGHT and self._split else number)
         return found
 
     def by_instruction(self) -> list[list[tuple[int, float]]]:
@@ -222,15 +247,19 @@ def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> 
     return max(0.0, with_s - without_s) / (2 * num_layers)
 
 
-def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchTimes:
-    totals: dict[int, dict[int, float]] = {FORWARD: {}, BACKWARD: {}, WEIGHT: {}}
+def _summarise(
+    marks: list[tuple[int, int, float]], micro_batches: list[int], num_forwards: int, split: frozenset[int]
+) -> BatchTimes:
+    totals: dict[int, dict[int, float]] = {kind: {} for kind in _COMPUTING}
+    of_split: dict[int, dict[int, float]] = {kind: {} for kind in _COMPUTING}
     computing = [i for i, (kind, _, _) in enumerate(marks) if kind in totals]
     first, last = (computing[0], computing[-1]) if computing else (0, -1)
     fill_s = waiting_s = step_s = now_s = compute_end_s = 0.0
     for i, (kind, layer, seconds) in enumerate(marks):
         now_s += seconds
         if kind in totals:
-            totals[kind][layer] = totals[kind].get(layer, 0.0) + seconds
+            for found in (totals, of_split) if micro_batches[i] in split else (totals,):
+                found[kind][layer] = found[kind].get(layer, 0.0) + seconds
             compute_end_s = now_s
         elif kind == TRANSFER and i < first:
             fill_s += seconds
@@ -238,6 +267,7 @@ def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchT
             waiting_s += seconds
         elif kind == STEP:
             step_s += seconds
+    first_s, second_s = of_split[BACKWARD], of_split[WEIGHT]
     return BatchTimes(
         forward_s=totals[FORWARD],
         backward_s={
@@ -251,7 +281,8 @@ def _summarise(marks: list[tuple[int, int, float]], num_forwards: int) -> BatchT
         step_s=step_s,
         batch_s=now_s,
         # Where a stage has no inputs that want a gradient, W is the whole backward.
-        weight_s={layer: seconds for layer, seconds in totals[WEIGHT].items() if layer in totals[BACKWARD]},
+        halves={i: (first_s[i] + second_s.get(i, 0.0), second_s.get(i, 0.0)) for i in first_s},
+        num_split=len(split),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Literal
 
@@ -36,13 +36,16 @@ def _order_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -
     return Order(num_micro_batches, tuple(streams))
 
 
-def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> Order:
+def split_at_once(
+    num_micro_batches: int, num_stages: int, first_stage: int, micro_batches: Iterable[int] | None = None
+) -> Order:
     """1F1B with backwards in two halves, of which the second follows at once: to measure them apart.
 
     Args:
         num_micro_batches: M.
         num_stages: S.
         first_stage: the first one that splits.
+        micro_batches: those whose backwards are split; ``None``: all.
 
     Returns:
         The order.
@@ -50,7 +53,7 @@ def split_at_once(num_micro_batches: int, num_stages: int, first_stage: int) -> 
     usual = order_of("1f1b", num_micro_batches, num_stages)
     streams = [list(stream) for stream in usual.stages]
     for stream in streams[first_stage:]:
-        for micro_batch in range(num_micro_batches):
+        for micro_batch in range(num_micro_batches) if micro_batches is None else micro_batches:
             backward, sent = (Instruction(op, micro_batch) for op in (Op.BACKWARD, Op.SEND_GRADIENT))
             at = stream.index(sent if sent in stream else backward)
             stream.insert(at + 1, Instruction(Op.BACKWARD_WEIGHT, micro_batch))

@@ -56,8 +56,9 @@ class OnPaper:
         layers = []
         for layer, stage in zip(true.layers, true.placement.layer_stages, strict=True):
             share = 0.0 if order is None else len(order.split(stage)) / self.num_micro_batches
-            backward_s = layer.backward_s + share * layer.split_s
-            layers.append(replace(layer, backward_s=backward_s, weight_s=share * layer.weight_s, split_s=0.0))
+            if share == 1.0:
+                layer = replace(layer, backward_s=layer.backward_s + layer.split_s, split_s=0.0)
+            layers.append(layer if share else replace(layer, weight_s=0.0, split_s=0.0))
         stages = tuple(
             StageProfile(stage.busy_s, ran.makespan_s * slowness - stage.busy_s, 0.0, 0.0, ran.makespan_s * slowness, 0)
             for stage in ran.stages

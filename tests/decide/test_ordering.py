@@ -21,10 +21,10 @@ def balancer(**section: object) -> Balancer:
 def test_auto_plans_an_order_after_two_trials() -> None:
     run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
     run.train(deciding, 20)
-    assert run.trials == [2, 4], "not the first batch, and each is compared with a whole one before it"
-    assert run.orders[:2] == [None, None] and run.orders[3] is None
+    assert run.trials == [2, 3], "the first batch is slow in parts, and says nothing"
+    assert run.orders[:2] == [None, None]
     best_s = plan_order(Workload.from_profile(run.true())).seconds
-    assert run.seconds[5:] == [pytest.approx(best_s)] * 15 and best_s < 0.95 * run.seconds[0]
+    assert run.seconds[4:] == [pytest.approx(best_s)] * 16 and best_s < 0.95 * run.seconds[0]
 
 
 def test_known_by_the_third_profile_it_is_used_from_the_sixth_batch_on() -> None:
@@ -39,7 +39,7 @@ def test_splitting_that_costs_more_than_it_gains(schedule: str) -> None:
     run.train(deciding, 20)
     assert deciding.ordering.order is None, "the planner finds nothing faster than 1F1B"
     assert sum(order is not None for order in run.orders) == len(run.trials)
-    assert run.trials == ([] if schedule == "1f1b" else [2, 4])
+    assert run.trials == ([] if schedule == "1f1b" else [2, 3])
 
 
 def test_an_order_that_only_looks_faster_is_given_up() -> None:
@@ -47,7 +47,7 @@ def test_an_order_that_only_looks_faster_is_given_up() -> None:
     run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), slowness=1.3), balancer()
     run.train(deciding, 40)
     planned = [batch for batch, order in enumerate(run.orders) if order is not None and batch not in run.trials]
-    assert planned == [5], "one batch showed it"
+    assert planned == [4], "one batch showed it"
     faster, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), slowness=1.02), balancer()
     faster.train(deciding, 20)
     assert deciding.ordering.order is not None, "slower than predicted, and faster than 1F1B all the same"
@@ -93,7 +93,7 @@ def test_more_memory_only_where_it_is_allowed() -> None:
 def test_too_little_memory_is_no_reason_to_stop() -> None:
     run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer(schedule="planned", memory_cap_bytes=1500)
     run.train(deciding, 10)
-    assert deciding.ordering.order is None and run.trials == [2, 4]
+    assert deciding.ordering.order is None and run.trials == [2, 3]
 
 
 def test_planning_keeps_within_its_share_of_the_time() -> None:
@@ -147,10 +147,10 @@ def test_halves_are_what_they_are() -> None:
     assert not halves.wants_trial()
     for batch in range(4):
         is_trial = halves.wants_trial()
-        order = split_at_once(8, 4, 1) if is_trial else None
+        order = split_at_once(8, 4, 1, range(batch % 2, 8, 2)) if is_trial else None
         whole = halves.observe(run.measured(batch, order), order, is_trial=is_trial)
         for found, expected in zip(whole.layers, true.layers, strict=True):
-            if expected.weight_s and not is_trial:
+            if expected.weight_s:
                 assert found.backward_s == pytest.approx(expected.backward_s) and found.weight_s == 0
     filled = halves.fill(whole)
     for i, found in enumerate(filled.layers):
@@ -159,13 +159,13 @@ def test_halves_are_what_they_are() -> None:
             assert share == pytest.approx(0.4), "those of the first stage are taken to be as the others"
         else:
             assert found.weight_s == 0 == found.split_s
-    assert 1.0 < halves.cost < 1.25, "over all layers, of which one was not split"
+    assert halves.cost == pytest.approx(1.25)
 
 
 def test_halves_of_a_part_of_the_micro_batches() -> None:
     run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=1.25, weight_share=0.4)
     halves = Halves()
-    for batch, order in enumerate([None, None, split_at_once(8, 4, 1), None]):
+    for batch, order in enumerate([None, None, split_at_once(8, 4, 1, range(3)), None]):
         halves.observe(run.measured(batch, order), order, is_trial=order is not None)
     streams = [[one for one in stream if str(one) not in ("W6", "W7")] for stream in split_at_once(8, 4, 1).stages]
     some = Order(8, tuple(map(tuple, streams)))
@@ -182,7 +182,7 @@ def test_halves_are_measured_anew_when_layers_change() -> None:
     run.train(deciding, 20)
     run.forward_s = [seconds * 1.5 for seconds in UNEQUAL]
     run.train(deciding, 20, first=20)
-    assert run.trials == [2, 4], "a machine that is slower as a whole"
+    assert run.trials == [2, 3], "a machine that is slower as a whole"
     run.forward_s = [seconds * (3 if i < 4 else 1) for i, seconds in enumerate(UNEQUAL)]
     run.train(deciding, 20, first=40)
     assert len(run.trials) == 3 and run.trials[2] in (40, 41)

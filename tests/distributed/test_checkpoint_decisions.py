@@ -58,9 +58,10 @@ def told(rank: int, now: dict[str, int], cost_s: float) -> Iterator[None]:
         many = times.num_micro_batches
         forward = {layer: many * seconds_of(batch, layer)[0] for layer in times.forward_s}
         backward = {layer: many * seconds_of(batch, layer)[1] for layer in times.forward_s}
+        split = {layer: times.num_split / many * backward[layer] for layer in times.halves}
         return replace(
             times, forward_s=forward, backward_s=backward, fill_s=0.0, waiting_s=0.0, compute_end_s=1.0, step_s=0.0,
-            batch_s=1.0, weight_s={layer: 0.4 * backward[layer] for layer in times.weight_s},
+            batch_s=1.0, halves={layer: (seconds, 0.4 * seconds) for layer, seconds in split.items()},
         )
 
     observe = Balancer.observe

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER, WEIGHT, BatchRecorder
+from dynpipe_ds.schedule import split_at_once
 
 MARKS = [
     (TRANSFER, -1, 9.0), (FORWARD, 1, 1.0), (FORWARD, 1, 0.5), (FORWARD, 2, 2.0), (LOAD, -1, 9.0),
@@ -48,16 +50,19 @@ def test_seconds_by_micro_batch() -> None:
     assert recorder.by_micro_batch() == {1: ([1.5, 3.0], [5.0, 6.0]), 2: ([2.0, 0.0], [4.0, 0.0])}
 
 
-def test_what_is_computed_apart_for_weights_is_backward() -> None:
+@pytest.mark.parametrize("split", [(0, 1), (1,)], ids=str)
+def test_what_is_computed_apart_for_weights_is_backward(split: tuple[int, ...]) -> None:
     """W's that follow each other are of several micro-batches; waiting lies between computations of any kind."""
     marks = [
         (TRANSFER, -1, 1.0), (FORWARD, 1, 1.0), (TRANSFER, -1, 2.0), (FORWARD, 1, 2.0), (BACKWARD, 1, 4.0),
-        (TRANSFER, -1, 8.0), (BACKWARD, 1, 16.0), (TRANSFER, -1, 32.0), (WEIGHT, 1, 64.0), (WEIGHT, 2, 0.5),
+        (TRANSFER, -1, 8.0), (BACKWARD, 1, 16.0), (TRANSFER, -1, 32.0),
+        *([(WEIGHT, 1, 64.0), (WEIGHT, 2, 0.5)] if 0 in split else []),
         (WEIGHT, 1, 128.0), (STEP, -1, 256.0),
     ]  # fmt: skip
     recorder = BatchRecorder()
     recorder._clock = Told(marks)  # type: ignore[assignment]
     recorder.start()
+    recorder.follow(split_at_once(2, 2, 1, split), 1)
     for kind, layer, _ in marks[1:]:
         if layer == 2:
             recorder.mark_layer(kind, layer)
@@ -65,9 +70,13 @@ def test_what_is_computed_apart_for_weights_is_backward() -> None:
         else:
             recorder.instruction(kind, layer)
     times = recorder.stop()
+    if split == (1,):
+        assert recorder.by_micro_batch() == {1: ([1.0, 2.0], [4.0, 16.0 + 128.0])}
+        assert times.backward_s == {1: 148.0} and times.halves == {1: (144.0, 128.0)} and times.num_split == 1
+        return
     assert recorder.by_micro_batch() == {1: ([1.0, 2.0], [4.0 + 64.0, 16.0 + 128.0]), 2: ([0.0, 0.0], [0.5, 0.0])}
-    assert times.backward_s == {1: 212.0, 2: 0.5}
-    assert times.weight_s == {1: 192.0}, "layer 2 had no first half: that was a whole backward"
+    assert times.backward_s == {1: 212.0, 2: 0.5} and times.num_split == 2
+    assert times.halves == {1: (212.0, 192.0)}, "layer 2 had no first half: that was a whole backward"
     assert (times.fill_s, times.waiting_s, times.step_s) == (1.0, 2.0 + 8.0 + 32.0, 256.0)
     assert times.compute_end_s == times.batch_s - 256.0
 
