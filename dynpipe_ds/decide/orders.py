@@ -88,6 +88,8 @@ class Orders:
         if self._start is None:
             self._start = profile.boundaries
             self._worker_bytes = self._bytes_of_1f1b(profile)
+        if is_trial:  # what seemed slow gets another chance
+            self._excess[True] = deque(list(self._excess[True])[-1:], maxlen=_NEWEST)
         computing_s = max((stage.busy_s + stage.idle_s for stage in profile.stages), default=0.0)
         if not is_trial and computing_s > 0:
             workload = Workload.from_profile(profile)
@@ -97,9 +99,14 @@ class Orders:
 
     @property
     def correction(self) -> float:
-        """What planned orders take longer than predicted, as a multiple of what 1F1B does; 1 until both have run."""
-        planned, usual = (median(self._excess[kind]) if self._excess[kind] else 0.0 for kind in (True, False))
-        return planned / usual if planned and usual else 1.0
+        """What planned orders take longer than predicted, as a multiple of what 1F1B does; 1 until both have run.
+
+        One batch alone counts half, since a machine may have been slow in it; two count two thirds, and so on.
+        """
+        count = len(self._excess[True])
+        if not count or not self._excess[False]:
+            return 1.0
+        return 1.0 + (median(self._excess[True]) / median(self._excess[False]) - 1.0) * count / (count + 1)
 
     # -- planning -----------------------------------------------------------------------------
 
