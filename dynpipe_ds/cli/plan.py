@@ -24,7 +24,7 @@ from dynpipe_ds.partition import (
     run_partitioner,
 )
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 _OF_THE_SECTION = (
@@ -203,7 +203,9 @@ class _Case:
     def _run_by(self, cut: tuple[int, ...], order: str, *, worker_bytes: int | Sequence[int]) -> Simulation:
         if order == "1F1B":
             return simulate(self._workload(cut))
-        return plan_order(self._workload(cut), activation_caps(self.profile, cut, worker_bytes)).simulation
+        return plan_on_partition(
+            self.profile, cut, worker_bytes, speeds=self.config.stage_speeds, **self.links
+        ).simulation
 
     def _together(self, candidates: Sequence[Sequence[int]], worker_bytes: int | Sequence[int]) -> _Row:
         """The best partition and order."""

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 from dynpipe_ds.cli import reading, show
 from dynpipe_ds.cli.command import OK, Result, UsageError, add_command, usage
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import activation_caps, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.reporting import save_chrome_trace, save_gantt
 from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Interval, ScheduleName, Simulation, Workload, simulate
@@ -112,14 +112,12 @@ def _simulate(
     profile: PipelineProfile, cuts: tuple[int, ...], schedule: str, arguments: argparse.Namespace,
     worker_bytes: int | Sequence[int],
 ) -> _Batch:
-    workload = Workload.from_profile(
-        profile, cuts, activation_link_s=arguments.activation_link_s, gradient_link_s=arguments.gradient_link_s,
-        step_s=arguments.step_s,
-    )
+    links = {"activation_link_s": arguments.activation_link_s, "gradient_link_s": arguments.gradient_link_s}
     if schedule == PLANNED:
-        order = plan_order(workload, activation_caps(profile, cuts, worker_bytes)).order
+        order = plan_on_partition(profile, cuts, worker_bytes, **links).order
     else:
-        order = order_of(cast(ScheduleName, schedule), workload.num_micro_batches, workload.num_stages)
+        order = order_of(cast(ScheduleName, schedule), profile.num_micro_batches, len(cuts) - 1)
+    workload = Workload.from_profile(profile, cuts, step_s=arguments.step_s, late=order.late, **links)
     return _Batch(cuts, schedule, order, simulate(workload, order, timeline=True))
 
 

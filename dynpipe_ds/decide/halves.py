@@ -174,6 +174,11 @@ class Halves:
 
 
 def _split_shares(profile: PipelineProfile, order: Order) -> dict[int, float]:
-    """Of each layer on a stage that splits backwards, of how many micro-batches, as a share."""
+    """Of each layer whose weight gradients were computed apart, of how many micro-batches, as a share."""
+    placement = profile.placement
     split = [len(order.split(stage)) / order.num_micro_batches for stage in range(order.num_stages)]
-    return {i: split[s] for i, s in enumerate(profile.placement.layer_stages) if split[s] and profile.layers[i].seconds}
+    waits = order.may_wait(placement.layer_stages)
+    return {
+        i: split[stage] for i, stage in enumerate(placement.layer_stages)
+        if split[stage] and waits[i] and profile.layers[i].seconds
+    }  # fmt: skip

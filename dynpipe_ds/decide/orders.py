@@ -15,8 +15,8 @@ from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
-from dynpipe_ds.planning.planner import EFFORT, num_computations
+from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
+from dynpipe_ds.planning.planner import EFFORT
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
 
@@ -180,12 +180,15 @@ class Orders:
 
     def _planned(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> OrderedBatch | None:
         """What is planned for a partition; ``None`` where that is 1F1B, or nothing fits."""
-        workload, effort = self._workload(profile, cuts), int(min(EFFORT, max(0.0, self._effort)))
+        effort = int(min(EFFORT, max(0.0, self._effort)))
         try:
-            planned = plan_order(workload, activation_caps(profile, cuts, self._caps(profile, cuts)), effort=effort)
+            planned = plan_on_partition(
+                profile, cuts, self._caps(profile, cuts), speeds=self._config.stage_speeds, effort=effort
+            )
         except ValueError:  # its layers leave no room under the caps that were given
             return None
-        self._effort -= max(2 * num_computations(workload), min(effort, 5 * num_computations(workload)))
+        least = 3 * planned.order.num_stages * planned.order.num_micro_batches  # computations of a batch
+        self._effort -= max(2 * least, min(effort, 5 * least))
         if planned.is_1f1b:
             return None
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)

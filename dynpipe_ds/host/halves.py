@@ -50,6 +50,7 @@ class InFlight:
         self.halves: dict[int, ParameterHalf | _Whole | None] = {}
         self._owed: Counter[Tensor] = Counter()
         self._layers: dict[Any, int] = {}
+        self._num_late: int | None = None
         self._refused: str | None = None
         self._reasons: dict[str, None] = {}
 
@@ -58,8 +59,14 @@ class InFlight:
         """Why backwards of this stage that an order splits have run whole; empty if they could be split so far."""
         return tuple(self._reasons)
 
-    def begin(self) -> None:
-        """Forget the last batch, which may have ended in the middle."""
+    def begin(self, num_late: int | None = None) -> None:
+        """Forget the last batch, which may have ended in the middle.
+
+        Args:
+            num_late: how many layers of this stage, from its first one on, wait for the second half of a backward;
+                ``None``: all.
+        """
+        self._num_late = num_late
         self.losses.clear()
         self.gradients.clear()
         self.halves.clear()
@@ -91,6 +98,17 @@ class InFlight:
         """
         self._layers = self._layers or module.layer_of_parameter()
         return self._layers
+
+    def prompt(self, engine: Any) -> frozenset[Any]:
+        """Parameters of layers that do not wait for the second half of a backward.
+
+        Args:
+            engine: of this stage.
+        """
+        if self._num_late is None:
+            return frozenset()
+        first = engine.module.parts[engine.stage_id] + self._num_late
+        return frozenset(p for p, layer in self.layers_of(engine.module).items() if layer >= first)
 
     def owe(self, half: ParameterHalf) -> None:
         """Note that parameters get a gradient later.
@@ -187,6 +205,9 @@ def backward_input(engine: Any, buffer_id: int) -> None:
         if not is_split:
             _finish_all(engine)
             _run_whole(engine, taken)
+    half = in_flight.halves[buffer_id]
+    if isinstance(half, ParameterHalf) and (prompt := in_flight.prompt(engine)):
+        _run_half(engine, half, profiling.BACKWARD, prompt)
 
 
 def backward_weight(engine: Any, buffer_id: int) -> None:
@@ -195,10 +216,14 @@ def backward_weight(engine: Any, buffer_id: int) -> None:
     half = in_flight.halves[buffer_id]
     in_flight.halves[buffer_id] = None
     if isinstance(half, ParameterHalf):
-        with _adding_gradients(engine):
-            in_flight.paid(half.run(_marking(engine)))
+        _run_half(engine, half, profiling.WEIGHT)
     else:
         _run_whole(engine, half)
+
+
+def _run_half(engine: Any, half: ParameterHalf, kind: int, only: frozenset[Any] | None = None) -> None:
+    with _adding_gradients(engine):
+        in_flight_of(engine).paid(half.run(_marking(engine, kind), only))
 
 
 # -- the whole --------------------------------------------------------------------------------
@@ -311,10 +336,10 @@ def _finish_all(engine: Any) -> None:
         backward_weight(engine, buffer_id)
 
 
-def _marking(engine: Any) -> Callable[[Tensor, Callable[[], None]], None] | None:
+def _marking(engine: Any, kind: int) -> Callable[[Tensor, Callable[[], None]], None] | None:
     """What tells the recorder which layer's gradients are computed, when those of the layer before are added up."""
     recorder = engine.module.recorder
     if recorder is None:
         return None
     layers = in_flight_of(engine).layers_of(engine.module)
-    return lambda parameter, settle: recorder.mark_layer(profiling.WEIGHT, layers.get(parameter, -1), settle)
+    return lambda parameter, settle: recorder.mark_layer(kind, layers.get(parameter, -1), settle)

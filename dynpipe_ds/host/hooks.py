@@ -19,6 +19,7 @@ from dynpipe_ds.host.order import planned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
+from dynpipe_ds.schedule import Order
 
 T = TypeVar("T")
 
@@ -91,9 +92,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         pipeline = self.dynamic.pipeline
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        order: Order | None = getattr(to_run, "order", None)
         if self.module.recorder is not None:
-            self.module.recorder.follow(getattr(to_run, "order", None), self.stage_id)
-        pipeline.in_flight.begin()
+            self.module.recorder.follow(order, self.stage_id)
+        pipeline.in_flight.begin(order.late[self.stage_id] if order is not None and order.late else None)
         try:
             super()._exec_schedule(to_run)
             refuse_together(self)  # in evaluation; in training it was done before the step

@@ -126,7 +126,7 @@ def most_under_way(sender: Sequence[Instruction], receiver: Sequence[Instruction
 
 def digest(order: Order) -> int:
     """32 bits that two orders share if they are equal, and hardly otherwise."""
-    numbers = array("q", (order.num_micro_batches, order.num_stages))
+    numbers = array("q", (order.num_micro_batches, order.num_stages, *order.late))
     for stream in order.stages:
         numbers.append(len(stream))
         numbers.extend(chain.from_iterable(stream))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition.memory import StageMemory
@@ -57,6 +58,35 @@ def activation_caps(
                 f"({kept:,}) and one micro-batch ({needed:,}) take; raise the cap, or give the stage fewer layers"
             )
     return tuple(cap - kept for cap, kept in zip(most, state, strict=True))
+
+
+def late_layers(
+    profile: PipelineProfile, boundaries: Placement | Sequence[int], activation_caps: Sequence[int],
+    weight_bytes: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Of how many layers of each stage, from the first one on, the gradients of weights may wait.
+
+    A micro-batch that waits for its weight gradients lies beside the activations of another one. Where there is no room
+    for all of it, there is often room for most: the last stage holds a little more than the first one does, for
+    example, for the head.
+
+    Args:
+        profile: bytes of every layer.
+        boundaries: S + 1 layer indices, or a placement that is a partition.
+        activation_caps: S most bytes of activations.
+        weight_bytes: L bytes that a layer holds between both halves of a backward; ``None``: its activation bytes.
+
+    Returns:
+        For :class:`~dynpipe_ds.schedule.Order`: S numbers; empty if all layers of all stages may wait.
+    """
+    placement = Placement.of(boundaries, num_layers=len(profile.layers))
+    waiting = placement.by_stage(profile.activation_bytes() if weight_bytes is None else weight_bytes)
+    found, are_all = [], True
+    for held, waits, cap in zip(placement.by_stage(profile.activation_bytes()), waiting, activation_caps, strict=True):
+        sums = list(accumulate(waits))
+        found.append(sum(num_bytes <= cap - sum(held) for num_bytes in sums))
+        are_all &= found[-1] == len(sums)
+    return () if are_all else tuple(found)
 
 
 def _memory(profile: PipelineProfile, worker_bytes: int | Sequence[int] = 0) -> StageMemory:

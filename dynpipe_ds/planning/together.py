@@ -16,7 +16,8 @@ from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
 from dynpipe_ds.planning.listing import list_order
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
-from dynpipe_ds.planning.planner import EFFORT, SAME, PlannedOrder, first_policies, fits, plan_order
+from dynpipe_ds.planning.on_partition import plan_on_partition
+from dynpipe_ds.planning.planner import EFFORT, SAME, PlannedOrder, first_policies, fits
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, table
 
@@ -95,7 +96,7 @@ def plan_batch(
     )
     shortlist = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
     share = int(effort * (1 - _SHARE_OF_SEARCH)) // len(shortlist)
-    planned = [plan_order(case.workload(cuts), case.caps(cuts), effort=share) for cuts in shortlist]
+    planned = [case.plan(cuts, share) for cuts in shortlist]
     best = min(range(len(shortlist)), key=lambda i: planned[i].seconds)
     return PlannedBatch(Placement.of(case.boundaries(shortlist[best])), planned[best])
 
@@ -186,6 +187,13 @@ class _Case:
         return Workload.from_profile(
             self.profile, self.boundaries(cuts), speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+        )
+
+    def plan(self, cuts: Cuts, effort: int) -> PlannedOrder:
+        return plan_on_partition(
+            self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
+            weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+            effort=effort,
         )
 
     def caps(self, cuts: Cuts) -> tuple[int, ...]:

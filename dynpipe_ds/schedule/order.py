@@ -59,7 +59,7 @@ class Order:
     Loading a micro-batch belongs to its forward. Reduction of gradients and the optimizer's step follow the last
     instruction and are not in it. ``str(order)`` is a text that :meth:`parse` reads back: the instructions of a stage,
     forward ``F``, backward ``B`` and ``W``, and ``S`` or ``R`` (send, receive) with ``A`` or ``G`` (activation,
-    gradient), each with its micro-batch; stages are parted by ``|``.
+    gradient), each with its micro-batch; stages are parted by ``|``, and ``late`` follows ``@``, if it is given.
 
     A stage may split the backward of some micro-batches: ``B`` then computes the gradients of its inputs only, and a
     later ``W`` those of its weights. A ``B`` without ``W`` is the whole backward. In a stage that splits, gradients of
@@ -70,16 +70,24 @@ class Order:
     Args:
         num_micro_batches: M.
         stages: S sequences of instructions.
+        late: for each stage, of how many of its layers, from the first one on, ``W`` computes the gradients of weights.
+            The others' are computed in ``B``, right after those of the inputs, and so hold nothing until ``W``. Empty:
+            of all layers.
 
     Raises:
-        ValueError: when a stage's instructions are not those of its place, or one precedes what it needs.
+        ValueError: when a stage's instructions are not those of its place, or one precedes what it needs, or ``late``
+            has not S numbers.
     """
 
     num_micro_batches: int
     stages: tuple[Stream, ...]
+    late: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(tuple(stream) for stream in self.stages))
+        object.__setattr__(self, "late", tuple(self.late))
+        if self.late and (len(self.late) != len(self.stages) or min(self.late) < 0):
+            raise ValueError(f"late = {self.late}: need a number of layers >= 0 for each of {len(self.stages)} stages")
         if self.num_micro_batches < 1 or not self.stages:
             raise ValueError(
                 f"an order of {self.num_micro_batches} micro-batches on {len(self.stages)} stages: both must be >= 1"
@@ -119,8 +127,17 @@ class Order:
         """
         return frozenset(m for op, m in self.stages[stage] if op is Op.BACKWARD_WEIGHT)
 
+    def may_wait(self, layer_stages: Sequence[int]) -> list[bool]:
+        """Of each layer whether its weight gradients are among those that ``W`` computes.
+
+        Args:
+            layer_stages: of each of L layers its stage.
+        """
+        return waiting_layers(self.late, layer_stages)
+
     def __str__(self) -> str:
-        return " | ".join(" ".join(map(str, stream)) for stream in self.stages)
+        streams = " | ".join(" ".join(map(str, stream)) for stream in self.stages)
+        return f"{streams} @ {' '.join(map(str, self.late))}" if self.late else streams
 
     @classmethod
     def parse(cls, text: str) -> Order:
@@ -135,8 +152,10 @@ class Order:
         Raises:
             ValueError: when the text is not an order.
         """
+        text, _, late = text.partition("@")
         streams = [[_instruction(word) for word in part.split()] for part in text.split("|")]
-        return cls(sum(op is Op.FORWARD for op, _ in streams[0]), tuple(map(tuple, streams)))
+        num_micro_batches = sum(op is Op.FORWARD for op, _ in streams[0])
+        return cls(num_micro_batches, tuple(map(tuple, streams)), tuple(map(int, late.split())))
 
     def _check(self, stage: int, stream: Sequence[Instruction]) -> None:
         """Each instruction of this place once, and after what it needs."""
@@ -193,6 +212,17 @@ class Order:
         if stage > 0:
             ops += [Op.RECV_ACTIVATION, Op.SEND_GRADIENT]
         return ops
+
+
+def waiting_layers(late: Sequence[int], layer_stages: Sequence[int]) -> list[bool]:
+    """Of each layer whether it is among the first ones of its stage.
+
+    Args:
+        late: S numbers of layers; empty: all.
+        layer_stages: of each of L layers its stage, layers of a stage in a row.
+    """
+    first = {stage: layer_stages.index(stage) for stage in set(layer_stages)}
+    return [not late or i - first[stage] < late[stage] for i, stage in enumerate(layer_stages)]
 
 
 def _ends_backward(op: Op, micro_batch: int, split: frozenset[int]) -> bool:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.schedule.order import waiting_layers
 
 FloatArray = npt.NDArray[np.float64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray
@@ -157,6 +158,7 @@ class Workload:
         step_s: float | Sequence[float] = 0.0,
         speeds: Sequence[float] | None = None,
         weight_bytes: Sequence[int] | None = None,
+        late: Sequence[int] = (),
     ) -> Workload:
         """Put a profile's layers on the stages of a partition.
 
@@ -170,6 +172,8 @@ class Workload:
             speeds: S relative speeds to divide by, when layer times are at unit speed.
             weight_bytes: L bytes that one micro-batch of a layer holds between both parts of a split backward; None:
                 its activation bytes.
+            late: of how many layers of each stage the gradients of weights may be done later, as in
+                :class:`~dynpipe_ds.schedule.Order`; empty: of all.
 
         Returns:
             The workload.
@@ -180,9 +184,13 @@ class Workload:
         placement = profile.placement if boundaries is None else Placement.of(boundaries)
         forward_s, backward_s = stage_seconds(profile, placement, speeds)
         activation_bytes = profile.activation_bytes()
+        may_wait = waiting_layers(late, placement.layer_stages)
+        waiting_s = [layer.weight_s if waits else 0.0 for layer, waits in zip(profile.layers, may_wait, strict=True)]
+        held = activation_bytes if weight_bytes is None else weight_bytes
+        waiting_bytes = [num_bytes if waits else 0 for num_bytes, waits in zip(held, may_wait, strict=True)]
         weight_s, split_s = (
-            _stage_sums(placement, [getattr(layer, name) for layer in profile.layers], speeds)
-            for name in ("weight_s", "split_s")
+            _stage_sums(placement, seconds, speeds)
+            for seconds in (waiting_s, [layer.split_s for layer in profile.layers])
         )
         halves = zip(weight_s, backward_s, split_s, strict=True)
         return cls(
@@ -195,7 +203,7 @@ class Workload:
             activation_bytes=_summed(placement, activation_bytes),
             frozen_boundaries=frozen_boundaries(backward_s),
             weight_s=[min(later, whole + more) for later, whole, more in halves],  # sums round
-            weight_bytes=_summed(placement, activation_bytes if weight_bytes is None else weight_bytes),
+            weight_bytes=_summed(placement, waiting_bytes),
             split_s=split_s,
         )
 

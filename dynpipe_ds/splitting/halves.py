@@ -8,7 +8,7 @@ gradients and lets autograd carry them on to the parameters, with all hooks on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -45,25 +45,29 @@ class ParameterHalf:
         leaves = computed.keys() | {leaf for side in self._sides.values() for leaf in side.leaves}
         self.parameters: frozenset[Tensor] = frozenset(map(_variable, leaves))
 
-    def run(self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None) -> frozenset[Tensor]:
-        """Compute the gradients and add them up.
+    def run(
+        self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None,
+        only: Collection[Tensor] | None = None,
+    ) -> frozenset[Tensor]:
+        """Compute the gradients and add them up, those that are left.
 
         Args:
             begins: called before each product, with a parameter of it and with what adds up the gradients so far.
+            only: parameters; what adds up gradients of others, too, is left. ``None``: all.
 
         Returns:
             The parameters that got a gradient.
         """
-        sides = self._sides.values()
+        nodes = self._those(only)
+        sides = [self._sides[node] for node in nodes]
         adding = _Adding(Counter(leaf for side in sides for leaf in side.leaves) if self._has_shared else None)
-        for leaf, gradient in self._computed.items():
-            adding.add(GradientEdge(leaf, 0), gradient)
-        adding.leaves.update(self._computed)
-        self._computed = {}
+        for leaf in [leaf for leaf in self._computed if only is None or _variable(leaf) in only]:
+            adding.add(GradientEdge(leaf, 0), self._computed.pop(leaf))
+            adding.leaves.add(leaf)
         edges = [edge for side in sides for edge in side.edges]
 
         def compute() -> None:
-            for node in list(self._sides):
+            for node in nodes:
                 side = self._sides.pop(node)
                 if begins is not None:
                     begins(_variable(side.leaves[0]), adding.settle)
@@ -74,6 +78,18 @@ class ParameterHalf:
             _computing_only(edges, compute)
         adding.finish()
         return frozenset(map(_variable, adding.leaves))
+
+    def _those(self, only: Collection[Tensor] | None) -> list[Node]:
+        """Products that are left and reach only some parameters, and none that a product reaches which must wait."""
+        if only is None:
+            return list(self._sides)
+        apart = {node for node, side in self._sides.items() if any(_variable(leaf) not in only for leaf in side.leaves)}
+        grown = True
+        while grown and self._has_shared:
+            reached = {leaf for node in apart for leaf in self._sides[node].leaves}
+            more = {node for node, side in self._sides.items() if not reached.isdisjoint(side.leaves)}
+            grown, apart = more != apart, more
+        return [node for node in self._sides if node not in apart]
 
     def _compute(self, node: Node, side: Side, adding: _Adding) -> None:
         """Compute what a product's side gets. Nothing of it lives on here: the next one's takes its memory."""

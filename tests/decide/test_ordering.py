@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dynpipe_ds.decide import Balancer
@@ -174,6 +176,19 @@ def test_halves_of_a_part_of_the_micro_batches() -> None:
         assert found.backward_s == pytest.approx(expected.backward_s)
     for found, expected in zip(halves.fill(whole).layers, run.true().layers, strict=True):
         assert found.weight_s == pytest.approx(expected.weight_s)
+
+
+def test_layers_that_do_not_wait_say_nothing_of_their_halves() -> None:
+    run, halves = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), Halves()
+    for batch, order in enumerate([None, None, split_at_once(8, 4, 1, range(3)), split_at_once(8, 4, 1, range(4))]):
+        halves.observe(run.measured(batch, order), order, is_trial=order is not None)
+    before = halves.fill(run.true())
+    order = replace(split_at_once(8, 4, 1), late=(2, 2, 1, 1))
+    measured = run.measured(4, order)
+    prompt = [replace(layer, weight_s=0.0) if i in (5, 7) else layer for i, layer in enumerate(measured.layers)]
+    for batch in range(4, 10):
+        halves.observe(replace(measured, batch=batch, layers=tuple(prompt)), order, is_trial=False)
+    assert halves.fill(run.true()) == before
 
 
 def test_halves_are_measured_anew_when_layers_change() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -62,7 +62,9 @@ class Planned:
             draw.uniform(0.5, 2, shape), backward_s, num_micro_batches,
             weight_s=backward_s * draw.uniform(0.2, 0.6, shape), activation_bytes=(1,) * num_stages,
         )  # fmt: skip
-        self.orders.append(plan_order(workload, int(draw.integers(1, num_micro_batches + 2))).order)
+        order = plan_order(workload, int(draw.integers(1, num_micro_batches + 2))).order
+        late = () if draw.random() < 0.5 else tuple(map(int, draw.integers(0, 4, num_stages)))
+        self.orders.append(replace(order, late=late))
         return self.orders[-1]
 
 

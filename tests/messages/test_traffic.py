@@ -41,4 +41,5 @@ def test_the_digest_tells_orders_apart() -> None:
         order = drawn(draw, draw.randint(2, 4), draw.randint(1, 4))
         seen.setdefault(digest(order), set()).add(str(order))
     assert all(len(orders) == 1 for orders in seen.values()) and len(seen) > 20
+    assert len({digest(Order.parse(f"{SWAPPED}{late}")) for late in ("", " @ 1 1", " @ 1 2")}) == 3
     assert digest(Order.parse(str(SWAPPED))) == digest(SWAPPED) != digest(order_of("gpipe", 2, 2))

@@ -46,6 +46,16 @@ def test_a_split_backward() -> None:
     assert early != order and early.in_flight(1) == 1
 
 
+def test_some_layers_need_not_wait() -> None:
+    order = Order.parse(f"{SPLIT} @ 2 1")
+    assert order.late == (2, 1) and str(order) == f"{SPLIT} @ 2 1" and order != Order.parse(SPLIT)
+    assert order.may_wait([0, 0, 0, 1, 1]) == [True, True, False, True, False]
+    assert all(Order.parse(SPLIT).may_wait([0, 0, 1, 1, 1]))
+    for late in ((1,), (1, -1)):
+        with pytest.raises(ValueError, match="need a number of layers >= 0 for each of 2 stages"):
+            Order(order.num_micro_batches, order.stages, late)
+
+
 def test_some_micro_batches_may_be_split() -> None:
     order = Order.parse("F0 F1 F2 B0 B1 W1 B2")
     assert order.split(0) == {1} and order.in_flight(0) == 3

@@ -71,6 +71,34 @@ def in_halves(stage: nn.Module, num_batches: int, delay: int) -> list[Tensor | N
     return found
 
 
+def in_three(stage: nn.Module, num_batches: int) -> list[Tensor | None]:
+    """The parameters of every other module right after the first half, and the others two batches later."""
+    modules = [module for module in stage.modules() if next(module.parameters(recurse=False), None) is not None]
+    prompt = frozenset(p for module in modules[::2] for p in module.parameters(recurse=False))
+    found: list[Tensor | None] = []
+    waiting: list[ParameterHalf] = []
+    for batch in range(num_batches):
+        x, outputs, gradients = forward(stage, batch)
+        half = backward_inputs(outputs, gradients, [x])
+        at_once = half.run(only=prompt)
+        assert at_once <= prompt
+        waiting.append(half)
+        found.append(x.grad)
+        if len(waiting) > 2:
+            assert at_once.isdisjoint(waiting.pop(0).run())
+    for half in waiting:
+        half.run()
+    return found
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_some_of_the_second_half_may_come_at_once(name: str) -> None:
+    expected, stage = build(name), build(name)
+    assert all(map(same, plain(expected, 4), in_three(stage, 4)))
+    for parameter, gradient in gradients_of(expected).items():
+        assert same(gradient, gradients_of(stage)[parameter]), parameter
+
+
 @pytest.mark.parametrize("delay", [0, 2])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_both_halves_are_the_plain_backward(name: str, delay: int) -> None:
@@ -108,6 +136,15 @@ def test_what_waits_are_the_products() -> None:
     added = half.run(lambda parameter, _: begun.append(names[parameter].rpartition(".")[0]))
     assert begun == ["1.out", "1.qkv", "0.down", "0.up"]
     assert added == half.parameters == set(stage.parameters())
+
+
+def test_what_comes_at_once_is_let_go_of() -> None:
+    stage = nn.Sequential(Mlp(), Attention())
+    x, outputs, gradients = forward(stage, 0)
+    half = backward_inputs(outputs, gradients, [x])
+    assert half.run(only=set(stage[1].parameters())) == set(stage[1].parameters())
+    assert all(p.grad is not None for p in stage[1].parameters()) and all(p.grad is None for p in stage[0].parameters())
+    assert half.run() == set(stage[0].parameters()), "nothing twice"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,62 @@
+"""The order for one partition: with all weight gradients apart, or only those that have room to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.placement import Placement
+from dynpipe_ds.planning.memory import activation_caps, late_layers
+from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, plan_order
+from dynpipe_ds.simulation import Workload
+from dynpipe_ds.simulation.workload import Seconds
+
+
+def plan_on_partition(
+    profile: PipelineProfile,
+    boundaries: Placement | Sequence[int],
+    worker_bytes: int | Sequence[int],
+    *,
+    weight_bytes: Sequence[int] | None = None,
+    activation_link_s: Seconds = 0.0,
+    gradient_link_s: Seconds = 0.0,
+    speeds: Sequence[float] | None = None,
+    effort: int = EFFORT,
+) -> PlannedOrder:
+    """Plan in which order to run a partition, within the memory of the workers.
+
+    Args:
+        profile: seconds and bytes of every layer, and M.
+        boundaries: S + 1 layer indices, or a placement that is a partition.
+        worker_bytes: state and activations that a worker may hold, for all or for each.
+        weight_bytes: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
+        activation_link_s: seconds of a micro-batch's activations over every boundary.
+        gradient_link_s: the same for gradients.
+        speeds: S relative speeds to divide by, when layer times are at unit speed.
+        effort: how many computations to look at; about 300,000 a second.
+
+    Returns:
+        The order; of equally short ones that in which all weight gradients are apart.
+
+    Raises:
+        ValueError: when a worker has no room for its layers and one micro-batch.
+    """
+    caps = activation_caps(profile, boundaries, worker_bytes)
+
+    def plan(late: Sequence[int], effort: int) -> PlannedOrder:
+        workload = Workload.from_profile(
+            profile, boundaries, weight_bytes=weight_bytes, late=late, activation_link_s=activation_link_s,
+            gradient_link_s=gradient_link_s, speeds=speeds,
+        )
+        planned = plan_order(workload, caps, effort=effort)
+        return replace(planned, order=replace(planned.order, late=tuple(late))) if _splits(planned) else planned
+
+    late = late_layers(profile, boundaries, caps, weight_bytes)
+    if not late:
+        return plan((), effort)
+    return min(plan((), effort // 2), plan(late, effort // 2), key=lambda planned: planned.seconds)
+
+
+def _splits(planned: PlannedOrder) -> bool:
+    return any(planned.order.split(stage) for stage in range(planned.order.num_stages))
