@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few batches and load models, 4 stages")
     parser.add_argument("--stages", type=int, nargs="+", choices=sorted(replayed.SIZES))
     parser.add_argument("--batches", type=int, help="of a run")
-    parser.add_argument("--only", nargs="+", choices=[*replayed.SCENARIOS, "none"], help="load models or scenarios")
+    named = [*replayed.SCENARIOS, "none", real.NARROW]
+    parser.add_argument("--only", nargs="+", choices=named, help="load models or scenarios")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="--real: overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "schedules")
     parser.add_argument("--raw", type=Path, help="of finished replays; default: outputs/schedules, none if quick")

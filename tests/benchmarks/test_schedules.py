@@ -93,8 +93,9 @@ def test_real_runs_are_compared_batch_by_batch_or_in_windows() -> None:
         return {"batches_s": [9.0] * 2 + [seconds] * 8, "losses": [1.0], "bubbles": [0.2] * 10, "split": [True] * 10}
 
     windows = [[2, 4], [4, 6], [6, 8], [8, 10]]
-    freezing = {"scenario": "freezing", "windows": windows, "runs": {real.USUAL: run(2.0), real.AUTO: run(1.6)}}
-    none = {"scenario": "none", "windows": windows, "runs": {
+    told = {"model": "8 x 512, 4", "windows": windows}
+    freezing = {**told, "scenario": "freezing", "runs": {real.USUAL: run(2.0), real.AUTO: run(1.6)}}
+    none = {**told, "scenario": "none", "runs": {
         real.OWN: run(2.0), real.USUAL: run(2.0), real.AUTO: run(1.95), real.ROOMY: run(1.9),
     }}  # fmt: skip
     assert {name: gain.value for name, gain in real.gains(freezing).items()} == {real.AUTO: 1.25}
