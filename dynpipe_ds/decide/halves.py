@@ -49,7 +49,7 @@ class Halves:
         self._costs: deque[float] = deque(maxlen=_NEWEST)
         self._shares: dict[int, list[float]] = {}
         self._backward_s: list[float] = []  # of the newest profile's layers, as if all had run whole
-        self._compared_s: list[float] = []  # those at the newest trial
+        self._compared_s: list[float] = []  # those when halves were measured the last time
         self._batch, self._next_trial, self._pause = -1, 0, _FIRST_PAUSE
         self._is_stale = False
 
@@ -99,12 +99,13 @@ class Halves:
         self._backward_s, self._batch = seconds if profile.batch else [], profile.batch  # the first is slow in parts
         if is_trial:
             self._count_trial(seconds, profile)
+        if split:  # an order that splits backwards measures halves, too
+            self._compared_s, self._is_stale = seconds, False
         return replace(profile, layers=layers)
 
     def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:
         if self._is_stale or self._has_drifted(seconds):
             self._pause = _FIRST_PAUSE
-        self._compared_s, self._is_stale = seconds, False
         self.num_trials += 1
         forward_s = sum(layer.forward_s for layer in profile.layers)
         added = (self.cost - 1.0) * sum(seconds) / (forward_s + sum(seconds) or 1.0) / 2  # every other micro-batch
