@@ -177,7 +177,10 @@ class Training:
             if seconds.move_s > 0:  # a clock that jumped back is no cost
                 self.balancer.record_cost(seconds.move_s)
             self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
-            write_profile(self._monitor, measured.profile, self.stage.pipeline.num_samples)
+            has_order = self.balancer.ordering.order is not None
+            write_profile(
+                self._monitor, measured.profile, self.stage.pipeline.num_samples, has_planned_order=has_order
+            )
         self.profiler.count_noting(noting.seconds)
         return True
 

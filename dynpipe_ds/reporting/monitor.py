@@ -50,10 +50,11 @@ def _write(monitor: Any, values: dict[str, float], samples: int) -> None:
         monitor.write_events([(_PREFIX + name, value, samples) for name, value in values.items()])
 
 
-def write_profile(monitor: Any, profile: PipelineProfile, samples: int) -> None:
+def write_profile(monitor: Any, profile: PipelineProfile, samples: int, *, has_planned_order: bool) -> None:
     """Write the figures of one batch."""
     busy_s = {f"stage_{s}_busy_s": stage.busy_s for s, stage in enumerate(profile.stages)}
-    _write(monitor, {"bubble_ratio": profile.bubble_ratio, **busy_s}, samples)
+    values = {"bubble_ratio": profile.bubble_ratio, "planned_order": float(has_planned_order), **busy_s}
+    _write(monitor, values, samples)
 
 
 def write_rebalance(monitor: Any, event: RebalanceEvent, samples: int) -> None:
