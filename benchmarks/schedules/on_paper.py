@@ -14,7 +14,7 @@ from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
-from dynpipe_ds.schedule import Instruction, Op, Order, order_of
+from dynpipe_ds.schedule import Order, order_of, split_at_once
 from dynpipe_ds.simulation import Workload, simulate
 
 UNIFORM = "uniform cut, 1F1B, messages waited for"
@@ -103,7 +103,7 @@ def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], O
     yield TODAY, (best, usual, True)
     yield MESSAGES, (best, usual, False)
     workload = Workload.from_profile(profile, best, speeds=case.speeds, **links)
-    yield SPLIT, (best, split_after_sending(usual, workload.frozen_boundaries + 1), False)
+    yield SPLIT, (best, split_at_once(count, num_stages, workload.frozen_boundaries + 1), False)
     # The best cut under 1F1B may hold more than the fullest worker did at the start; it is let have that.
     most_there = max(most, worker_bytes_of_1f1b(profile, best))
     caps = activation_caps(profile, best, most_there)
@@ -116,21 +116,3 @@ def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], O
         speeds=case.speeds, **links,
     )
     yield TOGETHER, (together.placement.boundaries, together.planned.order, False)
-
-
-def split_after_sending(order: Order, first_stage: int) -> Order:
-    """An order whose backwards are split, each second half right after the gradient that the first half sends.
-
-    Args:
-        order: of whole backwards.
-        first_stage: the first one that sends a gradient.
-
-    Returns:
-        The order.
-    """
-    streams = [list(stream) for stream in order.stages]
-    for stream in streams[first_stage:]:
-        for micro_batch in range(order.num_micro_batches):
-            at = stream.index(Instruction(Op.SEND_GRADIENT, micro_batch))
-            stream.insert(at + 1, Instruction(Op.BACKWARD_WEIGHT, micro_batch))
-    return Order(order.num_micro_batches, tuple(map(tuple, streams)))

@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> Result:
     Prints the partition and the order, the simulated time and bubble of a batch, and what every stage holds at its
     peak. A table compares partitions and orders: what each partitioner chooses, under 1F1B and under the order that is
     planned for it in the same memory; "now", the present partition; "together", the best partition and order.
+    Where the planned order is 1F1B, a line below the table says so instead of a row.
     Planned orders are compared where it is known what of a backward can be done later: the profile says so if a
     backward was split while it was measured; otherwise --weight-share assumes it. Layer times are taken as those of a
     worker of speed 1. Options named as a key of the "dynamic_pipeline" section mean the same; --config takes them from
@@ -125,12 +126,13 @@ def _config(
 
 @dataclass(frozen=True)
 class _Row:
-    """A partition that is run in an order."""
+    """A partition that is run in an order, which may be 1F1B although it was planned."""
 
     partitioner: str
     boundaries: tuple[int, ...]
     order: str
     outcome: Simulation
+    is_1f1b: bool
 
 
 class _Case:
@@ -193,19 +195,23 @@ class _Case:
         for name, cut in cuts.items():
             for order in ("1F1B", "planned") if self.plans_orders else ("1F1B",):
                 try:
-                    rows.append(_Row(name, cut, order, run_by(cut, order)))
+                    rows.append(_Row(name, cut, order, *run_by(cut, order)))
                 except ValueError as error:
                     refused.append({"partitioner": name, "order": order, "error": str(error)})
         if self.plans_orders:
             rows.append(self._together([*([self.current] if self.current else []), *cuts.values()], worker_bytes))
         return rows, refused
 
-    def _run_by(self, cut: tuple[int, ...], order: str, *, worker_bytes: int | Sequence[int]) -> Simulation:
+    def _run_by(
+        self, cut: tuple[int, ...], order: str, *, worker_bytes: int | Sequence[int]
+    ) -> tuple[Simulation, bool]:
+        """A batch, and whether it ran in 1F1B."""
         if order == "1F1B":
-            return simulate(self._workload(cut))
-        return plan_on_partition(
+            return simulate(self._workload(cut)), True
+        planned = plan_on_partition(
             self.profile, cut, worker_bytes, speeds=self.config.stage_speeds, **self.links
-        ).simulation
+        )
+        return planned.simulation, planned.is_1f1b
 
     def _together(self, candidates: Sequence[Sequence[int]], worker_bytes: int | Sequence[int]) -> _Row:
         """The best partition and order."""
@@ -213,8 +219,9 @@ class _Case:
             self.profile, candidates, worker_bytes=worker_bytes, speeds=self.config.stage_speeds,
             pinned=self.config.pinned_cuts, allow_empty=self.config.allow_empty_stages, **self.links,
         )
-        order = "1F1B" if best.planned.is_1f1b else "planned"
-        return _Row(_TOGETHER, best.placement.boundaries, order, best.planned.simulation)
+        is_1f1b = best.planned.is_1f1b
+        order = "1F1B" if is_1f1b else "planned"
+        return _Row(_TOGETHER, best.placement.boundaries, order, best.planned.simulation, is_1f1b)
 
     def _worker_bytes(self, chosen: Sequence[int]) -> int | Sequence[int]:
         """As in training: the cap, and what 1F1B needs at most on the present or the chosen partition."""
@@ -284,7 +291,8 @@ class _Case:
 
     def _compared(self, row: _Row) -> dict[str, Any]:
         return {
-            "partitioner": row.partitioner, "order": row.order, "boundaries": list(row.boundaries),
+            "partitioner": row.partitioner, "order": row.order, "is_1f1b": row.is_1f1b,
+            "boundaries": list(row.boundaries),
             "batch_s": row.outcome.makespan_s if self.has_times else None,
             "bubble_ratio": row.outcome.bubble_ratio if self.has_times else None,
             "peak_bytes": max(self._peak_bytes(row)),
@@ -338,10 +346,14 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _compared_table(compared: Sequence[Mapping[str, Any]]) -> str:
+    """All rows but those of planned orders that are 1F1B after all: they would repeat the row above."""
     rows: list[Mapping[str, Any]] = []
     notes: list[str] = []
-    for row in compared:
+    repeated = [row for row in compared if row["order"] == "planned" and row.get("is_1f1b")]
+    for row in (row for row in compared if row not in repeated):
         if "error" in row:
             notes.append(f"({len(notes) + 1}) {row['error']}")
         rows.append({**row, "partition": f"({len(notes)})" if "error" in row else show.brackets(row["boundaries"])})
+    if repeated:
+        notes.append(f"the planned order is 1F1B: {', '.join(row['partitioner'] for row in repeated)}")
     return "\n".join([show.table(_COMPARED_COLUMNS, rows), *notes])

@@ -22,9 +22,7 @@ from benchmarks.schedules.on_paper import (
     TOGETHER,
     UNIFORM,
     on_paper,
-    split_after_sending,
 )
-from dynpipe_ds.schedule import Op, order_of
 
 CASE = Case("model:early_exit:12", "static uniform", 4, 8, 6, 30.0)
 
@@ -60,15 +58,6 @@ def test_each_part_gains_by_itself_and_nothing_beats_the_work(row: replayed.Row)
 def test_messages_that_take_no_time_gain_nothing() -> None:
     paper = on_paper(replace(CASE, costs="none"))
     assert paper[TODAY].seconds == pytest.approx(paper[MESSAGES].seconds)
-
-
-def test_a_split_order_is_1f1b_with_the_second_half_after_the_gradient() -> None:
-    usual = order_of("1f1b", 3, 2)
-    split = split_after_sending(usual, 1)
-    assert split.stages[0] == usual.stages[0]
-    assert [one for one in split.stages[1] if one.op is not Op.BACKWARD_WEIGHT] == list(usual.stages[1])
-    text = str(split).split(" | ")[1]
-    assert all(f"SG{m} W{m}" in text for m in range(3))
 
 
 def test_gains_are_told_with_their_goals(row: replayed.Row, tmp_path: Path) -> None:

@@ -142,6 +142,32 @@ def test_partitions_and_orders_are_compared(dynpipe: Command) -> None:
     assert [row["order"] for row in usual["compared"]] == ["1F1B"] * (len(rows) // 2) and usual["order"] == "1F1B"
 
 
+@pytest.mark.parametrize(
+    ("stages", "more", "same"),
+    [
+        (1, (), ["optimal", "balanced", "diffusion", "simulated", "uniform"]),
+        (2, ("--current", "0,8,8", "--allow-empty-stages"), ["now"]),
+        (2, (), []),
+    ],
+)
+def test_a_planned_order_that_is_1f1b_has_no_row(
+    dynpipe: Command, stages: int, more: tuple[str, ...], same: list[str]
+) -> None:
+    """Where one stage has all layers there is no other order: a line says so, and no row of the table."""
+    command = ("plan", "profile.json", "--stages", stages, "--micro-batches", 8, "--weight-share", 0.4, *more)
+    rows = dynpipe(*command, "--json").json["compared"]
+    assert [row["partitioner"] for row in rows if row["order"] == "planned" and row["is_1f1b"]] == same
+    usual = {row["partitioner"]: row["batch_s"] for row in rows if row["order"] == "1F1B"}
+    assert all(row["batch_s"] == usual[row["partitioner"]] for row in rows if row["partitioner"] in same)
+    lines = dynpipe(*command).out.splitlines()
+    said = [line for line in lines if line.startswith("the planned order")]
+    found = [line.split()[:2] for line in lines if line not in said]
+    table = [start for start in found if start[1:] in (["1F1B"], ["planned"])]
+    shown = [row for row in rows if row["order"] == "1F1B" or row["partitioner"] not in same]
+    assert table == [[row["partitioner"], row["order"]] for row in shown]
+    assert said == ([f"the planned order is 1F1B: {', '.join(same)}"] if same else [])
+
+
 def test_memory_of_planned_orders(dynpipe: Command) -> None:
     """All keep the cap; a partition that has no room for an order says so."""
     options = ("--stages", 3, "--micro-batches", 8, "--weight-share", 0.4, "--memory-cap-bytes", 30000)

@@ -33,6 +33,7 @@ from dynpipe_ds.cli.trying.settings import (
 )
 from tests.cli.conftest import Command, Done
 from tests.distributed.ranks import reserved_port
+from tests.matrix import mostly
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 CONFIG = {
@@ -378,7 +379,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", mostly(SIGNALS, SIGNALS[:2]))
 def test_who_ends_it_ends_what_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

@@ -30,6 +30,7 @@ import psutil
 
 _WHERE_ARE_YOU = signal.SIGUSR1
 _LOOK_S = 0.2  # how often to look whether all that are left are stopped
+GRACE_S = 5.0  # for the others, to show errors of their own after a rank has failed
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.distributed.preload"])
@@ -158,8 +159,7 @@ def _collect(
             if not good and rank.rank in may_leave and rank.process.exitcode == 0:
                 rank.error = ""
             elif not good and rank.rank not in may_die:
-                # The others may wait for it for ever; a short grace shows errors of their own.
-                grace = time.monotonic() + 5
+                grace = time.monotonic() + GRACE_S  # the others may wait for it for ever
         deadline = min(deadline, grace)
     for r in pending.values():
         if r.rank in may_die:

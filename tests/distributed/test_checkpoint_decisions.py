@@ -26,7 +26,7 @@ from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import MIGRATE, Point
 
-NUM_BATCHES, FAILS_FROM = 28, 12
+NUM_BATCHES, NUM_ORDERED, FAILS_FROM = 28, 17, 12
 SECTION = {"enabled": True, "rebalance_every": "auto", "profile_batches": 3, "schedule": "1f1b"}
 
 # By name of the run: what its moves cost, in seconds (a batch takes about half a second), and after which
@@ -37,6 +37,8 @@ RUNS: dict[str, tuple[float, list[int]]] = {
     "dear moves": (40.0, [3, 24]),
     "orders": (0.05, [3, 14]),  # planned with partitions; batch 3 lies between the two trials
 }
+TYPICAL = [("cheap moves", 18), ("dear moves", 3), ("dear moves", 24), ("orders", 3)]
+ALL = [(name, first) for name, (_, save_after) in RUNS.items() for first in save_after]
 
 PROFILE_S = 0.0075  # what a profile is told to cost; a batch is told to take 1 s
 
@@ -98,7 +100,7 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
     fault: Callable[[], Any] | None = None
     with told(rank, now, cost_s), patch.object(Balancer, "judge", worth_it), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for batch in range(first, NUM_BATCHES):
+        for batch in range(first, NUM_ORDERED if name == "orders" else NUM_BATCHES):
             now["batch"] = batch
             if batch == FAILS_FROM:
                 armed = Point("", MIGRATE + "Migration._allocate", after=True).arm(out_of_memory if rank == 1 else int)
@@ -133,7 +135,12 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str,
     return run_ranks(uninterrupted, 3, folder, timeout_s=300.0), folder
 
 
-def test_a_resumed_run_decides_as_the_uninterrupted_one(whole_runs: tuple[list[dict[str, Any]], str]) -> None:
+@pytest.mark.parametrize(
+    "cases", [pytest.param(TYPICAL, id="typical"), pytest.param(ALL, id="all", marks=pytest.mark.exhaustive)]
+)
+def test_a_resumed_run_decides_as_the_uninterrupted_one(
+    whole_runs: tuple[list[dict[str, Any]], str], cases: list[tuple[str, int]]
+) -> None:
     whole, folder = whole_runs
     cheap, dear, _ = (whole[0][name]["partitions"] for name in RUNS)
     moves = [batch for batch in range(1, NUM_BATCHES) if cheap[batch] != cheap[batch - 1]]
@@ -147,7 +154,6 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(whole_runs: tuple[list[d
     profiled = whole[0]["dear moves"]["profiled"]
     assert 24 not in profiled or 25 not in profiled, "it goes on where some batches are not profiled"
     assert FAILS_FROM in profiled or FAILS_FROM + 1 in profiled
-    cases = [(name, first) for name, (_, save_after) in RUNS.items() for first in save_after]
     results = run_ranks(resumed, 3, folder, cases, timeout_s=300.0)
     for rank, parts in enumerate(results):
         for (name, first), part in zip(cases, parts, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import deepspeed
@@ -152,33 +152,63 @@ class Shift(nn.Module):
         return x + self.bias
 
 
-def depends_on_cut(plain: bool, run: Run, cuts: Sequence[list[int]] = CUTS, transposed: bool = False) -> bool:
-    first, second = run_ranks(at_each, 2, cuts, losses_at_cut, plain, run, transposed)[0]
-    return bool(first != second)
+class Case(NamedTuple):
+    """A run that is trained at two cuts, with both classes."""
+
+    run: Run
+    cuts: tuple[list[int], list[int]] = CUTS
+    transposed: bool = False
+
+
+FEW = Run(num_stages=2, num_batches=5)
+LAYOUT, NEITHER, CLIPPING, DROPOUT = CASES = (
+    Case(replace(FEW, num_batches=20), ([0, 8, 10], [0, 1, 10]), transposed=True),
+    Case(replace(FEW, dropout=0.2)),
+    Case(replace(FEW, config={"gradient_clipping": 0.05})),
+    Case(replace(FEW, dropout=0.3, checkpoint_interval=1)),
+)
+Depends = Callable[[Case, bool], bool]
+
+
+def losses_of_cases(_rank: int) -> list[list[list[list[float]]]]:
+    """By case, class and cut."""
+    return [
+        [[losses_at_cut(cut, plain, run, transposed) for cut in cuts] for plain in (False, True)]
+        for run, cuts, transposed in CASES
+    ]
+
+
+@pytest.fixture(scope="module")
+def depends_on_cut() -> Depends:
+    """Whether the losses of a case depend on the cut, with DeepSpeed's class or ours; all cases in one world."""
+    found = run_ranks(losses_of_cases, 2)[0]
+
+    def depends(case: Case, plain: bool) -> bool:
+        first, second = found[CASES.index(case)][plain]
+        return bool(first != second)
+
+    return depends
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
-def test_the_layout_of_gradients_that_cross_a_cut(plain: bool) -> None:
+def test_the_layout_of_gradients_that_cross_a_cut(depends_on_cut: Depends, plain: bool) -> None:
     """A kernel adds up a transposed gradient in another order than a contiguous one, which DeepSpeed receives."""
-    run = Run(num_stages=2, num_batches=20)
-    assert depends_on_cut(plain, run, ([0, 8, 10], [0, 1, 10]), transposed=True) == plain
+    assert depends_on_cut(LAYOUT, plain) == plain
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
-def test_without_clipping_and_checkpointing_neither_depends(plain: bool) -> None:
-    assert not depends_on_cut(plain, Run(num_stages=2, num_batches=5, dropout=0.2))
+def test_without_clipping_and_checkpointing_neither_depends(depends_on_cut: Depends, plain: bool) -> None:
+    assert not depends_on_cut(NEITHER, plain)
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
-def test_fp32_clipping_counts_the_first_stage_only(plain: bool) -> None:
-    run = Run(num_stages=2, num_batches=5, config={"gradient_clipping": 0.05})
-    assert depends_on_cut(plain, run) == plain
+def test_fp32_clipping_counts_the_first_stage_only(depends_on_cut: Depends, plain: bool) -> None:
+    assert depends_on_cut(CLIPPING, plain) == plain
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["deepspeed", "ours"])
-def test_dropout_under_activation_checkpointing(plain: bool) -> None:
-    run = Run(num_stages=2, num_batches=5, dropout=0.3, checkpoint_interval=1)
-    assert depends_on_cut(plain, run) == plain
+def test_dropout_under_activation_checkpointing(depends_on_cut: Depends, plain: bool) -> None:
+    assert depends_on_cut(DROPOUT, plain) == plain
 
 
 def global_norms(cut: list[int]) -> tuple[float, float]:

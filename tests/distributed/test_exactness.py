@@ -40,7 +40,7 @@ ALL_OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "optimizer", mostly(ALL_OPTIMIZERS, ["adamw", "sgd", "zero1", "bf16_zero1_fp32_sums", "fp16_zero1"])
+    "optimizer", mostly(ALL_OPTIMIZERS, ["adamw", "bf16_zero1_fp32_sums", "fp16_zero1"])
 )
 def test_three_stages_with_clipping_and_schedule(optimizer: str) -> None:
     if optimizer == "fused_adamw" and not fused_adam_is_built():
@@ -60,7 +60,7 @@ def test_two_and_four_stages(optimizer: str, stages: int) -> None:
     compare(Run(num_stages=stages, config={**ALL_OPTIMIZERS[optimizer], **CLIP}), MOVES[stages])
 
 
-@pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["zero1", "bf16"]))
+@pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["bf16"]))
 def test_two_stages_with_two_replicas(optimizer: str) -> None:
     run = Run(num_stages=2, config={**ALL_OPTIMIZERS[optimizer], **CLIP, **WARMUP})
     compare(run, MOVES[2], replicas=2)
@@ -82,7 +82,7 @@ def test_client_optimizers_with_two_groups(client: str) -> None:
     ("client", "zero"),
     mostly(
         product(["adamw_object_scheduler", "adamw_callable"], ["zero1", "bf16_zero1"]),
-        [("adamw_callable", "zero1"), ("adamw_object_scheduler", "bf16_zero1")],
+        [("adamw_callable", "zero1")],
     ),
 )
 def test_client_optimizers_under_zero(client: str, zero: str) -> None:
@@ -106,7 +106,7 @@ def test_non_reentrant_checkpointing_with_dropout() -> None:
     compare(Run(num_stages=3, dropout=0.3, config=config), MOVES[3])
 
 
-@pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["adamw", "zero1"]))
+@pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["adamw"]))
 def test_tied_layers_apart_together_and_apart_again(optimizer: str) -> None:
     run = Run(num_stages=3, tied=True, config={**ALL_OPTIMIZERS[optimizer], **CLIP})
     compare(run, MOVES[3])

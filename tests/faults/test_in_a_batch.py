@@ -159,8 +159,8 @@ CASES = {
     for fault in FAULTS for order in ORDERS for num_ranks in (2, 3, 4)
 }
 TYPICAL = {
-    "a forward of the first stage, planned, 3 ranks", "a backward of the last stage, planned, 4 ranks",
-    "data of the last stage, 1f1b, 2 ranks", "a forward of the last stage in evaluation, 1f1b, 3 ranks",
+    "a forward of the first stage, planned, 3 ranks", "data of the last stage, 1f1b, 2 ranks",
+    "a forward of the last stage in evaluation, 1f1b, 3 ranks",
 }
 
 

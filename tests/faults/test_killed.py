@@ -35,12 +35,10 @@ TYPICAL = {
     "profiling: before the backward",
     "planning: before ranks compare their plans",
     "migration: after state travelled",
-    "saving: before the third file",
     "saving: before it gets its name",
     "saving: before latest is replaced",
     "saving over it: between two renames",
     "loading: while layers move",
-    "loading: before optimizer state",
 }
 ON_OTHERS = [
     "profiling: before profiles are exchanged",

@@ -34,7 +34,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("stages", "ranks", "optimizer"), 
-    mostly([(2, 2, "fp32_adamw"), (3, 3, "fp32_adamw"), (2, 4, "zero1_adamw")], [(3, 3, "fp32_adamw")]),
+    mostly([(2, 2, "fp32_adamw"), (3, 3, "fp32_adamw"), (2, 4, "zero1_adamw")], [(2, 2, "fp32_adamw")]),
 )
 def test_same_bits_whatever_the_partition(stages: int, ranks: int, optimizer: str) -> None:
     """Losses, skips, weights; blocks are skipped more and more, the last ones most."""

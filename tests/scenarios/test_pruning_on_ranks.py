@@ -33,7 +33,7 @@ BOTH = {"parts": {"pruning": SCHEDULE, "freezing": {"batches": [2, 4, 6], "froze
             pytest.param(Job("pruning", BLOCKS, stages=2), 4, id="PP2xDP2-blocks"),
             pytest.param(Job("pruning_freezing", BOTH, stages=2, optimizer="zero1_adamw"), 4, id="PP2xDP2-freezing"),
         ],
-        ["PP3-ZeRO1", "PP2-bf16", "PP2xDP2-blocks"],
+        ["PP3-ZeRO1", "PP2xDP2-blocks"],
     ),
 )
 def test_same_bits_whatever_the_partition(job: Job, ranks: int) -> None:

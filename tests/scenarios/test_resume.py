@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,11 @@ from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point
+from tests.once import Once
 from tests.scenarios.test_train import ROOT, launch_command
 
-BATCHES = 60
+BATCHES, FEW = 60, 20
+Uninterrupted = Callable[[int], dict[str, Any]]
 
 
 def settings_for(folder: Path, *, stages: int = 2, batches: int = BATCHES, **changes: Any) -> Settings:
@@ -117,22 +120,26 @@ def assert_same_losses(results: dict[str, Any], reference: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of the job on two ranks, without checkpoints."""
-    settings = settings_for(tmp_path_factory.mktemp("job") / "whole", run={"save_every": 0})
-    results, printed = finish(settings, 2)
-    assert "continuing" not in printed and "resumed" not in printed
-    return results
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """Results of the job's first batches on two ranks, without checkpoints; each number of batches runs once."""
+
+    def run(batches: int) -> dict[str, Any]:
+        settings = settings_for(tmp_path_factory.mktemp("job") / "whole", batches=batches, run={"save_every": 0})
+        results, printed = finish(settings, 2)
+        assert "continuing" not in printed and "resumed" not in printed
+        return results
+
+    return Once(run)
 
 
 @pytest.mark.exhaustive
-def test_killed_twice_and_continued_on_more_ranks(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_twice_and_continued_on_more_ranks(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """Also the timing is honest: what was lost is not counted, nor the first window after a start."""
     draw, folder = random.Random(7), tmp_path / "out"
     for _ in range(2):
         kill(settings_for(folder), 2, draw.randrange(2), in_batch(draw.randrange(30, 55)))
     results, printed = finish(settings_for(folder, stages=3), 3)
-    assert_same_losses(results, uninterrupted)
+    assert_same_losses(results, uninterrupted(BATCHES))
     static, dynamic = results["runs"]
     assert len(static["losses"]) == BATCHES and results["losses_equal_bits"]
     first, second = static["resumed_at"]
@@ -145,7 +152,7 @@ def test_killed_twice_and_continued_on_more_ranks(uninterrupted: dict[str, Any],
     assert len(dynamic["boundaries"]) == 4 and dynamic["num_rebalances"] > 0
 
 
-def test_asked_to_end(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+def test_asked_to_end(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """One rank is told; all end together after the turn, and nothing is lost."""
     settings = settings_for(tmp_path / "out", batches=14)
     stop = Stop(1, signal.SIGTERM, in_batch(6))  # in the second batch of the static run's first timed window
@@ -153,19 +160,19 @@ def test_asked_to_end(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
         assert ended.startswith("InterruptedRunError: asked to end after 2 and 5 batches; saved in"), ended
     results, printed = finish(settings, 2)
     assert "continuing an interrupted run after batch 2 and 5 of 14" in printed
-    assert_same_losses(results, uninterrupted)
+    assert_same_losses(results, uninterrupted(FEW))
     assert [run["resumed_at"] for run in results["runs"]] == [[2], [5]]
 
 
-def test_killed_between_the_two_saves(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
+def test_killed_between_the_two_saves(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """The run that was saved goes back to the moment of the other one."""
-    settings = settings_for(tmp_path / "out", batches=20)
+    settings = settings_for(tmp_path / "out", batches=FEW)
     kill(settings, 2, 0, Point("between the saves", "scenarios.compare:Contender.save", after=True, call=3))
     folders = {label: sorted((tmp_path / f"out/checkpoints/{label}").iterdir()) for label in ("static", "dynamic")}
     assert [len(found) for found in folders.values()] == [2, 1]
     results, _ = finish(settings, 2)
     assert [run["resumed_at"] for run in results["runs"]] == [[8], [8]]
-    assert_same_losses(results, uninterrupted)
+    assert_same_losses(results, uninterrupted(FEW))
 
 
 def test_what_is_found_decides(tmp_path: Path) -> None:

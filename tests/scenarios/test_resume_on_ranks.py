@@ -52,13 +52,6 @@ CHANGING = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
-    """All scenarios on two stages, trained to the end and saved in the middle."""
-    folder = str(tmp_path_factory.mktemp("stopped"))
-    return run_ranks(train_and_save, 2, JOBS, folder, timeout_s=240), folder
-
-
 # Each on as many stages or on another number here, and on both in the matrix.
 ON_TWO = ("pruning", "freezing_egeria", "early_exit", "moe", "mod", "sparse_attention", "pruning_freezing")
 ON_THREE = tuple(name for name in JOBS if name not in ON_TWO)
@@ -67,11 +60,15 @@ ON_THREE = tuple(name for name in JOBS if name not in ON_TWO)
 @pytest.fixture(scope="module", params=[
     pytest.param(ON_TWO, id="2 stages", marks=pytest.mark.exhaustive), pytest.param(ON_THREE, id="2 to 3 stages"),
 ])
-def continued(request: pytest.FixtureRequest, stopped: tuple[list[Any], str]) -> tuple[Any, list[Any], list[Any]]:
-    """Names, and results of the whole runs and of those that were continued."""
-    stages = 2 if request.param is ON_TWO else 3
-    jobs = {name: replace(JOBS[name], stages=stages) for name in request.param}
-    return request.param, stopped[0], run_ranks(go_on, stages, jobs, stopped[1], timeout_s=240)
+def continued(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, list[Any], list[Any]]:
+    """Names, and results of whole runs on two stages, saved in the middle, and of those that went on from there."""
+    folder, stages = str(tmp_path_factory.mktemp("stopped")), 2 if request.param is ON_TWO else 3
+    jobs = {name: JOBS[name] for name in request.param}
+    whole = run_ranks(train_and_save, 2, jobs, folder, timeout_s=240)
+    jobs = {name: replace(job, stages=stages) for name, job in jobs.items()}
+    return request.param, whole, run_ranks(go_on, stages, jobs, folder, timeout_s=240)
 
 
 def test_scenarios_go_on(continued: tuple[Any, list[Any], list[Any]]) -> None:
