@@ -23,7 +23,7 @@ OWN, USUAL, AUTO, ROOMY = "DeepSpeed's own engine", "1F1B", "auto", "auto, activ
 NEEDED_BUBBLE = 0.12
 GOALS = {"scenario": 1.03, AUTO: 1.02, ROOMY: 1.04}
 LEAST = 0.99
-SIZE = ("run.batches=64", "run.warmup_batches=16", "run.window=4")
+SIZE = ("run.batches=48", "run.warmup_batches=16", "run.window=4")
 WIDE = ("model.hidden=512", "model.heads=8", "model.depth=8", "ds.gradient_accumulation_steps=4")
 """Splitting a backward costs a few percent here; at hidden size 256 and 256 tokens a micro-batch about a tenth."""
 NARROW = "none, hidden size 256"
