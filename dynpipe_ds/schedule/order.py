@@ -128,10 +128,13 @@ class Order:
         return frozenset(m for op, m in self.stages[stage] if op is Op.BACKWARD_WEIGHT)
 
     def may_wait(self, layer_stages: Sequence[int]) -> list[bool]:
-        """Of each layer whether its weight gradients are among those that ``W`` computes.
+        """Which layers' weight gradients are among those that ``W`` computes, where a stage splits a backward.
 
         Args:
             layer_stages: of each of L layers its stage.
+
+        Returns:
+            L truth values.
         """
         return waiting_layers(self.late, layer_stages)
 
