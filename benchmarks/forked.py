@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -87,6 +88,7 @@ def _run(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
         function(pipe.send if rank == 0 else _nowhere, *args)
     except BaseException as error:
@@ -97,6 +99,14 @@ def _run(
         os._exit(1)
     file.flush()
     os._exit(0)
+
+
+def _end_with_starter() -> None:
+    """Who started the ranks may be killed, and then nobody else ends them."""
+    starter = multiprocessing.parent_process()
+    if starter is not None:
+        wait([starter.sentinel])
+        os._exit(1)
 
 
 def _nowhere(value: Any) -> None:

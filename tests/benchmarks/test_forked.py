@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +48,32 @@ def test_a_rank_that_fails_alone_is_named_and_ends_the_others(how: str, said: st
     with pytest.raises(RankError, match=said) as caught:
         list(run_forked(_fail, 3, how))
     assert "rank 0" not in str(caught.value) and not multiprocessing.active_children()
+
+
+STARTER = """
+from benchmarks.forked import run_forked
+from tests.benchmarks.test_forked import wait_for_ever
+
+if __name__ == "__main__":
+    for pid in run_forked(wait_for_ever, 2):
+        print("rank", pid, flush=True)
+"""
+
+
+def wait_for_ever(send: Send) -> None:
+    send(os.getpid())
+    time.sleep(600)
+
+
+def test_ranks_end_with_who_started_them(tmp_path: Path) -> None:
+    (tmp_path / "starter.py").write_text(STARTER)
+    command = [sys.executable, str(tmp_path / "starter.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."}) as starter:
+        assert starter.stdout is not None
+        rank = next(int(line.split()[1]) for line in starter.stdout if line.startswith("rank"))
+        starter.kill()
+    gone_by_s = time.monotonic() + 20
+    while os.path.exists(f"/proc/{rank}") and time.monotonic() < gone_by_s:
+        time.sleep(0.1)
+    state = Path(f"/proc/{rank}/stat").read_text().split()[2] if os.path.exists(f"/proc/{rank}") else "gone"
+    assert state in ("gone", "Z")
