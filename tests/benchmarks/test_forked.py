@@ -65,6 +65,7 @@ def wait_for_ever(send: Send) -> None:
     time.sleep(600)
 
 
+@pytest.mark.exhaustive
 def test_ranks_end_with_who_started_them(tmp_path: Path) -> None:
     (tmp_path / "starter.py").write_text(STARTER)
     command = [sys.executable, str(tmp_path / "starter.py")]

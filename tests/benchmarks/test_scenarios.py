@@ -150,6 +150,7 @@ TINY = (
     "scenario=freezing", "model=gpt_tiny", "run.batches=8", "run.window=2", "ds.gradient_accumulation_steps=2",
     "scenario.batches=[2]", "scenario.frozen=[0.5]", "ds.dynamic_pipeline.rebalance_every=3",
     "ds.dynamic_pipeline.min_gain=0",
+    "ds.dynamic_pipeline.schedule=1f1b",  # a trial's profile tells the whole backwards only
 )
 
 

@@ -91,7 +91,7 @@ def test_auto_never_rebalances_what_is_balanced() -> None:
 
 def fixed_interval(_rank: int, folder: str) -> Any:
     engine, events = engine_of(
-        [0, 2, 8], {"rebalance_every": 2, "profile_batches": 1},
+        [0, 2, 8], {"rebalance_every": 2, "profile_batches": 1, "schedule": "1f1b"},  # or an order may be better so
         csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"},
     )
     train(engine, 1)
