@@ -16,7 +16,7 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
-from dynpipe_ds.planning.planner import EFFORT
+from dynpipe_ds.planning.planner import EFFORT, num_computations
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
 
@@ -124,7 +124,7 @@ class Orders:
         Args:
             profile: of any batch.
         """
-        return self._effort >= 2 * 3 * (len(profile.boundaries) - 1) * profile.num_micro_batches
+        return self._effort >= 2 * num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
 
     def knows(self, boundaries: Sequence[int]) -> bool:
         """Whether the best order for a partition was found since the newest batch.
@@ -187,8 +187,8 @@ class Orders:
             )
         except ValueError:  # its layers leave no room under the caps that were given
             return None
-        least = 3 * planned.order.num_stages * planned.order.num_micro_batches  # computations of a batch
-        self._effort -= max(2 * least, min(effort, 5 * least))
+        size = num_computations(planned.order.num_stages, planned.order.num_micro_batches)
+        self._effort -= max(2 * size, min(effort, 5 * size))
         if planned.is_1f1b:
             return None
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)

@@ -51,6 +51,7 @@ class InFlight:
         self._owed: Counter[Tensor] = Counter()
         self._layers: dict[Any, int] = {}
         self._num_late: int | None = None
+        self._prompt: frozenset[Any] | None = None
         self._refused: str | None = None
         self._reasons: dict[str, None] = {}
 
@@ -66,7 +67,7 @@ class InFlight:
             num_late: how many layers of this stage, from its first one on, wait for the second half of a backward;
                 ``None``: all.
         """
-        self._num_late = num_late
+        self._num_late, self._prompt = num_late, None
         self.losses.clear()
         self.gradients.clear()
         self.halves.clear()
@@ -100,15 +101,17 @@ class InFlight:
         return self._layers
 
     def prompt(self, engine: Any) -> frozenset[Any]:
-        """Parameters of layers that do not wait for the second half of a backward.
+        """Parameters of layers that do not wait for the second half of a backward; found once a batch.
 
         Args:
             engine: of this stage.
         """
         if self._num_late is None:
             return frozenset()
-        first = engine.module.parts[engine.stage_id] + self._num_late
-        return frozenset(p for p, layer in self.layers_of(engine.module).items() if layer >= first)
+        if self._prompt is None:
+            first = engine.module.parts[engine.stage_id] + self._num_late
+            self._prompt = frozenset(p for p, layer in self.layers_of(engine.module).items() if layer >= first)
+        return self._prompt
 
     def owe(self, half: ParameterHalf) -> None:
         """Note that parameters get a gradient later.

@@ -61,7 +61,7 @@ def activation_caps(
 
 
 def late_layers(
-    profile: PipelineProfile, boundaries: Placement | Sequence[int], activation_caps: Sequence[int],
+    profile: PipelineProfile, boundaries: Placement | Sequence[int], cap_bytes: Sequence[int],
     weight_bytes: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Of how many layers of each stage, from the first one on, the gradients of weights may wait.
@@ -73,7 +73,7 @@ def late_layers(
     Args:
         profile: bytes of every layer.
         boundaries: S + 1 layer indices, or a placement that is a partition.
-        activation_caps: S most bytes of activations.
+        cap_bytes: S most bytes of activations, as :func:`activation_caps` has them.
         weight_bytes: L bytes that a layer holds between both halves of a backward; ``None``: its activation bytes.
 
     Returns:
@@ -82,7 +82,7 @@ def late_layers(
     placement = Placement.of(boundaries, num_layers=len(profile.layers))
     waiting = placement.by_stage(profile.activation_bytes() if weight_bytes is None else weight_bytes)
     found, are_all = [], True
-    for held, waits, cap in zip(placement.by_stage(profile.activation_bytes()), waiting, activation_caps, strict=True):
+    for held, waits, cap in zip(placement.by_stage(profile.activation_bytes()), waiting, cap_bytes, strict=True):
         sums = list(accumulate(waits))
         found.append(sum(num_bytes <= cap - sum(held) for num_bytes in sums))
         are_all &= found[-1] == len(sums)

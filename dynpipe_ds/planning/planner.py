@@ -87,7 +87,8 @@ def plan_order(
 
 def _shortest(workload: Workload, caps: Sequence[int], least_s: float, effort: int) -> Listing:
     """Of several runs; of equal ones the first. Nothing is shorter than ``least_s``, so the tries end there."""
-    policies = first_policies(workload.num_stages, max(2, effort // num_computations(workload)))
+    size = num_computations(workload.num_stages, workload.num_micro_batches)
+    policies = first_policies(workload.num_stages, max(2, effort // size))
     best = list_order(workload, caps, policies[0])
     for policy in policies[1:]:
         if best.seconds <= least_s * (1 + SAME):
@@ -98,9 +99,14 @@ def _shortest(workload: Workload, caps: Sequence[int], least_s: float, effort: i
     return best
 
 
-def num_computations(workload: Workload) -> int:
-    """Forwards, backwards and weight gradients of a batch, at most."""
-    return 3 * workload.num_stages * workload.num_micro_batches
+def num_computations(num_stages: int, num_micro_batches: int) -> int:
+    """Forwards, backwards and weight gradients of a batch, at most.
+
+    Args:
+        num_stages: S.
+        num_micro_batches: M.
+    """
+    return 3 * num_stages * num_micro_batches
 
 
 def checked_caps(workload: Workload, given: int | Sequence[int] | None, usual: Simulation) -> tuple[int, ...]:

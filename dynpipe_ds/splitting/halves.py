@@ -8,7 +8,7 @@ gradients and lets autograd carry them on to the parameters, with all hooks on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -47,7 +47,7 @@ class ParameterHalf:
 
     def run(
         self, begins: Callable[[Tensor, Callable[[], None]], object] | None = None,
-        only: Collection[Tensor] | None = None,
+        only: Set[Tensor] | None = None,
     ) -> frozenset[Tensor]:
         """Compute the gradients and add them up, those that are left.
 
@@ -79,7 +79,7 @@ class ParameterHalf:
         adding.finish()
         return frozenset(map(_variable, adding.leaves))
 
-    def _those(self, only: Collection[Tensor] | None) -> list[Node]:
+    def _those(self, only: Set[Tensor] | None) -> list[Node]:
         """Products that are left and reach only some parameters, and none that a product reaches which must wait."""
         if only is None:
             return list(self._sides)
