@@ -2,7 +2,7 @@
 
 Seen from the outputs, the graph has a trunk, the nodes from which an input is reached, and sides, which leave it for
 parameters. Of a matrix product on the trunk the side waits: its gradient takes as long as the trunk's, and nobody needs
-it before the optimizer's step. All other sides, those of norms, of functions of the user's own, of what is
+it before the optimizer's step. All other sides, those of norms, of most functions of the user's own, of what is
 recomputed, are cheap or can't be run twice: they are computed along with the trunk.
 
 Nearly all micro-batches have graphs of the same shape, so what follows from the shape alone is kept
@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from dynpipe_ds.splitting.functions import PartialBackward
 from dynpipe_ds.splitting.shape import Shape, kind_of, plan_cut
 
 
@@ -34,12 +35,14 @@ class Side:
         edges: where they go.
         leaves: nodes of the parameters that are reached.
         passed: nodes that nobody needs from the moment on at which the product gets its gradient.
+        function: asks for these gradients, if the product is a function of somebody's own.
     """
 
     places: tuple[int, ...]
     edges: tuple[GradientEdge, ...]
     leaves: tuple[Node, ...]
     passed: tuple[Node, ...]
+    function: PartialBackward | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def find_cut(roots: Sequence[Node], inputs: Iterable[Node]) -> Cut:
     for i, places, leaves, passed in plan.waiting:
         edges = nodes[i].next_functions
         there = tuple([GradientEdge(*edges[place]) for place in places])  # type: ignore[arg-type]
-        waiting[nodes[i]] = Side(places, there, those(leaves), those(passed))
+        function = PartialBackward(nodes[i], places) if kind_of(type(nodes[i])).is_function else None
+        waiting[nodes[i]] = Side(places, there, those(leaves), those(passed), function)
     return Cut(waiting, those(plan.at_once), those(plan.spent), plan.has_functions, plan.has_shared)
 
 

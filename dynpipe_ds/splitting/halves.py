@@ -93,10 +93,15 @@ class ParameterHalf:
 
     def _compute(self, node: Node, side: Side, adding: _Adding) -> None:
         """Compute what a product's side gets. Nothing of it lives on here: the next one's takes its memory."""
-        found = node(*self._gradients.pop(node))  # type: ignore[operator]
-        found = found if isinstance(found, tuple) else (found,)
-        for place, edge in zip(side.places, side.edges, strict=True):
-            adding.add(edge, found[place])
+        gradients = self._gradients.pop(node)
+        if side.function is not None:
+            found = side.function.compute(gradients)
+        else:
+            computed = node(*gradients)  # type: ignore[operator]
+            computed = computed if isinstance(computed, tuple) else (computed,)
+            found = [computed[place] for place in side.places]
+        for edge, gradient in zip(side.edges, found, strict=True):
+            adding.add(edge, gradient)
         release((node,))
 
 
@@ -120,8 +125,9 @@ class _Adding:
         if gradient is None:
             return
         # As autograd does between two nodes: what was spread over an axis is added up over it.
-        shape = edge.node._input_metadata[edge.output_nr].shape
-        gradient = gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+        about = edge.node._input_metadata[edge.output_nr]
+        gradient = gradient if gradient.shape == about.shape else gradient.sum_to_size(about.shape)
+        gradient = gradient if gradient.dtype == about.dtype else gradient.to(about.dtype)
         self._edges.append(edge)
         self._gradients.append(gradient)
         self._num_bytes += gradient.nbytes
@@ -167,9 +173,14 @@ def backward_inputs(
     noted: dict[Node, tuple[Tensor | None, ...]] = {}
     note = _note_copy if cut.has_functions else _note
     handles = [node.register_prehook(partial(note, noted, node, side.passed)) for node, side in cut.waiting.items()]
+    functions = [side.function for side in cut.waiting.values() if side.function is not None]
+    for function in functions:
+        function.begin()
     try:
         found = _gradients(outputs, gradients, inputs, cut)
     except Exception as error:
+        for function in functions:
+            function.restore()
         if any(side.passed for side in cut.waiting.values()):  # what was let go of can't run again
             raise
         raise CantBeSplit(f"{type(error).__name__}: {error}") from error

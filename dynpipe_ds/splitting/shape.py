@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
+
+from dynpipe_ds.splitting.functions import DECLARATION
 
 _PRODUCTS = frozenset({
     "AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0", "AddmvBackward0",
@@ -39,7 +41,7 @@ class Kind(NamedTuple):
     """What can be said of all nodes of a class; asking each of them takes longer.
 
     Attributes:
-        is_product: whether it is a product of matrices.
+        is_product: whether it is a product of matrices, or a function of somebody's own that is as good as one.
         is_leaf: whether it adds up a parameter's gradient.
         is_function: whether it is a function of somebody's own.
         leaves_gradients_alone: whether that function is known not to change its gradients in place.
@@ -62,8 +64,10 @@ def kind_of(cls: type) -> Kind:
     """
     name, is_function, prefix = cls.__name__, issubclass(cls, BackwardCFunction), "_raw_saved_"
     saved = [prefix + what for what in _attributes(cls, prefix) if what not in _SMALL.get(name, ())]
-    alone = is_function and getattr(cls._forward_cls, "leaves_gradients_alone", False)  # type: ignore[attr-defined]
-    return Kind(name in _PRODUCTS, hasattr(cls, "variable"), is_function, alone, tuple(saved))
+    declared: Any = cls._forward_cls if is_function else None  # type: ignore[attr-defined]
+    alone = getattr(declared, "leaves_gradients_alone", False)
+    is_product = name in _PRODUCTS or getattr(declared, DECLARATION, False)
+    return Kind(is_product, hasattr(cls, "variable"), is_function, alone, tuple(saved))
 
 
 def _attributes(cls: type, prefix: str) -> list[str]:

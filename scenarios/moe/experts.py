@@ -12,6 +12,8 @@ from scenarios.kernels import choose, sum_rows
 
 
 class _TakeRows(torch.autograd.Function):
+    leaves_gradients_alone = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
@@ -25,6 +27,8 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _AddRows(torch.autograd.Function):
+    leaves_gradients_alone = True
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(index)

@@ -125,6 +125,8 @@ def plan_exchange(counts: Tensor, group: dist.ProcessGroup) -> Exchange:
 
 
 class _There(torch.autograd.Function):
+    leaves_gradients_alone = True
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
@@ -136,6 +138,8 @@ class _There(torch.autograd.Function):
 
 
 class _Back(torch.autograd.Function):
+    leaves_gradients_alone = True
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange

@@ -5,7 +5,9 @@ Activations come and go as ``[…, features]``. Sparse and block products work o
 result is that memory seen as ``[…, features]``: as long as what follows is elementwise and then another such
 product, nothing is ever transposed.
 
-Autograd of ``csr @ x`` would make a dense weight gradient; these functions make it at the non-zeros alone.
+Autograd of ``csr @ x`` would make a dense weight gradient; these functions make it at the non-zeros alone. They
+compute no gradient that ``ctx.needs_input_grad`` does not ask for and change none in place, and say so: a backward
+can be split there.
 """
 
 from __future__ import annotations
@@ -108,6 +110,9 @@ def _multiply(csr: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 class MaskedProduct(torch.autograd.Function):
     """``x @ weight.T + bias`` with a dense weight; pruned elements get no gradient."""
 
+    leaves_gradients_alone = True
+    backward_can_be_split = True
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, work: Work) -> Tensor:
         """Multiply.
@@ -149,6 +154,9 @@ class CSRProduct(torch.autograd.Function):
 
     Computed in float32 at least: neither MKL nor ``sampled_addmm`` takes bfloat16.
     """
+
+    leaves_gradients_alone = True
+    backward_can_be_split = True
 
     @staticmethod
     def forward(
@@ -198,6 +206,9 @@ class CSRProduct(torch.autograd.Function):
 
 class BlockProduct(torch.autograd.Function):
     """``x @ weight.T + bias`` where groups of rows share the columns they keep: small dense products."""
+
+    leaves_gradients_alone = True
+    backward_can_be_split = True
 
     @staticmethod
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,43 @@ class Product(torch.autograd.Function):
         Product.num_backwards += 1
         x, weight = ctx.saved_tensors
         return gradient @ weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+class InParts(torch.autograd.Function):
+    """A product that computes no gradient it is not asked for; its weight is kept in another precision."""
+
+    leaves_gradients_alone = True
+    backward_can_be_split = True
+    asked: ClassVar[list[tuple[bool, ...]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, times: int, x: Tensor, bias: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.times = times
+        y = times * (x @ weight.float())
+        return (y if bias is None else y + bias), x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_sum: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        _, wants_x, wants_bias, wants_weight = ctx.needs_input_grad
+        InParts.asked.append((wants_x, wants_bias, wants_weight))
+        scaled = gradient * ctx.times
+        return (
+            None, scaled @ weight.float().t() + of_sum if wants_x else None,
+            gradient.flatten(0, -2).sum(0) if wants_bias else None,
+            x.flatten(0, -2).t() @ scaled.flatten(0, -2) if wants_weight else None,
+        )  # fmt: skip
+
+
+class Parted(nn.Module):
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
+        self.bias = nn.Parameter(torch.randn(WIDTH)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(InParts.apply(2, x, self.bias, self.weight)[0])
 
 
 class InPlace(torch.autograd.Function):
@@ -236,6 +273,7 @@ BLOCKS: dict[str, Callable[[], Callable[[Value], Value]]] = {
     "attention": lambda: _stage(Attention(), Mlp(), Attention()),
     "dropout": lambda: _stage(Mlp(dropout=0.3), Mlp(dropout=0.3)),
     "function": lambda: _stage(Own(), Mlp(), Own()),
+    "function in parts": lambda: _stage(Parted(), Mlp(), Parted(bias=False)),
     "in place on a gradient": lambda: _stage(Changing(), Changing()),
     "two uses": lambda: _stage(Sharing(2)),
     "five uses": lambda: _stage(Mlp(), Sharing(5)),

@@ -12,7 +12,19 @@ from torch import Tensor, nn
 
 from dynpipe_ds.splitting.graph import CantBeSplit
 from dynpipe_ds.splitting.halves import ParameterHalf, backward_inputs
-from tests.splitting.blocks import BLOCKS, WIDTH, Attention, Frozen, Mlp, Product, Recomputed, Refusing
+from tests.splitting.blocks import (
+    BLOCKS,
+    WIDTH,
+    Attention,
+    Frozen,
+    InParts,
+    Mlp,
+    Own,
+    Parted,
+    Product,
+    Recomputed,
+    Refusing,
+)  # fmt: skip
 
 
 def build(name: str) -> nn.Module:
@@ -124,6 +136,32 @@ def test_a_function_runs_once() -> None:
     assert Product.num_backwards == 2
     half.run()
     assert Product.num_backwards == 2
+
+
+def test_a_function_in_parts_is_asked_for_each_gradient_once() -> None:
+    stage = build("function in parts")
+    InParts.asked.clear()
+    x, outputs, gradients = forward(stage, 0)
+    half = backward_inputs(outputs, gradients, [x])
+    assert InParts.asked == [(True, False, False)] * 2
+    half.run()
+    assert InParts.asked[2:] == [(False, False, True), (False, True, True)]
+
+
+def test_a_function_in_parts_that_can_not_be_split_is_asked_for_all() -> None:
+    stage = nn.Sequential(Parted(), Own())  # the latter may fail, so nothing is let go of
+
+    def fail(_gradient: Tensor) -> None:
+        raise ValueError("not this one")
+
+    x, outputs, gradients = forward(stage, 0)
+    handle = x.register_hook(fail)
+    with pytest.raises(CantBeSplit, match="not this one"):
+        backward_inputs(outputs, gradients, [x])
+    handle.remove()
+    InParts.asked.clear()
+    torch.autograd.backward(outputs, gradients)
+    assert InParts.asked == [(True, True, True)]
 
 
 def test_what_waits_are_the_products() -> None:
