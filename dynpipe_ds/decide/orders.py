@@ -29,9 +29,13 @@ RATE = 200_000
 SHARE_OF_TIME = 0.005
 """Of the training time, what planning may take; simulating what was run, and comparing, takes as much again."""
 
+EFFORT_OF_ANY = 500
+"""Computations that could be looked at in the time that a plan takes however few there are."""
+
 FIRST_EFFORT = 4_000
 """Computations that may be looked at before any time was trained: 20 milliseconds."""
 
+_PLANS_AT_ONCE = 4  # of two partitions, of the search, and of what it found
 _NEWEST = 8  # batches that a correction is taken from
 
 
@@ -124,7 +128,8 @@ class Orders:
         Args:
             profile: of any batch.
         """
-        return self._effort >= 2 * num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
+        size = num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
+        return self._effort >= 2 * size + _PLANS_AT_ONCE * EFFORT_OF_ANY
 
     def knows(self, boundaries: Sequence[int]) -> bool:
         """Whether the best order for a partition was found since the newest batch.
@@ -188,7 +193,7 @@ class Orders:
         except ValueError:  # its layers leave no room under the caps that were given
             return None
         size = num_computations(planned.order.num_stages, planned.order.num_micro_batches)
-        self._effort -= max(2 * size, min(effort, 5 * size))
+        self._effort -= max(2 * size, min(effort, 5 * size)) + EFFORT_OF_ANY
         if planned.is_1f1b:
             return None
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
