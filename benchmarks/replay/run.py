@@ -77,8 +77,8 @@ def time_of(case: Case) -> Iterator[ReplayClock]:
 
 @contextlib.contextmanager
 def _waiting_for_sends() -> Iterator[None]:
-    """Let a send be over when its message is sent."""
-    send = dist.isend
+    """Let a send between stages be over when its message is sent; layers move as ever."""
+    send, operation = dist.isend, dist.P2POp
 
     def run(*args: Any, **kwargs: Any) -> Any:
         work = send(*args, **kwargs)
@@ -86,7 +86,10 @@ def _waiting_for_sends() -> Iterator[None]:
         work.wait()
         return _Over()  # gloo's own would wait for ever when it is asked a second time
 
-    with patch.object(dist, "isend", run):
+    def of_a_move(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return operation(send if op is run else op, *args, **kwargs)
+
+    with patch.object(dist, "isend", run), patch.object(dist, "P2POp", of_a_move):
         yield
 
 
