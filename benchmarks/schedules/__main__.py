@@ -43,7 +43,7 @@ def main() -> None:
     print(in_words(machine or installed()), flush=True)
     scenarios = options.only or (replayed.SCENARIOS[1:4] if options.quick else replayed.SCENARIOS)
     stages = options.stages or ([4] if options.quick else [4, 8] if options.sleeping else [2, 4, 8])
-    batches = options.batches or (14 if options.quick or options.sleeping else 40)
+    batches = options.batches or (14 if options.quick else 26 if options.sleeping else 40)
     given = {"clock": "sleeping"} if options.sleeping else {}
     name = "sleeping" if options.sleeping else "virtual"
     with tempfile.TemporaryDirectory() as folder:
