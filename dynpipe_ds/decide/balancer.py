@@ -126,7 +126,7 @@ class Balancer:
                 f"profile of batch {profile.batch} has {len(profile.layers)} layers, the one "
                 f"before {len(newest[-1].layers)}: a balancer serves one model"
             )
-        self._history.append(profile, self.ordering.observe(profile))
+        self._history.append(profile, self.ordering.observe(profile, cost_s))
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         self._sampling.observe(
             profile.batch, self._history.seconds_until[-1],

@@ -56,11 +56,12 @@ class Ordering:
             self._ran = split_at_once(count, workload.num_stages, workload.frozen_boundaries + 1, every_other)
         return self._ran
 
-    def observe(self, profile: PipelineProfile) -> PipelineProfile:
+    def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> PipelineProfile:
         """Take in a batch that ran what :meth:`next` said, or 1F1B where that does not fit it.
 
         Args:
             profile: as measured.
+            cost_s: seconds that deciding took, as for :meth:`Balancer.observe <dynpipe_ds.decide.Balancer.observe>`.
 
         Returns:
             The same as if all backwards had run whole.
@@ -70,7 +71,7 @@ class Ordering:
         if ran is not None and (ran.num_micro_batches, ran.num_stages) != size:
             ran = None
         is_trial = ran is not None and self._was_trial
-        self._orders.observe(profile, ran, is_trial=is_trial)
+        self._orders.observe(profile, ran, is_trial=is_trial, cost_s=cost_s)
         return self._halves.observe(profile, ran, is_trial=is_trial)
 
     def expect_change(self) -> None:

@@ -24,7 +24,9 @@ LEAST_GAIN = 0.01
 """Share of a batch that a planned order must save for ``"auto"``."""
 
 RATE = 200_000
-"""Computations that planning looks at in a second, on a slow processor."""
+"""Computations that planning looks at in a second, until that is measured: ranks may share a processor."""
+
+_MEASURED_BY = 1_000  # computations at least: with fewer, something else takes the time
 
 SHARE_OF_TIME = 0.005
 """Of the training time, what planning may take; simulating what was run, and comparing, takes as much again."""
@@ -72,22 +74,29 @@ class Orders:
         self._start: tuple[int, ...] | None = None
         self._worker_bytes = 0
         self._effort = float(FIRST_EFFORT)
+        self._rates: deque[float] = deque(maxlen=_NEWEST)
+        self._spent = 0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
         self._newest_batch = -1
 
     # -- observing ----------------------------------------------------------------------------
 
-    def observe(self, profile: PipelineProfile, ran: Order | None, *, is_trial: bool) -> None:
+    def observe(self, profile: PipelineProfile, ran: Order | None, *, is_trial: bool, cost_s: float = 0.0) -> None:
         """Take in a batch.
 
         Args:
             profile: as measured.
             ran: what it ran; ``None``: 1F1B.
             is_trial: whether it ran 1F1B with split backwards, which is nobody's choice.
+            cost_s: seconds that deciding after the profile before took, with this profile's own; of the slowest rank.
         """
         self._known.clear()
+        if cost_s > 0 and self._spent >= _MEASURED_BY:
+            self._rates.append(self._spent / cost_s)
+        self._spent = 0
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
-        self._effort += RATE * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
+        rate = min(RATE, median(self._rates)) if self._rates else RATE
+        self._effort += rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
         self._newest_batch = profile.batch
         if self._start is None:
             self._start = profile.boundaries
@@ -170,7 +179,7 @@ class Orders:
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             return min(found, key=lambda one: one.seconds)
-        self._effort -= effort
+        self._spend(effort)
         cuts = planned.placement.boundaries
         found.append(self.best(profile, cuts))
         if not planned.planned.is_1f1b:
@@ -193,10 +202,14 @@ class Orders:
         except ValueError:  # its layers leave no room under the caps that were given
             return None
         size = num_computations(planned.order.num_stages, planned.order.num_micro_batches)
-        self._effort -= max(2 * size, min(effort, 5 * size)) + EFFORT_OF_ANY
+        self._spend(max(2 * size, min(effort, 5 * size)) + EFFORT_OF_ANY)
         if planned.is_1f1b:
             return None
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
+
+    def _spend(self, effort: int) -> None:
+        self._effort -= effort
+        self._spent += effort
 
     def _better(self, usual: OrderedBatch, planned: OrderedBatch | None) -> OrderedBatch:
         if planned is None:
@@ -257,7 +270,8 @@ class Orders:
             "order": None if self.order is None else str(self.order), "effort": self._effort,
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
-            "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch,
+            "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
+            "spent": self._spent,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,4 +289,5 @@ class Orders:
         self._start = None if state.get("start") is None else tuple(state["start"])
         self._worker_bytes = state.get("worker_bytes", 0)
         self._newest_batch = state.get("newest_batch", -1)
+        self._rates, self._spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()
