@@ -143,7 +143,8 @@ class DynamicPipelineConfig(Section):
     )
     stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = key(
         None,
-        "How fast each stage's worker is: 1.0 normal, 0.5 half as fast. Null: all alike.",
+        "How fast each stage's worker is, as far as you know: 1.0 normal, 0.5 half as fast. Null: all alike. Layers "
+        "that move between two workers correct it.",
         rule="null or a list of finite numbers > 0, one for each stage",
         example="[1.0, 0.5]",
     )

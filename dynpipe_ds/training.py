@@ -244,7 +244,7 @@ class Training:
         self.balancer.ordering.adopt(None, self.stage.partition)  # one for another partition may hold too much here
         self.overhead.migrating_s += event.migrate_s
         self.profiler.count_move(event.seconds)
-        self.balancer.moved(self.num_batches - 1)
+        self.balancer.moved(self.num_batches - 1, plan.bytes_to_move)
         write_rebalance(self._monitor, event, self.stage.pipeline.num_samples)
         tell_all(self.callbacks, event, "on_rebalance")
         return event
@@ -271,7 +271,7 @@ class Training:
     @property
     def profile(self) -> PipelineProfile | None:
         """The newest profiles smoothed, with halves of backwards where known; ``None`` before the first batch."""
-        if self.config.stage_speeds is None:
+        if self.balancer.speeds is None:
             return self.balancer.smoothed()
         newest = self.balancer.newest  # times as measured, not of a worker of speed 1
         return smooth(newest, self.config.smoothing) if newest else None

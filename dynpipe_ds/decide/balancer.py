@@ -15,11 +15,11 @@ reduced over them), so every rank reaches the same decision without asking the o
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
+from dynpipe_ds.decide.costs import MoveCosts
 from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches
 from dynpipe_ds.decide.history import History
 from dynpipe_ds.decide.judgement import Decision, judge
@@ -31,9 +31,6 @@ from dynpipe_ds.partition import Plan, StageMemory
 
 FIRST_PAUSE = 8
 """Batches without a new attempt after one that failed; doubles with each that follows."""
-
-REMEMBERED_COSTS = 5
-"""Newest measured costs of moving that the expected cost is taken from."""
 
 
 class Balancer:
@@ -80,7 +77,8 @@ class Balancer:
         self._config = config
         self._history = History(config)
         self.ordering = Ordering(config, self._history)
-        self._costs_s: deque[float] = deque(maxlen=REMEMBERED_COSTS)
+        self._costs = MoveCosts()
+        self._moved_bytes = 0
         self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
         self._decided_batch: int | None = None
         self._num_failures = 0
@@ -108,6 +106,7 @@ class Balancer:
         """
         self._sampling.restart()
         if of_layers:
+            self._history.speeds.expect_change()
             self.ordering.expect_change()
 
     def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
@@ -133,6 +132,11 @@ class Balancer:
             tolerated=self._config.min_gain / (2 * (len(profile.boundaries) - 1)),
             cost=cost_s / batch_s if batch_s else 0.0,
         )
+
+    @property
+    def speeds(self) -> list[float] | None:
+        """Relative speeds of the stages' workers, as given and as measured; ``None``: all alike."""
+        return self._history.speeds.values
 
     @property
     def newest(self) -> list[PipelineProfile]:
@@ -227,12 +231,12 @@ class Balancer:
             )
         plan = self.method.plan(
             profile, len(current) - 1, current=current, pinned=self.pinned, memory=memory,
-            speeds=config.stage_speeds, allow_empty=config.allow_empty_stages,
+            speeds=self.speeds, allow_empty=config.allow_empty_stages,
         )
         if not (self.method.seeks_best and heed_memory and self.ordering.is_planned()):
             return plan
         best = self.ordering.together(profile, [current, plan.boundaries], self.pinned)
-        return self.method.replan(plan, best.boundaries, profile, current=current, speeds=config.stage_speeds)
+        return self.method.replan(plan, best.boundaries, profile, current=current, speeds=self.speeds)
 
     @staticmethod
     def plan_of(boundaries: tuple[int, ...], current: Sequence[int], profile: PipelineProfile | None) -> Plan:
@@ -266,7 +270,8 @@ class Balancer:
         assert profile is not None, "asked after a batch was profiled"
         self._decided_batch = profile.batch
         prospect = self.ordering.prospect(plan, profile)
-        return judge(plan, profile, self._history, self._config, self._costs_s, prospect)
+        cost_s = self._costs.expected_s(plan.bytes_to_move)
+        return judge(plan, profile, self._history, self._config, cost_s, prospect)
 
     def _next_end(self, batch: int) -> float:
         """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
@@ -284,18 +289,20 @@ class Balancer:
 
     # -- what became of it --------------------------------------------------------------------
 
-    def moved(self, batch: int) -> None:
+    def moved(self, batch: int, num_bytes: int = 0) -> None:
         """Begin a new interval of N batches, also after a move that the user asked for.
 
         Args:
             batch: number of the batch just finished, counted from 0.
+            num_bytes: that were planned to move; 0 when unknown.
         """
+        self._moved_bytes = num_bytes
         self._decided_batch = batch
         self._num_failures = 0
         self.expect_change(of_layers=False)
 
     def record_cost(self, seconds: float) -> None:
-        """Take in what a move cost, as soon as all ranks know it.
+        """Take in what the last move cost, as soon as all ranks know it.
 
         Args:
             seconds: planning and migration, the same number on every rank (the slowest one's).
@@ -303,9 +310,7 @@ class Balancer:
         Raises:
             ValueError: for a negative or non-finite cost.
         """
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"seconds = {seconds}: must be finite and >= 0")
-        self._costs_s.append(seconds)
+        self._costs.record(self._moved_bytes, seconds)
 
     def failed(self, batch: int) -> None:
         """Pause after a rebalance that failed, longer each time: what is missing may stay so.
@@ -355,7 +360,8 @@ class Balancer:
         """All that its decisions rest on: profiles (values, each once) and plain values."""
         return {
             **self._history.state_dict(),
-            "costs_s": list(self._costs_s),
+            "costs_s": self._costs.state_dict(),
+            "moved_bytes": self._moved_bytes,
             "decided_batch": self._decided_batch,
             "num_failures": self._num_failures,
             "paused_until": self._paused_until,
@@ -376,7 +382,8 @@ class Balancer:
         self._history.load_state_dict(state, same_stages=same_stages)
         self._decided_batch = state["decided_batch"]
         kept = state if same_stages else {}
-        self._costs_s = deque(kept.get("costs_s", []), maxlen=REMEMBERED_COSTS)
+        self._costs.load_state_dict(kept.get("costs_s", []))
+        self._moved_bytes = kept.get("moved_bytes", 0)
         self._num_failures = kept.get("num_failures", 0)
         self._paused_until = kept.get("paused_until", 0)
         self._held_until = kept.get("held_until", 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import HISTORY, noise_of
+from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.planning import least_seconds
 from dynpipe_ds.simulation import Workload, predicted_batches_s
@@ -23,15 +24,18 @@ class History:
     """The newest profiles.
 
     Args:
-        config: the section; its stage speeds say how fast the workers are on which layers were measured.
+        config: the section.
 
     Attributes:
+        speeds: how fast the workers are on which layers were measured.
         seconds_until: of each batch, the seconds of the first 0, 1, … L layers at unit speed: a stage is one
             subtraction.
     """
 
     def __init__(self, config: DynamicPipelineConfig) -> None:
         self._config = config
+        self.speeds = Speeds(config.stage_speeds)
+        self._measured: deque[PipelineProfile] = deque(maxlen=HISTORY)  # of as many stages as now, backwards whole
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
         self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
@@ -43,14 +47,25 @@ class History:
             profile: as measured.
             whole: the same as if all backwards had run whole.
         """
+        has_news = self.speeds.observe(whole.batch, whole.boundaries, whole.costs("time"))
         at_unit_speed = self._at_unit_speed(whole)
         self._newest.append(profile)
+        self._measured.append(whole)
         self._profiles.append(at_unit_speed)
         self.seconds_until.append(_seconds_until(at_unit_speed))
+        if has_news:
+            self._convert()
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
-        speeds = self._config.stage_speeds
+        speeds = self.speeds.values
         return profile if speeds is None else profile.at_unit_speed(speeds)
+
+    def _convert(self) -> None:
+        """See all that was measured anew: workers are faster or slower than was thought."""
+        num_measured = min(len(self._measured), len(self._profiles))
+        for i in range(1, num_measured + 1):
+            self._profiles[-i] = self._at_unit_speed(self._measured[-i])
+            self.seconds_until[-i] = _seconds_until(self._profiles[-i])
 
     @property
     def newest(self) -> list[PipelineProfile]:
@@ -84,7 +99,7 @@ class History:
         """What a partition would have saved of each batch's simulated seconds."""
         seconds = predicted_batches_s(
             [(profile, cut) for cut in (present, planned) for profile in self._profiles],
-            speeds=self._config.stage_speeds,
+            speeds=self.speeds.values,
         )
         before, after = seconds[: len(self._profiles)], seconds[len(self._profiles) :]
         return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
@@ -101,7 +116,7 @@ class History:
         """
         newest = [fill(profile) for profile in list(self._profiles)[-_PLANNED_FOR:]]
         before, after = (
-            [least_seconds(Workload.from_profile(p, cut, speeds=self._config.stage_speeds)) for p in newest]
+            [least_seconds(Workload.from_profile(p, cut, speeds=self.speeds.values)) for p in newest]
             for cut in (present, planned)
         )
         return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
@@ -124,7 +139,7 @@ class History:
         return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
 
     def _speeds(self, num_stages: int) -> Sequence[float]:
-        return self._config.stage_speeds or [1.0] * num_stages
+        return self.speeds.values or [1.0] * num_stages
 
     def _loads(self, boundaries: Sequence[int]) -> list[list[float]]:
         """Stage seconds of a partition in every batch."""
@@ -139,8 +154,13 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """All of it, each profile once."""
         same = all(a is b for a, b in zip(reversed(self._newest), reversed(self._profiles), strict=False))
-        measured = {} if same else {"newest": list(self._newest)}
-        return {"profiles": list(self._profiles), "num_newest": len(self._newest), **measured}
+        measured: dict[str, Any] = {} if same else {"newest": list(self._newest)}
+        if any(a is not b for a, b in zip(reversed(self._measured), reversed(self._profiles), strict=False)):
+            measured["measured"] = list(self._measured)
+        return {
+            "profiles": list(self._profiles), "num_newest": len(self._newest), "speeds": self.speeds.state_dict(),
+            **measured,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
         """Take in what :meth:`state_dict` gave.
@@ -151,7 +171,11 @@ class History:
             same_stages: whether it comes from as many stages; else the newest profiles are left out, while layer
                 times at unit speed serve any number.
         """
+        self.speeds.load_state_dict(state.get("speeds", {}) if same_stages else {})
         profiles = state["profiles"] if "profiles" in state else list(map(self._at_unit_speed, state["newest"]))
+        # Older checkpoints keep no profile as it was measured where speeds are given.
+        measured = state.get("measured", profiles if self._config.stage_speeds is None else [])
+        self._measured = deque(measured if same_stages else [], maxlen=HISTORY)
         self._profiles = deque(profiles, maxlen=HISTORY)
         seconds_until = state["history"] if "history" in state else map(_seconds_until, profiles)
         self.seconds_until = deque(map(tuple, seconds_until), maxlen=HISTORY)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import confirming_batches, evidence_for, noise_of
@@ -59,7 +59,7 @@ class Prospect:
 
 
 def judge(
-    plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, costs_s: Collection[float],
+    plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, cost_s: float | None,
     prospect: Prospect | None = None,
 ) -> Decision:
     """Decide on a plan.
@@ -69,7 +69,7 @@ def judge(
         profile: the profile that it chose by; its boundaries are the present partition.
         history: earlier profiles.
         config: the section.
-        costs_s: seconds that the newest moves took.
+        cost_s: seconds that the move is expected to take; ``None``: nothing is known yet.
         prospect: of planned orders; ``None``: both run 1F1B.
     """
     every = config.rebalance_every
@@ -79,14 +79,13 @@ def judge(
         batch_s, planned_s = prospect.present_s, prospect.planned_s
     else:
         batch_s, planned_s = predicted_batches_s(
-            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=config.stage_speeds
+            [(profile, profile.boundaries), (profile, plan.boundaries)], speeds=history.speeds.values
         )
     num_batches = every if isinstance(every, int) else config.horizon_batches
     saved_s = num_batches * (batch_s - planned_s)
     if abs(batch_s - planned_s) <= ROUNDING * batch_s:
         saved_s = 0.0
-    # The low median keeps a slow first move (memory pools, connections) from blocking others.
-    cost_s = median_low(costs_s) if costs_s else FIRST_COST * batch_s
+    cost_s = FIRST_COST * batch_s if cost_s is None else cost_s
     # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
     refines = prospect is not None or plan.predicted_gain <= 0 < saved_s
     gain = 1.0 - planned_s / batch_s if refines and batch_s else plan.predicted_gain

@@ -27,7 +27,7 @@ class Ordering:
     def __init__(self, config: DynamicPipelineConfig, history: History) -> None:
         self._history = history
         self._halves = Halves()
-        self._orders = Orders(config)
+        self._orders = Orders(config, history.speeds)
         self._ran: Order | None = None
         self._was_trial = False
 

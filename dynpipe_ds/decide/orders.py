@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import EFFORT, num_computations
@@ -61,13 +62,14 @@ class Orders:
 
     Args:
         config: the section.
+        speeds: of the workers.
 
     Attributes:
         order: to run; ``None``: 1F1B.
     """
 
-    def __init__(self, config: DynamicPipelineConfig) -> None:
-        self._config = config
+    def __init__(self, config: DynamicPipelineConfig, speeds: Speeds) -> None:
+        self._config, self._speeds = config, speeds
         self.order: Order | None = None
         self._chosen_for: tuple[int, ...] = ()
         self._excess: dict[bool, deque[float]] = {kind: deque(maxlen=_NEWEST) for kind in (False, True)}
@@ -175,7 +177,7 @@ class Orders:
         try:
             planned = plan_batch(
                 profile, [tuple(cuts) for cuts in candidates], worker_bytes=self._caps(profile), pinned=pinned,
-                speeds=self._config.stage_speeds, allow_empty=self._config.allow_empty_stages, effort=effort,
+                speeds=self._speeds.values, allow_empty=self._config.allow_empty_stages, effort=effort,
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             return min(found, key=lambda one: one.seconds)
@@ -197,7 +199,7 @@ class Orders:
         effort = int(min(EFFORT, max(0.0, self._effort)))
         try:
             planned = plan_on_partition(
-                profile, cuts, self._caps(profile, cuts), speeds=self._config.stage_speeds, effort=effort
+                profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort
             )
         except ValueError:  # its layers leave no room under the caps that were given
             return None
@@ -218,7 +220,7 @@ class Orders:
         return planned if pays or self._config.schedule == "planned" else usual
 
     def _workload(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> Workload:
-        return Workload.from_profile(profile, cuts, speeds=self._config.stage_speeds)
+        return Workload.from_profile(profile, cuts, speeds=self._speeds.values)
 
     # -- choosing -----------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class Repacker:
         request = Request(
             profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
             constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes,
-            stage_speeds=run.config.stage_speeds, pinned=run.balancer.pinned,
+            stage_speeds=run.balancer.speeds, pinned=run.balancer.pinned,
         )
         chosen = decide(request)
         if isinstance(chosen, Refusal):
@@ -205,10 +205,9 @@ class Repacker:
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
         run, config = self._run, self._run.config
+        given = {"memory_cap_bytes": config.memory_cap_bytes, "stage_speeds": run.balancer.speeds}
         per_stage = {
-            key: [getattr(config, key)[stage] for stage in staying]
-            for key in ("memory_cap_bytes", "stage_speeds")
-            if isinstance(getattr(config, key), list)
+            key: [values[stage] for stage in staying] for key, values in given.items() if isinstance(values, list)
         }
         run.config = config.model_copy(update=per_stage)
         run.balancer.serve(run.config)

@@ -1,0 +1,202 @@
+"""How fast workers are, from layers that were measured on several of them.
+
+What a layer takes on one worker is the product of what the layer costs and of how slow the worker is. Where layers move
+between two workers, and no layer has changed, the second follows from what they took before and after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median, median_low
+from typing import Any
+
+from dynpipe_ds.decide.evidence import noise_of
+from dynpipe_ds.placement import Placement
+
+LEAST_RATIO = 1.1
+"""Workers that differ by less count as alike: such a difference changes a cut by a small layer at most."""
+
+CONFIDENCE = 2.0
+"""A difference must exceed so many standard deviations of what was measured.
+
+Batches in which nothing moves tell of no difference, whatever their noise. After a move, under 10% of noise of whole
+ranks, one of 1.1 is claimed by mistake in one of forty moves; the next move corrects it.
+"""
+
+_BATCHES = 4  # before and after a move
+_SPAN = 12  # batches that all of these must lie within: layers change slowly, too
+_LEAST_BATCHES = 2
+
+
+_Batch = tuple[int, tuple[float, ...]]  # its number, and what its layers took
+
+
+class Speeds:
+    """Relative speeds of the workers of a pipeline.
+
+    Args:
+        given: by the section, for each stage; ``None``: all alike. What is measured corrects it.
+    """
+
+    def __init__(self, given: Sequence[float] | None) -> None:
+        self._given = None if given is None else tuple(given)
+        self._links: dict[tuple[int, int], float] = {}  # logarithm of how much slower the second of two workers is
+        self._boundaries: tuple[int, ...] = ()
+        self._costs: deque[_Batch] = deque(maxlen=_BATCHES)
+        self._before: tuple[tuple[int, ...], list[_Batch]] | None = None
+        self._num_stages = 0
+
+    @property
+    def values(self) -> list[float] | None:
+        """One for each stage, 1.0 for a normal worker; ``None`` where none was given and none differs."""
+        if not self._links:
+            return None if self._given is None else list(self._given)
+        given = [-math.log(speed) for speed in self._given or [1.0] * self._num_stages]
+        found = list(given)
+        for group in self._groups():
+            slowness = self._relative(group)
+            # Most workers are as they were said to be; of two the faster one.
+            shift = median_low([slowness[stage] - given[stage] for stage in group])
+            for stage in group:
+                value = slowness[stage] - shift
+                found[stage] = value if abs(value - given[stage]) > math.log(LEAST_RATIO) / 2 else given[stage]
+        if found == given:
+            return None if self._given is None else list(self._given)
+        return [math.exp(-value) for value in found]
+
+    def observe(self, batch: int, boundaries: Sequence[int], costs: Sequence[float]) -> bool:
+        """Take in what layers took in a batch.
+
+        Args:
+            batch: its number.
+            boundaries: the partition it ran on.
+            costs: L seconds of a micro-batch, as measured.
+
+        Returns:
+            Whether :attr:`values` are others than before.
+        """
+        cuts, known = tuple(boundaries), self.values
+        if len(cuts) - 1 != self._num_stages:
+            self._num_stages, self._links, self._before = len(cuts) - 1, {}, None
+            self._costs.clear()
+        elif cuts != self._boundaries:
+            self._before = self._boundaries, list(self._costs)
+            self._costs.clear()
+        self._boundaries = cuts
+        self._costs.append((batch, tuple(costs)))
+        if self._before is not None and len(self._costs) >= _LEAST_BATCHES:
+            before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
+            if len(before) >= _LEAST_BATCHES:
+                self._compare(self._before[0], before)
+        return self.values != known
+
+    def expect_change(self) -> None:
+        """Layers were frozen, replaced or thawed: what they took before tells nothing of workers."""
+        self._costs.clear()
+        self._before = None
+
+    # -- measuring ----------------------------------------------------------------------------
+
+    def _compare(self, boundaries: tuple[int, ...], costs: list[tuple[float, ...]]) -> None:
+        """What layers took on their old and their new worker; those that stayed tell how the old one has changed."""
+        stages = [Placement.from_boundaries(cuts).layer_stages for cuts in (boundaries, self._boundaries)]
+        groups: dict[tuple[int, int], list[int]] = {}
+        for layer, pair in enumerate(zip(*stages, strict=True)):
+            groups.setdefault(pair, []).append(layer)
+        after = [costs for _, costs in self._costs]
+        ratios = {pair: _Ratio.of(layers, costs, after) for pair, layers in groups.items()}
+        stayed = {a: ratio for (a, b), ratio in ratios.items() if a == b and ratio is not None}
+        usual = median([ratio.log for ratio in stayed.values()]) if stayed else 0.0
+        for (a, b), ratio in ratios.items():
+            if a == b or ratio is None:
+                continue
+            noise = max([ratio.noise, *(other.noise for other in stayed.values())])
+            slower, doubt = ratio.log - (stayed[a].log if a in stayed else usual), CONFIDENCE * noise
+            pair, slower = ((a, b), slower) if a < b else ((b, a), -slower)
+            if abs(slower) > max(math.log(LEAST_RATIO), doubt):
+                self._links[pair] = slower
+            elif pair in self._links and abs(self._links[pair]) > doubt:
+                self._links[pair] = 0.0  # no longer
+
+    # -- putting together ---------------------------------------------------------------------
+
+    def _neighbours(self, stage: int) -> list[tuple[int, float]]:
+        found = [(b, slower) for (a, b), slower in self._links.items() if a == stage]
+        return found + [(a, -slower) for (a, b), slower in self._links.items() if b == stage]
+
+    def _groups(self) -> list[list[int]]:
+        """Workers that are linked by measurements, directly or over others."""
+        found: list[list[int]] = []
+        seen: set[int] = set()
+        for first in sorted({stage for pair in self._links for stage in pair}):
+            group = [] if first in seen else [first]
+            seen.add(first)
+            for stage in group:
+                new = [other for other, _ in self._neighbours(stage) if other not in seen]
+                seen.update(new)
+                group += new
+            if group:
+                found.append(sorted(group))
+        return found
+
+    def _relative(self, group: Sequence[int]) -> dict[int, float]:
+        """Logarithms of how slow the workers of a group are; the first one's is 0."""
+        slowness, reached = {group[0]: 0.0}, [group[0]]
+        for stage in reached:
+            for other, slower in self._neighbours(stage):
+                if other not in slowness:
+                    slowness[other] = slowness[stage] + slower
+                    reached.append(other)
+        return slowness
+
+    # -- state --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, plain values."""
+        return {
+            "links": [(a, b, slower) for (a, b), slower in self._links.items()], "boundaries": self._boundaries,
+            "costs": list(self._costs), "before": self._before,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take in what :meth:`state_dict` gave.
+
+        Args:
+            state: as given; empty from an older checkpoint, or from other stages.
+        """
+        self._links = {(a, b): slower for a, b, slower in state.get("links", ())}
+        self._boundaries = tuple(state.get("boundaries", ()))
+        self._num_stages = max(0, len(self._boundaries) - 1)
+        self._costs = deque(map(_batch, state.get("costs", ())), maxlen=_BATCHES)
+        before = state.get("before")
+        self._before = None if before is None else (tuple(before[0]), list(map(_batch, before[1])))
+
+
+def _batch(stored: Any) -> _Batch:
+    number, costs = stored
+    return number, tuple(costs)
+
+
+class _Ratio:
+    """What some layers took after a move, over what they took before.
+
+    Args:
+        log: its logarithm.
+        noise: standard deviation of that.
+    """
+
+    def __init__(self, log: float, noise: float) -> None:
+        self.log, self.noise = log, noise
+
+    @classmethod
+    def of(
+        cls, layers: Sequence[int], before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+    ) -> _Ratio | None:
+        sums = [[math.fsum(costs[layer] for layer in layers) for costs in batches] for batches in (before, after)]
+        usual = [median(each) for each in sums]
+        if min(usual) <= 0:
+            return None
+        one = max(noise_of([value / middle for value in each]) for each, middle in zip(sums, usual, strict=True))
+        return cls(math.log(usual[1] / usual[0]), one * math.sqrt(1 / len(before) + 1 / len(after)))
