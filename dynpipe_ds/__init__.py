@@ -24,6 +24,7 @@ from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: 
 from dynpipe_ds.engine import DynamicPipelineEngine, engine_class  # noqa: E402
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
 from dynpipe_ds.host.install import init_distributed  # noqa: E402
+from dynpipe_ds.host.parts import LayerPart, split_layers, whole_layers  # noqa: E402
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
@@ -41,6 +42,7 @@ __all__ = [
     "DynamicPipelineEngine",
     "DynamicPipelineModule",
     "FatalError",
+    "LayerPart",
     "LayerProfile",
     "MigrationError",
     "Overhead",
@@ -54,4 +56,6 @@ __all__ = [
     "init_distributed",
     "keep_in_checkpoints",
     "register_partitioner",
+    "split_layers",
+    "whole_layers",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepspeed.pipe import LayerSpec
@@ -37,6 +37,11 @@ class Combined(Scenario):
         for part in self.parts:
             layers = part.layers(model, layers)
         return layers
+
+    def cut_into(self, whole_layers: Sequence[int]) -> None:
+        """Let each part know."""
+        for part in self.parts:
+            part.cut_into(whole_layers)
 
     def repeats_after(self, num_batches: int | None) -> None:
         """Let each part know."""

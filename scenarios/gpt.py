@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,7 @@ class GPTConfig:
         mlp_ratio: width of the MLP's middle over ``hidden``.
         dropout: probability, on the outputs of attention and MLP.
         tied: whether the head uses the embedding's weight (two layers of one ``TiedLayerSpec``).
+        split_blocks: whether attention and MLP of a block are two layers.
     """
 
     depth: int = 12
@@ -52,6 +53,7 @@ class GPTConfig:
     mlp_ratio: int = 4
     dropout: float = 0.0
     tied: bool = False
+    split_blocks: bool = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have, all problems at once."""
@@ -209,10 +211,16 @@ class Block(nn.Module):
 
     A scenario's block overrides :meth:`make_attention`, :meth:`make_mlp` or :meth:`transform`. A module
     inside that adds to the loss says so with :func:`add_extra_loss` while it runs.
+
+    Attributes:
+        part: which of :attr:`part_names` it is, if it is not the whole block (see ``dynpipe_ds.split_layers``).
     """
+
+    part_names: ClassVar[tuple[str, ...]] = ("attention", "mlp")
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.part: str | None = None
         self.norm1 = nn.LayerNorm(config.hidden)
         self.attention = self.make_attention(config)
         self.norm2 = nn.LayerNorm(config.hidden)
@@ -242,8 +250,25 @@ class Block(nn.Module):
 
     def transform(self, x: Tensor, **where: Tensor) -> Tensor:
         """Map ``[batch, seq, hidden]`` to the same shape."""
-        x = x + self.dropout(self.attention(self.norm1(x), **where))
+        if self.part != "mlp":
+            x = x + self.dropout(self.attention(self.norm1(x), **where))
+        return x if self.part == "attention" else self.add_mlp(x)
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """Add the MLP's contribution to ``[..., hidden]``."""
+        if self.part == "mlp" and self.training and self.dropout.p:
+            self.dropout(torch.zeros_like(x))  # the draws that the attention of a whole block makes first
         return x + self.dropout(self.mlp(self.norm2(x)))
+
+    def keep_part(self, part: str) -> None:
+        """Let go of the other half, whose names stay and hold nothing.
+
+        Args:
+            part: one of :attr:`part_names`.
+        """
+        self.part = part
+        for name in ("norm2", "mlp") if part == "attention" else ("norm1", "attention"):
+            setattr(self, name, None)
 
 
 def add_extra_loss(module: nn.Module, loss: Tensor) -> None:

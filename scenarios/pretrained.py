@@ -16,10 +16,12 @@ class PretrainedModel:
     Attributes:
         path: the folder.
         seq_len: tokens a sample.
+        split_blocks: whether attention and MLP of a block are two layers.
     """
 
     path: str | None
     seq_len: int = 128
+    split_blocks: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a missing path, and lengths that the model does not know."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import ParameterReplacement
+from dynpipe_ds import ParameterReplacement, split_layers, whole_layers
 from scenarios.checking import type_problems
 from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
 from scenarios.pretrained import PretrainedModel
@@ -70,6 +70,7 @@ class Scenario:
 
     extra_loss: bool = False
     any_model: bool = False
+    _whole_layers: Sequence[int] | None = None
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Change the layer list, and refuse settings that do not fit the model (``ValueError``).
@@ -82,6 +83,19 @@ class Scenario:
             The layers to train.
         """
         return layers
+
+    def cut_into(self, whole_layers: Sequence[int]) -> None:
+        """Take note of how the layers were cut into parts; called once, when they have been listed.
+
+        Args:
+            whole_layers: for each layer of the engine the index, among those that :meth:`layers` has listed, of
+                the one that it is, or is a part of.
+        """
+        self._whole_layers = whole_layers
+
+    def whole_layers(self, engine: Engine) -> Sequence[int]:
+        """For each layer of the engine the index of the one that it is, or is a part of: what a scenario counts in."""
+        return range(engine.partition[-1]) if self._whole_layers is None else self._whole_layers
 
     def loss_fn(self) -> Callable[[Activation, Tensor], Tensor]:
         """Return the loss of (output of the last layer, labels)."""
@@ -128,6 +142,14 @@ class Scenario:
 
 def build_layers(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:
     """List the layers of a scenario's model; raises ``ValueError`` where its settings do not fit."""
+    layers = _listed(scenario, model)
+    if model.split_blocks:
+        layers = split_layers(layers)
+    scenario.cut_into(whole_layers(layers))
+    return layers
+
+
+def _listed(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:
     if isinstance(model, PretrainedModel):
         if type(scenario) is not Scenario and not scenario.any_model:
             raise ValueError(

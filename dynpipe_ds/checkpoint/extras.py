@@ -66,13 +66,15 @@ def rank_state(run: Run) -> Plain:
     }
 
 
-def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool) -> None:
+def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool, same_layers: bool = True) -> None:
     """Put back what :func:`common_state` and :func:`rank_state` gave, but for the layers' attributes.
 
-    What was measured on stages is left out if their number is another.
+    What was measured on stages is left out if their number is another, and all that was measured if layers are cut
+    into parts otherwise.
     """
     run.num_batches = common["num_batches"]
-    run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)
+    if same_layers:
+        run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)
     run.repacking.load_state_dict(common.get("repacking", {}), same_stages=same_stages)
     _set_random_streams(of_rank["random"])
     run.stage.pipeline.set_micro_batch_counters(of_rank)

@@ -19,6 +19,7 @@ from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
 from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_profile
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
+from dynpipe_ds.checkpoint.regroup import Regrouped, describe_layers, regrouped
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.host.files import client_values, take_counters, take_settings, take_weights, take_worlds
 from dynpipe_ds.host.optimizer_files import (
@@ -77,9 +78,11 @@ class Loading:
         Raises:
             CheckpointError: on every rank, with the same text; nothing has changed then, unless it says so.
         """
-        self._manifest = manifest = self._find_manifest()
-        self._same_stages = manifest.num_stages == self._stage.num_stages
+        self._manifest = self._find_manifest()
         self._verify()
+        self._regroup()
+        manifest = self._manifest
+        self._same_stages = manifest.num_stages == self._stage.num_stages and self._regrouped is None
         self._together(self._check)
         partition: tuple[int, ...] = self._from_first(self._choose_partition)
         self._together(lambda: self._read(partition))
@@ -145,6 +148,15 @@ class Loading:
         for path, entry in by_size[dist.get_rank() :: ranks]:
             folder.verify(self._root / path, entry)
 
+    def _regroup(self) -> None:
+        """If layers are cut into parts otherwise than those of the checkpoint, see it with the present ones."""
+        self._regrouped: Regrouped | None = None
+        if self._manifest.is_ours and self._manifest.wholes != self._stage.module.whole_layers():
+            present = describe_layers(self._stage)
+            if self._manifest.wholes[-1] == present[-1].whole:
+                self._regrouped = regrouped(self._manifest, present)
+                self._manifest = self._regrouped.manifest
+
     def _check(self) -> None:
         check_layers(self._manifest, self._stage, self._root, strict=self._wanted.strict)
         if self._with_optimizer:
@@ -157,7 +169,7 @@ class Loading:
                 self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,
                 pinned=balancer.pinned, allow_empty=True,
             )
-        if not self._manifest.is_ours or self._run.config.rebalance_every == "never":
+        if not self._manifest.is_ours or self._regrouped is not None or self._run.config.rebalance_every == "never":
             return stage.partition
         profile = stored_profile(self._reader.read(COMMON_FILE), self._run.config)
         if profile is None:
@@ -168,12 +180,14 @@ class Loading:
         """Everything this rank will need in the wanted partition."""
         manifest, stage = self._manifest, self._stage.stage_id
         first, stop = partition[stage], partition[stage + 1]
-        old_stages = sorted({manifest.placement.stage_of(layer) for layer in range(first, stop)})
+        found = self._regrouped
+        sources = {i: (i,) if found is None else found.sources[i] for i in range(first, stop)}
+        old_stages = sorted({manifest.placement.stage_of(old) for layer in sources.values() for old in layer})
         self._home = stage if self._same_stages else (old_stages or [manifest.num_stages - 1])[0]
         self._replica = self._stage.pipeline.replica % manifest.num_replicas
         self._checkpoint = self._reader.read(manifest.model_files[self._home])
         self._weights = {
-            layer: self._reader.read(file)
+            layer: self._reader.read(file) if found is None else found.weights(layer, self._reader.read)
             for layer in range(first, stop)
             if (file := manifest.layers[layer].file) is not None
         }
@@ -185,9 +199,10 @@ class Loading:
         if manifest.is_ours and not self._wanted.module_only:
             self._common = self._reader.read(COMMON_FILE)
             self._rank_state = self._reader.read(rank_file(self._home, self._replica))
-            self._attributes: dict[int, Any] = {}
+            stored: dict[int, Any] = {}
             for old in old_stages:
-                self._attributes |= self._reader.read(rank_file(old, self._replica))["attributes"]
+                stored |= self._reader.read(rank_file(old, self._replica))["attributes"]
+            self._attributes = stored if found is None else {i: found.attributes(i, stored) for i in sources}
 
     # -- the point of no return ---------------------------------------------------------------
 
@@ -259,7 +274,10 @@ class Loading:
             return
         take_counters(pipeline, checkpoint, with_scheduler=self._wanted.scheduler_states)
         if self._manifest.is_ours:
-            restore(self._run, self._common, self._rank_state, same_stages=self._same_stages)
+            restore(
+                self._run, self._common, self._rank_state, same_stages=self._same_stages,
+                same_layers=self._regrouped is None,
+            )
 
     def _client_state(self) -> dict[str, Any]:
         """What DeepSpeed's ``load_checkpoint`` hands back as the user's values."""

@@ -124,6 +124,8 @@ class Manifest:
         versions: what wrote it.
         aliases: parameters without a slot, and those that hold the same optimizer state (plain DeepSpeed keeps
             tied layers of one stage once).
+        whole_layers: for each layer the index that it, or the layer that it is a part of, would have if none were cut
+            into parts; empty: none is.
     """
 
     tag: str
@@ -137,6 +139,12 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    whole_layers: tuple[int, ...] = ()
+
+    @property
+    def wholes(self) -> tuple[int, ...]:
+        """:attr:`whole_layers`, also where none is cut."""
+        return self.whole_layers or tuple(range(len(self.layers)))
 
     @property
     def placement(self) -> Placement:

@@ -288,6 +288,7 @@ class Saving:
             optimizer_files=tuple(tuple(s.optimizer_file for s in replicas) for replicas in stages) if flat else (),
             files=dict(sorted((path, entry) for share in shares for path, entry in share.files.items())),
             versions={"torch": torch.__version__, "deepspeed": version()},
+            whole_layers=stage.module.whole_layers(),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,15 @@ class Family:
         prefix: how their names begin.
         block_class: what follows it in the name of a block's class.
         architecture: class of the whole model.
+        halves: of a block, norm and module of each half, which adds to the stream what the module answers.
     """
 
     embedding, blocks, norm, head = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
     positions: str | None = None
     package, prefix, block_class, architecture = "llama", "Llama", "DecoderLayer", "LlamaForCausalLM"
+    halves: ClassVar[dict[str, tuple[str, str]]] = {
+        "attention": ("input_layernorm", "self_attn"), "mlp": ("post_attention_layernorm", "mlp")
+    }  # fmt: skip
 
     def __init__(self, config: Any) -> None:
         self.config = copy.deepcopy(config)
@@ -61,6 +65,32 @@ class Family:
     def make_block(self, index: int) -> nn.Module:
         """Build one block; raises ``ValueError`` from ``transformers`` if its sizes can't be."""
         return self._class(self.block_class)(self.config, index)  # type: ignore[no-any-return]
+
+    def keep_half(self, block: nn.Module, half: str) -> None:
+        """Let a block go of all but one half.
+
+        Args:
+            block: of this family.
+            half: one of :attr:`halves`.
+        """
+        for name in {name for names in self.halves.values() for name in names} - set(self.halves[half]):
+            setattr(block, name, None)
+
+    def run_half(self, block: nn.Module, half: str, stream: Tensor, **attending: Any) -> Tensor:
+        """Do what the block's own forward does there.
+
+        Args:
+            block: of which that half is left.
+            half: which one.
+            stream: ``[batch, seq, hidden]``.
+            **attending: what the attention is given besides.
+        """
+        norm, module = (getattr(block, name) for name in self.halves[half])
+        if half == "attention":
+            answer, _ = module(hidden_states=norm(stream), **attending)
+        else:
+            answer = module(norm(stream))
+        return stream + answer  # type: ignore[no-any-return]
 
     def make_norm(self) -> nn.Module:
         """Build the norm before the head."""
@@ -128,6 +158,7 @@ class GPT2(Family):
     embedding, blocks, norm, head = "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"
     positions = "transformer.wpe"
     package, prefix, block_class, architecture = "gpt2", "GPT2", "Block", "GPT2LMHeadModel"
+    halves: ClassVar[dict[str, tuple[str, str]]] = {"attention": ("ln_1", "attn"), "mlp": ("ln_2", "mlp")}
 
     def __init__(self, config: Any) -> None:
         if config.add_cross_attention:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from dynpipe_ds.hf.carry import Activation, Carry, Layout
 from dynpipe_ds.hf.families import Family, family_of, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
 from dynpipe_ds.hf.routing import watched
+from dynpipe_ds.host.parts import split_layers
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
 
 IGNORED_LABEL = -100
@@ -178,30 +179,50 @@ class Block(PretrainedLayer):
     Args:
         *args: those of :class:`PretrainedLayer`.
         index: which one.
+
+    Attributes:
+        part: which of :attr:`part_names` it is, if it is not the whole block (:func:`~dynpipe_ds.split_layers`).
     """
 
+    part_names: ClassVar[tuple[str, ...]] = ("attention", "mlp")
     block: nn.Module
 
     def __init__(self, *args: Any, index: int) -> None:
         super().__init__(*args)
         self.add_part("block", self.family.make_block(index), f"{self.family.blocks}.{index}")
+        self.part: str | None = None
         with torch.device("cpu"):  # its buffers are made, not read
             self.rotary = self.family.make_rotary()
+
+    def keep_part(self, part: str) -> None:
+        """Let go of the other half.
+
+        Args:
+            part: one of :attr:`part_names`.
+        """
+        self.part = part
+        self.family.keep_half(self.block, part)
+        if part != "attention":
+            self.rotary = None
 
     def forward(self, activation: Activation) -> Activation:
         """Map the stream ``[batch, seq, hidden]`` to the same shape; note what a router does."""
         carry = self.layout.unpack(activation)
-        positions = carry.position_ids()
-        angles = {} if self.rotary is None else {"position_embeddings": self.rotary(carry.stream, positions)}
-        mask = self.family.mask(carry)
+        attending = {} if self.part == "mlp" else self._attending(carry)
         with watched(self.family.router(self.block)) as routed:
-            stream = self.block(
-                carry.stream, attention_mask=mask, position_ids=positions, use_cache=False, **angles
-            )
+            if self.part is None:
+                stream = self.block(carry.stream, **attending)
+            else:
+                stream = self.family.run_half(self.block, self.part, carry.stream, **attending)
         for output in routed:
             self.family.route(self.block, output, carry)
         carry.stream = stream
         return self.layout.pack(carry)
+
+    def _attending(self, carry: Carry) -> dict[str, Any]:
+        positions = carry.position_ids()
+        angles = {} if self.rotary is None else {"position_embeddings": self.rotary(carry.stream, positions)}
+        return {"attention_mask": self.family.mask(carry), "position_ids": positions, "use_cache": False, **angles}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # As from_pretrained: angles stay float32 whatever the weights are.
@@ -273,6 +294,7 @@ def causal_lm_layers(
     attention_mask: bool = False,
     position_ids: bool = False,
     router_loss_weight: float | None = None,
+    split_blocks: bool = False,
 ) -> list[LayerSpec]:
     """List the layers of a causal language model, for ``DynamicPipelineModule``.
 
@@ -286,6 +308,7 @@ def causal_lm_layers(
         router_loss_weight: weight of the routers' load-balancing loss, 0 for none; ``None`` for what the
             configuration says (``output_router_logits`` and ``router_aux_loss_coef`` of Mixtral,
             ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
+        split_blocks: whether attention and MLP of a block are two layers.
 
     Returns:
         Token embedding, for GPT-2 position embedding, blocks, head (in a tied model the norm before it is a layer
@@ -315,7 +338,7 @@ def causal_lm_layers(
     ]
     if folder is not None:
         _check(layers, folder)
-    return layers
+    return split_layers(layers) if split_blocks else layers
 
 
 def _check(layers: list[LayerSpec], folder: PretrainedFolder) -> None:

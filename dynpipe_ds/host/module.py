@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
+from dynpipe_ds.host.parts import whole_layers
 from dynpipe_ds.host.seeds import seed_streams
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec, layer_name, tied_key
 from dynpipe_ds.measure.recorder import BatchRecorder
@@ -46,7 +47,26 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         self._is_dynamic = False
         self._layers: dict[int, nn.Module] = {}
         self.parts: list[int] = []
+        self._whole_layers: tuple[int, ...] | None = None
         super().__init__(*args, **kwargs)
+
+    # -- building -----------------------------------------------------------------------------
+
+    def whole_layers(self) -> tuple[int, ...]:
+        """For each layer the index that it, or the layer that it is a part of, would have if none were cut."""
+        if self._whole_layers is None:
+            self._whole_layers = whole_layers(self._layer_specs)
+        return self._whole_layers
+
+    def _build(self) -> None:
+        given: Any = self.seed_fn
+        base, wholes = self.base_seed, self.whole_layers()
+        if wholes[-1:] != (len(wholes) - 1,):  # parts of a layer are built as the layer would be, with its seed
+            self.seed_fn: Any = lambda seed: (given or seed_streams)(base + wholes[seed - base])
+        try:
+            super()._build()
+        finally:
+            self.seed_fn = given
 
     # -- the first partition ------------------------------------------------------------------
 
@@ -230,14 +250,14 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         return any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
     def _block(self, start: int, stop: int) -> Any:
-        offset, first_layer = self.micro_offset + 1, self._local_start
+        offset, first_layer, wholes = self.micro_offset + 1, self._local_start, self.whole_layers()
 
         def run(*inputs: Any) -> Any:
             x = inputs[0] if len(inputs) == 1 else inputs
             for local in range(start, stop):
                 self.curr_layer = first_layer + local
                 if self.seed_layers:
-                    seed = self.base_seed * offset + self.curr_layer
+                    seed = self.base_seed * offset + wholes[self.curr_layer]
                     (self.seed_fn or seed_streams)(seed)
                 if self.recorder is None:
                     x = self.forward_funcs[local](x)

@@ -94,7 +94,7 @@ NEEDED: dict[str, Needed] = {
             "is_checkpointable_results is_checkpointable_results_interval loss_fn micro_offset num_stages parts "
             "seed_fn seed_layers stage_id tied_comms tied_modules tied_weight_attrs world_group world_size"
         ),
-        hooks="_partition_layers _synchronize_tied_weights",
+        hooks="_partition_layers _build _synchronize_tied_weights",
         begins="__init__",
     ),
     "deepspeed.pipe": _needed("PipelineModule"),

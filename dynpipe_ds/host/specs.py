@@ -8,6 +8,8 @@ from typing import Any
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from dynpipe_ds.host.parts import LayerPart
+
 __all__ = ["LayerSpec", "TiedLayerSpec", "arguments", "forward_function", "is_buildable", "layer_name", "tied_key"]
 
 
@@ -32,7 +34,9 @@ def arguments(layer: Any) -> list[Any]:
 
 
 def layer_name(layer: Any) -> str:
-    """Name of a layer's class or function."""
+    """Name of a layer's class or function, and of the part of it that it is."""
+    if isinstance(layer, LayerPart):
+        return f"{layer_name(layer.spec)}.{layer.part}"
     if isinstance(layer, LayerSpec):
         layer = layer.typename
     return str(getattr(layer, "__name__", type(layer).__name__))

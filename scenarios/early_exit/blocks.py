@@ -105,6 +105,12 @@ class ExitBlock(Block):
         self.visible = plan.visible
         self.exit = None if number is None else Exit(config, plan, number)
 
+    def keep_part(self, part: str) -> None:
+        """Let go of the other half; the exit stands behind the MLP."""
+        super().keep_part(part)
+        if part == "attention":
+            self.exit = None
+
     def make_attention(self, config: GPTConfig) -> nn.Module:
         """Build attention that knows of active tokens."""
         return ActiveAttention(config)
@@ -135,10 +141,18 @@ class ExitBlock(Block):
         Returns:
             ``[n, hidden]``.
         """
+        if self.part != "mlp":
+            x = x + self.dropout(self._attend(flat, x, rows))
+        return x if self.part == "attention" else self.add_mlp(x)
+
+    def _attend(self, flat: Tensor, x: Tensor, rows: ActiveRows) -> Tensor:
         if self.visible and rows.count:
             everything = self.norm1(flat)
-            contribution = self.attention.of_active(everything.index_select(0, rows.index), rows, everything)
-        else:
-            contribution = self.attention.of_active(self.norm1(x), rows, None)
-        x = x + self.dropout(contribution)
-        return x + self.dropout(self.mlp(self.norm2(x)))
+            return self.attention.of_active(everything.index_select(0, rows.index), rows, everything)
+        return self.attention.of_active(self.norm1(x), rows, None)
+
+
+class WholeExitBlock(ExitBlock):
+    """One whose exit compares the states before and behind the block: it can't be cut into halves."""
+
+    part_names = ()

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from scenarios.early_exit.blocks import ExitBlock, ExitEmbedding
+from scenarios.early_exit.blocks import ExitBlock, ExitEmbedding, WholeExitBlock
 from scenarios.early_exit.confidence import MEASURES, Decay, Measure, thresholds
 from scenarios.early_exit.exits import ExitHead, exit_loss, read_audit
 from scenarios.early_exit.rows import task_of
@@ -137,7 +137,8 @@ class EarlyExit(Scenario):
             elif spec.typename is Block:
                 block += 1
                 number = exits.index(block) if block in exits else None
-                replaced.append(LayerSpec(ExitBlock, model, self.plan, number))
+                compares = number is not None and self.confidence == "state"
+                replaced.append(LayerSpec(WholeExitBlock if compares else ExitBlock, model, self.plan, number))
             elif spec.typename is Head:
                 replaced.append(LayerSpec(ExitHead, model, self.plan))
             else:

@@ -94,8 +94,9 @@ class AutoFreeze(ConvergenceFreezing):
         left = self.left(batch)
         if left is None or left >= (self.summed_batches or self.evaluate_every):
             return
+        wholes = self.whole_layers(engine)
         for index, layer in engine.local_layers().items():
-            if index in self._judged(engine):
+            if wholes[index] in self._judged(engine):
                 self._handles += watch_gradients(layer, engine.gradient_accumulation_steps())
 
     def after_batch(self, engine: Engine, batch: int) -> None:
@@ -111,7 +112,7 @@ class AutoFreeze(ConvergenceFreezing):
         """List the layers that are compared: those that train, without the last; none if no more may freeze."""
         if self._num_frozen >= self.limit(engine):
             return range(0)
-        return range(max(self._num_frozen, self.first_module - 1), engine.partition[-1] - 1)
+        return range(max(self._num_frozen, self.first_module - 1), self.num_layers(engine) - 1)
 
     def _gather_norms(self, engine: Engine) -> dict[int, float]:
         """Take every layer's norm; collective over all ranks, and the same bits on each."""
@@ -122,13 +123,15 @@ class AutoFreeze(ConvergenceFreezing):
             norm = take_norm(layer, group)
             if norm is not None and first_replica:
                 rows[index] = (norm,)
-        table = gather_by_layer(engine, rows, 1)
-        return {index: float(table[index, 0]) for index in self._judged(engine)}
+        judged = self._judged(engine)
+        table = gather_by_layer(engine, rows, 1)[:, 0].tolist()
+        wholes = self.whole_layers(engine)
+        return {layer: sum(v for whole, v in zip(wholes, table, strict=True) if whole == layer) for layer in judged}
 
     def _decide(self, engine: Engine, norms: dict[int, float]) -> None:
         """Grow the frozen prefix, from values that are the same on every rank."""
         changes = {i: relative_change(self._norms[i], norm) for i, norm in norms.items() if i in self._norms}
-        self.changes = [changes.get(index) for index in range(engine.partition[-1])]
+        self.changes = [changes.get(index) for index in range(self.num_layers(engine))]
         self._norms = norms
         first = first_above(changes, self.percentile)
         length = 0 if first is None else min(first, self.limit(engine))

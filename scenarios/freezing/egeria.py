@@ -7,11 +7,13 @@ listed in ``docs/freezing.md``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from scenarios.freezing.plasticity import (
@@ -82,7 +84,7 @@ class EgeriaFreezing(ConvergenceFreezing):
         super().before_batch(engine, batch)
         if not self.due(batch):
             return
-        for index, layer in engine.local_layers().items():
+        for index, layer in self._by_whole(engine):
             if self._num_frozen <= index < self.limit(engine):
                 if reference_of(layer) is None:
                     # A reference as old as the layer itself would answer alike: compare next time.
@@ -109,9 +111,11 @@ class EgeriaFreezing(ConvergenceFreezing):
     def _gather(self, engine: Engine) -> tuple[list[float], float]:
         """Collect every layer's plasticity (the mean of its replicas) and the learning rate.
 
-        Every rank gets the same rows and adds them in rank order, so all ranks hold the same bits.
+        Of a layer that was cut, the part that has changed most counts. Every rank gets the same rows and adds them in
+        rank order, so all ranks hold the same bits.
         """
-        row = torch.full((engine.partition[-1] + 1,), math.nan, dtype=torch.float64)
+        wholes = self.whole_layers(engine)
+        row = torch.full((len(wholes) + 1,), math.nan, dtype=torch.float64)
         for index, layer in engine.local_layers().items():
             value = plasticity(layer)
             if value is not None:
@@ -124,7 +128,15 @@ class EgeriaFreezing(ConvergenceFreezing):
             rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, row)
         means = torch.stack([other.cpu() for other in rows]).nanmean(dim=0).tolist()
-        return means[:-1], means[-1]
+        found = [math.nan] * self.num_layers(engine)
+        for whole, mean in zip(wholes, means, strict=False):
+            found[whole] = mean if math.isnan(found[whole]) else max(found[whole], mean)
+        return found, means[-1]
+
+    def _by_whole(self, engine: Engine) -> Iterator[tuple[int, nn.Module]]:
+        """Local layers with the indices that they would have if none were cut."""
+        wholes = self.whole_layers(engine)
+        return ((wholes[index], layer) for index, layer in engine.local_layers().items())
 
     def _decide(self, engine: Engine, lr: float) -> None:
         """Change the frozen prefix, from values that are the same on every rank."""
@@ -153,7 +165,7 @@ class EgeriaFreezing(ConvergenceFreezing):
 
     def _refresh(self, engine: Engine) -> None:
         """Renew the references that are old; frozen layers need none."""
-        for index, layer in engine.local_layers().items():
+        for index, layer in self._by_whole(engine):
             if index < self._num_frozen:
                 drop_reference(layer)
             elif self._evaluations % self.refresh_every == 0 and reference_of(layer) is not None:

@@ -32,9 +32,9 @@ def set_frozen(layer: nn.Module, frozen: bool) -> None:
         keep_in_checkpoints(layer, _FROZEN_NAMES)
         layer.requires_grad_(False)
     elif not frozen and names is not None:
-        parameters = dict(layer.named_parameters())
-        for name in names:
-            parameters[name].requires_grad_(True)
+        for name, parameter in layer.named_parameters():
+            if name in names:
+                parameter.requires_grad_(True)
         delattr(layer, _FROZEN_NAMES)
 
 
@@ -78,7 +78,7 @@ class FreezingScenario(Scenario):
 
     @property
     def num_frozen(self) -> int:
-        """Leading layers that are frozen now."""
+        """Leading layers that are frozen now, those that were cut as one."""
         return self._num_frozen
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
@@ -102,16 +102,24 @@ class FreezingScenario(Scenario):
         self._prefix_cache.period = num_batches
 
     def freeze(self, engine: Engine, num_frozen: int) -> None:
-        """Make the frozen prefix this long, with the same number on every rank."""
+        """Make the frozen prefix this long, in whole layers, with the same number on every rank."""
         self._num_frozen = num_frozen
-        freeze_prefix(engine, num_frozen)
+        freeze_prefix(engine, self._prefix(engine))
         if self._prefix_cache is not None:
-            self._prefix_cache.forget_behind(engine, num_frozen)
+            self._prefix_cache.forget_behind(engine, self._prefix(engine))
+
+    def num_layers(self, engine: Engine) -> int:
+        """Count the layers of the model, those that were cut as one."""
+        return max(self.whole_layers(engine)) + 1
+
+    def _prefix(self, engine: Engine) -> int:
+        """Count the engine's layers that are frozen."""
+        return sum(whole < self._num_frozen for whole in self.whole_layers(engine))
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Find out whether the prefix has seen this batch before; a rule calls it once it has frozen."""
         if self._prefix_cache is not None:
-            self._prefix_cache.begin(engine, batch, self._num_frozen)
+            self._prefix_cache.begin(engine, batch, self._prefix(engine))
 
     def after_batch(self, engine: Engine, batch: int) -> None:
         """Let the layers compute again; a rule calls it before it looks at them."""
@@ -120,7 +128,7 @@ class FreezingScenario(Scenario):
 
     def report(self, engine: Engine) -> Report:
         """Report the frozen layers, and how many of them were skipped in the last batch."""
-        report: Report = {"frozen layers": f"{self._num_frozen} of {engine.partition[-1]}"}
+        report: Report = {"frozen layers": f"{self._num_frozen} of {self.num_layers(engine)}"}
         if self._prefix_cache is not None:
             report["layers from cache"] = self._prefix_cache.num_skipped
         return report
@@ -161,7 +169,7 @@ class ConvergenceFreezing(FreezingScenario):
 
     def limit(self, engine: Engine) -> int:
         """Return how many leading layers may freeze at most; the last layer never does."""
-        total = engine.partition[-1]
+        total = self.num_layers(engine)
         return min(int(self.max_frozen * total), total - 1)
 
 

@@ -92,5 +92,5 @@ class ScheduledFreezing(FreezingScenario):
 
     def before_batch(self, engine: Engine, batch: int) -> None:
         """Freeze what the schedule says for this batch."""
-        self.freeze(engine, self.schedule.num_layers(batch, engine.partition[-1]))
+        self.freeze(engine, self.schedule.num_layers(batch, self.num_layers(engine)))
         super().before_batch(engine, batch)

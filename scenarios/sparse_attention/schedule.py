@@ -84,7 +84,7 @@ class SparseAttention(Scenario):
         """Return the number of buckets of a layer in a batch.
 
         Args:
-            layer: global index of a block.
+            layer: index of a block, with no layer cut.
             batch: counted from 0.
         """
         entry = bisect_right(self.batches, batch) - 1
@@ -97,14 +97,18 @@ class SparseAttention(Scenario):
         """Draw the hashes of the local blocks that shall have new ones."""
         self._batch = batch
         draw = batch // self.redraw_every if self.redraw_every else 0
-        for layer, attention in local_attentions(engine):
+        wholes = self.whole_layers(engine)
+        for index, attention in local_attentions(engine):
+            layer = wholes[index]
             seed = random.Random(f"{self.seed} {layer} {draw}").getrandbits(63)
             attention.draw(self.buckets_of(layer, batch), seed)
 
     def report(self, engine: Engine) -> Report:
         """Report buckets and sparse blocks, and the computed pairs of all layers over dense attention's."""
         counted = {layer: attention.take_pairs() for layer, attention in local_attentions(engine)}
-        pairs, dense = gather_by_layer(engine, counted, 2)[self._sparse_layers].unbind(1)
+        wholes = self.whole_layers(engine)
+        attentions = [wholes.index(layer) for layer in self._sparse_layers]  # the first of a block's parts
+        pairs, dense = gather_by_layer(engine, counted, 2)[attentions].unbind(1)
         buckets = [self.buckets_of(layer, self._batch) for layer in self._sparse_layers]
         best = in_use(TASK, engine, self._model.hidden // self._model.heads)
         return {

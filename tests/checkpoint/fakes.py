@@ -106,7 +106,8 @@ class Stage:
             num_steps=3,
         )
         self.module: Any = SimpleNamespace(
-            layer_names=lambda: ["Linear"] * len(self.layers), local_indices=lambda: list(self.layers),
+            layer_names=lambda: ["Linear"] * len(self.layers), whole_layers=lambda: tuple(range(len(self.layers))),
+            local_indices=lambda: list(self.layers),
             local_layers=lambda: self.layers, forward_funcs=list(self.layers.values()),
             _layer_specs=list(self.layers.values()), _synchronize_tied_weights=lambda: None,
         )

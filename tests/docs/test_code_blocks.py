@@ -33,6 +33,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/clients.md": [HERE],
     "docs/configuration.md": [NAMES],
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
+    "docs/finer_layers.md": [HERE],
     "docs/freezing.md": [RANKS],
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],

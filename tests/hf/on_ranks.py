@@ -30,6 +30,7 @@ class Job:
         checkpoint_interval: layers between two activation checkpoints.
         save_to: where the trained model goes.
         num_batches: batches of each run.
+        split_blocks: whether blocks are cut into halves.
     """
 
     folder: Path
@@ -40,6 +41,20 @@ class Job:
     checkpoint_interval: int = 0
     save_to: Path | None = None
     num_batches: int = 5
+    split_blocks: bool = False
+
+    def layers(self, model: Any = None) -> list[Any]:
+        """Its layers.
+
+        Args:
+            model: the opened folder; by default opened anew.
+        """
+        from dynpipe_ds.hf import causal_lm_layers
+
+        return causal_lm_layers(
+            self.folder if model is None else model, attention_mask=self.padded, position_ids=self.padded,
+            split_blocks=self.split_blocks,
+        )
 
 
 @dataclass
@@ -72,11 +87,11 @@ def train(job: Job, *, moves: bool) -> Trained:
     import deepspeed
 
     from dynpipe_ds import CheckpointError, DynamicPipelineModule
-    from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers, causal_lm_loss, save_pretrained, take_expert_load
+    from dynpipe_ds.hf import PretrainedFolder, causal_lm_loss, save_pretrained, take_expert_load
 
     folder = PretrainedFolder(job.folder)
     module = DynamicPipelineModule(
-        causal_lm_layers(folder, attention_mask=job.padded, position_ids=job.padded), num_stages=job.stages,
+        job.layers(folder), num_stages=job.stages,
         loss_fn=causal_lm_loss, partition_method="parameters", seed_layers=True,
         activation_checkpoint_interval=job.checkpoint_interval,
     )  # fmt: skip

@@ -74,6 +74,22 @@ def test_same_bits_as_the_original(folders: dict[str, Path], case: str, dtype: t
     assert [name for name, grad in theirs.items() if not torch.equal(grad, ours[name])] == []
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_halves_of_blocks_have_the_bits_of_the_whole(folders: dict[str, Path], case: str) -> None:
+    found = []
+    for split_blocks in (False, True):
+        specs = causal_lm_layers(folders[case], attention_mask=True, position_ids=True, split_blocks=split_blocks)
+        layers = tiny.build(specs)
+        inputs, labels = next(tiny.batches(3, padded=True))
+        loss = causal_lm_loss(tiny.run(specs, layers, inputs), labels)
+        loss.backward()
+        found.append((loss, gradients(layers), len(specs)))
+    (expected, theirs, num_whole), (loss, ours, num_parts) = found
+    assert num_parts == num_whole + 4, "four blocks"
+    assert torch.equal(loss, expected) and ours.keys() == theirs.keys()
+    assert [name for name, grad in theirs.items() if not torch.equal(grad, ours[name])] == []
+
+
 def test_routers_report_their_load_and_its_loss_can_be_left_out(folders: dict[str, Path]) -> None:
     specs = causal_lm_layers(folders["mixtral"], router_loss_weight=0)
     layers = tiny.build(specs)

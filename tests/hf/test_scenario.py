@@ -44,7 +44,7 @@ def test_a_folder_composes_with_scenarios(folders: dict[str, Path], model: str, 
     assert len(layers(found)) == (8 if model == "gpt2" else 6)
     assert (found.model.vocab_size, found.model.depth) == (tiny.VOCABULARY, 4)
     kept = json.loads(json.dumps(dataclasses.asdict(found), default=str))["model"]
-    assert kept == {"path": str(folders[model]), "seq_len": 16}
+    assert kept == {"path": str(folders[model]), "seq_len": 16, "split_blocks": False}
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:

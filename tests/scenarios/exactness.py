@@ -52,11 +52,11 @@ class Job:
     shrinks: Mapping[int, int] = field(default_factory=dict)
     batch: Mapping[str, int] = field(default_factory=dict)
 
-    def moves(self) -> dict[int, tuple[int, ...]]:
+    def moves(self, num_layers: int) -> dict[int, tuple[int, ...]]:
         """Boundaries before a batch: random ones, every few batches, no stage empty."""
-        draw, layers = random.Random(3), self.model.depth + 2
+        draw = random.Random(3)
         return {
-            batch: (0, *sorted(draw.sample(range(1, layers), self.stages - 1)), layers)
+            batch: (0, *sorted(draw.sample(range(1, num_layers), self.stages - 1)), num_layers)
             for batch in range(1, self.num_batches, self.every)
         }
 
@@ -92,9 +92,10 @@ def build(job: Job) -> Any:
 def train(job: Job, *, moves: bool) -> Trained:
     """Train on this rank of a started process group."""
     run = build(job)
+    boundaries = job.moves(run.engine.partition[-1]) if moves else {}
     for batch in range(job.num_batches):
-        if moves and batch in job.moves():
-            run.engine.repartition(job.moves()[batch])
+        if batch in boundaries:
+            run.engine.repartition(boundaries[batch])
         if batch in job.shrinks:
             run.engine.repack(job.shrinks[batch])
         list(run.train_window([batch], timed=True))
@@ -146,7 +147,7 @@ def go_on(_rank: int, jobs: dict[str, Job], folder: str) -> dict[str, Trained]:
 
 
 def _train_batches(run: Any, job: Job, batches: range, folder: Path | None = None) -> Trained:
-    draw, layers = random.Random(batches.start), job.model.depth + 2
+    draw, layers = random.Random(batches.start), run.engine.partition[-1]
     for batch in batches:
         if batch % 3 == 1:
             run.engine.repartition((0, *sorted(draw.sample(range(1, layers), job.stages - 1)), layers))

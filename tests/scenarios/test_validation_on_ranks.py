@@ -39,9 +39,10 @@ def train(job: Job, *, moves: bool, evaluate: bool) -> Seen:
     if evaluate:
         assert batches.num_micro_batches % run.data.shape.num_micro_batches, "the last batch is a smaller one"
         run.validator = Validator(run.engine, batches, every=2)
+    boundaries = job.moves(run.engine.partition[-1]) if moves else {}
     for batch in range(job.num_batches):
-        if moves and batch in job.moves():
-            run.engine.repartition(job.moves()[batch])
+        if batch in boundaries:
+            run.engine.repartition(boundaries[batch])
         list(run.train_window([batch], timed=True))
     before = streams()
     if run.validator is not None:
