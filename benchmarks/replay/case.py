@@ -249,7 +249,7 @@ def kept_costs() -> Costs:
 
 @cache
 def load_trace(spec: str) -> Trace:
-    """Read a file, or make ``"model:<scenario>:<depth>"``.
+    """Read a file, or make ``"model:<scenario>:<depth>"``, with ``":halves"`` behind it of halves of blocks.
 
     Args:
         spec: which.
@@ -262,10 +262,11 @@ def load_trace(spec: str) -> Trace:
         if not Path(spec).is_file():
             raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(MODELS)}>:<blocks>")
         return Trace.load(spec)
-    name, _, depth = rest.partition(":")
-    if name not in MODELS or not depth.isdigit():
-        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(MODELS)}>:<blocks>")
-    return MODELS[name](int(depth))
+    name, _, size = rest.partition(":")
+    depth, _, halves = size.partition(":")
+    if name not in MODELS or not depth.isdigit() or halves not in ("", "halves"):
+        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(MODELS)}>:<blocks>[:halves]")
+    return MODELS[name](int(depth), halves=bool(halves))
 
 
 def frozen_boundaries(moment: TraceBatch, boundaries: Sequence[int]) -> int:

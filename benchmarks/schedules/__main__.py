@@ -3,6 +3,7 @@
     python -m benchmarks.schedules --quick                 # virtual time, 4 stages, three load models: two minutes
     python -m benchmarks.schedules                         # virtual time, 2, 4 and 8 stages, six load models
     python -m benchmarks.schedules --stages 16 24 --batches 16
+    python -m benchmarks.schedules --halves --stages 4 8   # the same, attention and MLP of a block being two layers
     python -m benchmarks.schedules --sleeping              # layers sleep, 4 and 8 stages; an idle machine
     python -m benchmarks.schedules --real                  # real compute on two ranks; an idle machine
 
@@ -26,6 +27,7 @@ def main() -> None:
     how.add_argument("--sleeping", action="store_true", help="layers sleep")
     how.add_argument("--real", action="store_true", help="layers compute, on two ranks")
     parser.add_argument("--quick", action="store_true", help="few batches and load models, 4 stages")
+    parser.add_argument("--halves", action="store_true", help="replays: attention and MLP of a block are two layers")
     parser.add_argument("--stages", type=int, nargs="+", choices=sorted(replayed.SIZES))
     parser.add_argument("--batches", type=int, help="of a run")
     named = [*replayed.SCENARIOS, "none", real.NARROW]
@@ -44,7 +46,7 @@ def main() -> None:
     scenarios = options.only or (replayed.SCENARIOS[1:4] if options.quick else replayed.SCENARIOS)
     stages = options.stages or ([4] if options.quick else [4, 8] if options.sleeping else [2, 4, 8])
     batches = options.batches or (14 if options.quick else 26 if options.sleeping else 40)
-    given = {"clock": "sleeping"} if options.sleeping else {}
+    given = {"halves": options.halves} | ({"clock": "sleeping"} if options.sleeping else {})
     name = "sleeping" if options.sleeping else "virtual"
     with tempfile.TemporaryDirectory() as folder:
         raw = options.raw or (Path(folder) if options.quick else Path("outputs/schedules"))

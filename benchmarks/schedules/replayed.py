@@ -20,6 +20,8 @@ SIZES = {2: (8, 24), 4: (16, 24), 8: (32, 24), 16: (32, 48), 24: (48, 48)}
 """Stages: micro-batches and blocks."""
 GOALS = {4: 1.07, 8: 1.08, 16: 1.17, 24: 1.15}
 """What virtual time is to reach, over the best cut under 1F1B with messages that are waited for."""
+HALVES_GOALS = {4: 1.10, 8: 1.14, 16: 1.25, 24: 1.25}
+"""The same where blocks are cut into halves, over whole ones."""
 SLEEPING_GOAL, TOLD_GOAL = 1.08, 0.97
 STATIC_RUN, USUAL_RUN, AUTO_RUN = STATIC[0].label, OURS[1].label, PLANNING[1].label
 ON_ENGINE = {STATIC_RUN: "static, 1F1B", USUAL_RUN: "dynamic, 1F1B", AUTO_RUN: "dynamic, `schedule: auto`"}
@@ -62,19 +64,26 @@ class Row:
         return 1.0 / self.runs[AUTO_RUN].longer
 
 
-def cases(num_stages: int, batches: int, scenarios: Sequence[str], **options: Any) -> Iterator[Case]:
+HALVES = ":halves"  # of a load model's name: attention and MLP of a block are two layers
+
+
+def cases(
+    num_stages: int, batches: int, scenarios: Sequence[str], *, halves: bool = False, **options: Any
+) -> Iterator[Case]:
     """Static runs of some load models.
 
     Args:
         num_stages: S.
         batches: of a run.
         scenarios: load models.
+        halves: whether attention and MLP of a block are two layers.
         **options: further fields of the case.
     """
     count, blocks = SIZES[num_stages]
     for name in scenarios:
         every = 1 if name in CHANGING_EVERY_BATCH else EVERY
-        yield Case(f"model:{name}:{blocks}", STATIC_RUN, num_stages, count, batches, every=every,
+        trace = f"model:{name}:{blocks}{HALVES if halves else ''}"
+        yield Case(trace, STATIC_RUN, num_stages, count, batches, every=every,
                    **{"layer_ms": LAYER_MS, **options})  # fmt: skip
 
 
@@ -91,7 +100,10 @@ def measure(wanted: Iterable[Case], raw: Path) -> Iterator[Row]:
         waited = [replace(case, method=USUAL_RUN, sends="waited")] if is_sleeping else []
         results = run([*(replace(case, method=name) for name in names), *waited], raw)
         by_method = dict(zip(names, results, strict=False))
-        yield Row(case, on_paper(case), by_method, results[-1] if is_sleeping else None)
+        paper = on_paper(case)
+        if case.trace.endswith(HALVES):  # what all is compared with has whole blocks
+            paper[TODAY] = on_paper(replace(case, trace=case.trace.removesuffix(HALVES)))[TODAY]
+        yield Row(case, paper, by_method, results[-1] if is_sleeping else None)
 
 
 def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any] | None, *, quick: bool) -> None:
@@ -105,6 +117,7 @@ def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any]
         quick: whether runs were short.
     """
     name = "virtual" if kind == "replay" else "sleeping"
+    name = f"{name}_halves" if rows[0].case.trace.endswith(HALVES) else name
     found = Report(name, folder, kind, quick, "Orders, split backwards, messages", machine=machine)
     found.text = _text(rows)
     sizes = sorted({row.case.num_stages for row in rows})
@@ -117,14 +130,19 @@ def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any]
 
 
 def _text(rows: Sequence[Row]) -> str:
-    case = rows[0].case
+    case, whole = rows[0].case, ""
+    if case.trace.endswith(HALVES):
+        whole = (
+            f"A block counts as one layer. Attention and MLP of a block are two layers, but in *{TODAY}* they are "
+            "one.\n\n"
+        )
     return (
         f"Medians over {len({row.case.trace for row in rows})} load models, of {case.num_batches - WARM_UP} batches: "
         f"how many times as fast as *{TODAY}* on paper, the best until now, and the mean bubble in brackets. The "
         "first rows are simulated: each batch has the best cut and order for it, with hindsight; *waited for* are "
         "messages whose sender goes on when they are received. The last rows are the real engine, which profiles, "
-        "decides and moves, all of its own work included.\n\n"
-        f"A mean layer takes {case.layer_ms:g} ms, a message {1e3 * case.known_costs().message_s:.2f} ms. Gradients "
+        f"decides and moves, all of its own work included.\n\n{whole}A mean layer takes "
+        f"{case.layer_ms:g} ms, a message {1e3 * case.known_costs().message_s:.2f} ms. Gradients "
         f"of weights are {case.weight_share:.0%} of each layer's backward; a frozen layer has none. The "
         "activations of a micro-batch take as many bytes as the dense layer's parameters. On paper no worker holds "
         "more than the fullest one does under 1F1B, at the start or on the cut that is run."
@@ -190,7 +208,14 @@ def _notes(rows: Sequence[Row], sizes: Sequence[int], kind: str) -> Iterator[str
         goal = GOALS.get(size) if kind == "replay" else SLEEPING_GOAL
         gain, over_paper = median(row.whole_gain for row in here), median(row.gain_over_paper for row in here)
         told = median(row.as_told for row in here)
-        if goal is not None:
+        if here[0].case.trace.endswith(HALVES):
+            goal = HALVES_GOALS.get(size, SLEEPING_GOAL)
+            yield (
+                f"{size} stages: {over_paper:.3f}x over the best cut of whole blocks for each batch on paper "
+                f"(goal {goal:.2f}x: {'reached' if over_paper >= goal else 'not reached'}); {told:.1%} of what was "
+                "simulated."
+            )
+        elif goal is not None:
             yield (
                 f"{size} stages: {gain:.3f}x over the dynamic engine under 1F1B with messages that are waited for "
                 f"(goal {goal:.2f}x: {'reached' if gain >= goal else 'not reached'}), {over_paper:.3f}x over the best "

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ BACKWARD_FACTOR = 2.0
 EDGE = 0.1  # of a block: embedding and head, each
 HIDDEN, LENGTH = 1024, 2048
 BLOCK_BYTES = 12 * HIDDEN**2 * 4  # fp32 weights
+MLP_BYTES = 2 / 3  # of a block
 
 
 def operation_shares(length: int = LENGTH) -> tuple[float, float, float]:
@@ -69,17 +71,18 @@ def global_magnitude(sparsity: float, sigmas: Sequence[float]) -> list[float]:
     return [math.erf(low / (sigma * math.sqrt(2))) for sigma in sigmas]
 
 
-def dense(depth: int, seed: int = 0) -> Trace:
+def dense(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """No dynamism: all blocks alike, all the time; the reference, and what unequal workers are shown with.
 
     Args:
         depth: L.
         seed: not used, nothing is drawn.
+        halves: whether attention and MLP of a block are two layers.
     """
-    return _trace("dense", depth, dense, [_moment(0, [1.0] * depth)], -1)
+    return _trace("dense", depth, dense, [_moment(0, [1.0] * depth)], -1, halves=halves)
 
 
-def pruning(depth: int, seed: int = 0) -> Trace:
+def pruning(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Gradual global magnitude pruning to 90% (Zhu & Gupta 2018, cubic schedule), in five steps.
 
     Assumed: weights of the first block are twice as large as those of the last, so that deeper blocks lose more;
@@ -89,6 +92,7 @@ def pruning(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: not used, nothing is drawn.
+        halves: whether attention and MLP of a block are two layers.
     """
     sigmas = [2.0 - block / max(1, depth - 1) for block in range(depth)]
     weights = sum(operation_shares()[:2])
@@ -97,11 +101,12 @@ def pruning(depth: int, seed: int = 0) -> Trace:
         sparsity = cubic_sparsity((batch - 4) / 30 if batch else 0.0, 0.9)
         densities = [1.0 - s for s in global_magnitude(sparsity, sigmas)] if batch else [1.0] * depth
         costs = [1.0 - weights + weights * min(1.0, density / 0.29) for density in densities]
-        moments.append(_moment(batch, costs, parameters=densities))
-    return _trace("pruning", depth, pruning, moments, -1)
+        mlps = [operation_shares()[1] * min(1.0, density / 0.29) for density in densities]
+        moments.append(_moment(batch, costs, parameters=densities, mlps=mlps))
+    return _trace("pruning", depth, pruning, moments, -1, halves=halves)
 
 
-def freezing(depth: int, seed: int = 0) -> Trace:
+def freezing(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Front-to-back freezing as Egeria's (Wang et al., EuroSys 2023): a frozen module has no backward.
 
     Egeria freezes the first active module when its plasticity has settled. Assumed: it settles module after module,
@@ -111,13 +116,14 @@ def freezing(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: not used, nothing is drawn.
+        halves: whether attention and MLP of a block are two layers.
     """
     moments = []
     for step in range(int(0.6 * 12) + 1):
         frozen = round(depth * step / 12)
         backward = [0.0 if block < frozen else BACKWARD_FACTOR for block in range(depth)]
         moments.append(_moment(1 + 5 * step if step else 0, [1.0] * depth, backward, frozen=frozen))
-    return _trace("freezing", depth, freezing, moments, -1)
+    return _trace("freezing", depth, freezing, moments, -1, halves=halves)
 
 
 def survival(layer: int, depth: int, progress: float) -> float:
@@ -136,7 +142,7 @@ def survival(layer: int, depth: int, progress: float) -> float:
     return 1.0 / (1.0 + (layer / half) ** 4)
 
 
-def early_exit(depth: int, seed: int = 0) -> Trace:
+def early_exit(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Tokens leave when they are predicted confidently (CALM, Schuster et al. 2022): late blocks see few.
 
     Assumed: the survival function above and its drift; a block costs its share of tokens and 2% for gathering; the
@@ -145,6 +151,7 @@ def early_exit(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: not used, nothing is drawn.
+        halves: whether attention and MLP of a block are two layers.
     """
     moments = []
     for batch in (0, *range(8, NUM_BATCHES, 4)):
@@ -152,10 +159,10 @@ def early_exit(depth: int, seed: int = 0) -> Trace:
         costs = [min(1.0, survival(block, depth, progress) + 0.02) for block in range(depth)]
         spread = [0.1 if batch else 0.0] * depth
         moments.append(_moment(batch, costs, dispersion=spread))
-    return _trace("early_exit", depth, early_exit, moments, -1)
+    return _trace("early_exit", depth, early_exit, moments, -1, halves=halves)
 
 
-def moe(depth: int, seed: int = 0) -> Trace:
+def moe(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Experts that tokens choose unevenly, anew in every batch (token choice, top-2 of 8, as Mixtral's).
 
     A layer lasts as long as its fullest expert: MLP x ``E max_e p_e`` (no token is dropped). ``p`` of a batch is
@@ -165,6 +172,7 @@ def moe(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: of the draws.
+        halves: whether attention and MLP of a block are two layers.
     """
     rng, experts = np.random.default_rng(seed), 8
     popularity = []
@@ -176,11 +184,11 @@ def moe(depth: int, seed: int = 0) -> Trace:
     for batch in range(NUM_BATCHES):
         loads = [experts * float(rng.dirichlet(50 * q).max()) for q in popularity]
         costs = [1.0 - mlp + mlp * load for load in loads]
-        moments.append(_moment(batch, costs, dispersion=[0.1 * mlp] * depth))
-    return _trace("moe", depth, moe, moments, seed)
+        moments.append(_moment(batch, costs, dispersion=[0.1 * mlp] * depth, mlps=[mlp * load for load in loads]))
+    return _trace("moe", depth, moe, moments, seed, halves=halves)
 
 
-def mod(depth: int, seed: int = 0) -> Trace:
+def mod(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Mixture of Depths (Raposo et al. 2024): every second block computes 12.5% of the tokens.
 
     Assumed: routing begins at batch 6; a learned threshold instead of a fixed top-k lets the share vary by block and
@@ -189,6 +197,7 @@ def mod(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: of the draws.
+        halves: whether attention and MLP of a block are two layers.
     """
     rng = np.random.default_rng(seed)
     moments = [_moment(0, [1.0] * depth)]
@@ -196,10 +205,11 @@ def mod(depth: int, seed: int = 0) -> Trace:
         shares = np.minimum(1.0, 0.125 * np.exp(rng.normal(0.0, 0.3, depth)))
         costs = [min(1.0, float(share) + 0.02) if block % 2 else 1.0 for block, share in enumerate(shares)]
         moments.append(_moment(batch, costs))
-    return _trace("mod", depth, mod, moments, seed)
+    # A routed block is skipped as a whole and stays one layer.
+    return _trace("mod", depth, mod, moments, seed, halves=halves, whole=range(1, depth, 2))
 
 
-def sparse_attention(depth: int, seed: int = 0) -> Trace:
+def sparse_attention(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     """Attention within hash buckets (Pagliardini et al. 2023): the pairs that are left vary by block and batch.
 
     A share ``sum_b p_b^2`` of the pairs is left where bucket b holds ``p_b`` of the tokens. Assumed: 8,192 tokens,
@@ -209,16 +219,18 @@ def sparse_attention(depth: int, seed: int = 0) -> Trace:
     Args:
         depth: L.
         seed: of the draws.
+        halves: whether attention and MLP of a block are two layers.
     """
     rng, buckets = np.random.default_rng(seed), 16
     concentration = np.exp(rng.uniform(math.log(0.1), math.log(10.0), depth))
     scores = operation_shares(4 * LENGTH)[2]
-    moments = [_moment(0, [1.0] * depth)]
+    moments = [_moment(0, [1.0] * depth, mlps=[operation_shares(4 * LENGTH)[1]] * depth)]
     for batch in range(6, NUM_BATCHES):
         left = [float((rng.dirichlet([c] * buckets) ** 2).sum()) for c in concentration]
         costs = [1.0 - scores + scores * min(1.0, 1.5 * share) for share in left]
-        moments.append(_moment(batch, costs, dispersion=[0.05] * depth))
-    return _trace("sparse_attention", depth, sparse_attention, moments, seed)
+        mlps = [operation_shares(4 * LENGTH)[1]] * depth
+        moments.append(_moment(batch, costs, dispersion=[0.05] * depth, mlps=mlps))
+    return _trace("sparse_attention", depth, sparse_attention, moments, seed, halves=halves)
 
 
 MODELS: dict[str, Callable[..., Trace]] = {
@@ -226,28 +238,76 @@ MODELS: dict[str, Callable[..., Trace]] = {
 }
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """A moment by blocks, in units of a dense forward and of a dense block's bytes.
+
+    Attributes:
+        batch: from which it holds.
+        costs: of the blocks' forwards.
+        backward: of their backwards.
+        mlps: the MLP's part of each cost.
+        parameters: what is left of their parameters.
+        dispersion: as in :class:`~benchmarks.traces.trace.TraceBatch`, without embedding and head.
+        frozen: leading blocks that are frozen.
+    """
+
+    batch: int
+    costs: Sequence[float]
+    backward: Sequence[float]
+    mlps: Sequence[float]
+    parameters: Sequence[float]
+    dispersion: Sequence[float]
+    frozen: int
+
+    def listed(self, cut: Sequence[bool]) -> TraceBatch:
+        """The same by layers; embedding and head are added, and blocks that are cut are two layers."""
+        forward, backward, held, spread = ([] for _ in range(4))
+        for block, is_cut in enumerate(cut):
+            cost, mlp, size = self.costs[block], self.mlps[block], self.parameters[block]
+            parts = (cost - mlp, mlp) if is_cut else (cost,)
+            forward += parts
+            backward += [self.backward[block] * part / cost if cost else 0.0 for part in parts]
+            held += (size * MLP_BYTES / 2, size * MLP_BYTES) if is_cut else (size,)
+            spread += [self.dispersion[block]] * len(parts) if self.dispersion else []
+        frozen = sum(1 + is_cut for is_cut in cut[: self.frozen])
+        edges = 0.0 if frozen else EDGE * BACKWARD_FACTOR
+        return TraceBatch(
+            self.batch,
+            tuple(round(BLOCK_FORWARD_S * c, 7) for c in (EDGE, *forward, EDGE)),
+            tuple(round(BLOCK_FORWARD_S * c, 7) for c in (edges, *backward, EDGE * 2)),
+            tuple(round(BLOCK_BYTES * p) for p in (EDGE, *held, EDGE)),
+            frozen + 1 if frozen else 0,
+            (0.0, *spread, 0.0) if any(spread) else (),
+        )
+
+
 def _moment(
-    batch: int, costs: Sequence[float], backward: Sequence[float] = (), *, parameters: Sequence[float] = (),
-    dispersion: Sequence[float] = (), frozen: int = 0,
-) -> TraceBatch:
-    """A moment from the blocks' costs in units of a dense forward; embedding and head are added."""
-    back = list(backward) or [BACKWARD_FACTOR * cost for cost in costs]
-    held = list(parameters) or [1.0] * len(costs)
-    return TraceBatch(
-        batch,
-        tuple(round(BLOCK_FORWARD_S * c, 7) for c in (EDGE, *costs, EDGE)),
-        tuple(round(BLOCK_FORWARD_S * c, 7) for c in (0.0 if frozen else EDGE * BACKWARD_FACTOR, *back, EDGE * 2)),
-        tuple(round(BLOCK_BYTES * p) for p in (EDGE, *held, EDGE)),
-        frozen + 1 if frozen else 0,
-        (0.0, *dispersion, 0.0) if any(dispersion) else (),
+    batch: int, costs: Sequence[float], backward: Sequence[float] = (), *, mlps: Sequence[float] = (),
+    parameters: Sequence[float] = (), dispersion: Sequence[float] = (), frozen: int = 0,
+) -> _Moment:
+    """A moment from the blocks' costs in units of a dense forward; of the cost the MLP has its dense share."""
+    return _Moment(
+        batch, costs, list(backward) or [BACKWARD_FACTOR * cost for cost in costs],
+        list(mlps) or [operation_shares()[1] * cost for cost in costs], list(parameters) or [1.0] * len(costs),
+        dispersion, frozen,
     )
 
 
-def _trace(name: str, depth: int, model: Callable[..., Trace], moments: list[TraceBatch], seed: int) -> Trace:
+def _trace(
+    name: str, depth: int, model: Callable[..., Trace], moments: list[_Moment], seed: int, *, halves: bool,
+    whole: Collection[int] = (),
+) -> Trace:
     text = " ".join((model.__doc__ or "").split("Args:")[0].split())
     source = Source("model", f"benchmarks.traces.models.{name}: {text}", seed)
-    layers = ("embedding", *(f"block {block}" for block in range(depth)), "head")
-    return Trace(f"{name}, {depth} blocks", source, layers, NUM_BATCHES, tuple(moments))
+    cut = [halves and block not in whole for block in range(depth)]
+    blocks = (
+        f"block {block}{half}" for block in range(depth) for half in ((".attention", ".mlp") if cut[block] else ("",))
+    )
+    title = f"{name}, {depth} blocks" + (" in halves" if halves else "")
+    return Trace(
+        title, source, ("embedding", *blocks, "head"), NUM_BATCHES, tuple(moment.listed(cut) for moment in moments)
+    )
 
 
 def main() -> None:

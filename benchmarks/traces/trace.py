@@ -139,8 +139,8 @@ class Trace:
         return replace(self, batches=tuple(batches))
 
     def mean_layer_s(self) -> float:
-        """Forward and backward seconds of a mean layer in the first batch."""
-        return math.fsum(self.batches[0].seconds) / len(self.layers)
+        """Forward and backward seconds of a mean layer in the first batch; halves of a block count as one."""
+        return math.fsum(self.batches[0].seconds) / sum(not name.endswith(".mlp") for name in self.layers)
 
     def save(self, path: str | Path) -> Path:
         """Write JSON that :meth:`load` reads back, equal.
