@@ -75,6 +75,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: Outcome(values, "", 1.0) for name, values in found.items()}
 
 
+@pytest.mark.exhaustive
 def test_the_bits_of_one_stage_and_of_moving_layers_are_compared(parts: dict[str, Outcome]) -> None:
     one, moved = (parts[name].values for name in (exactness.ONE, exactness.MOVING))
     for precision, found in moved.items():
@@ -94,12 +95,14 @@ def test_the_bits_of_one_stage_and_of_moving_layers_are_compared(parts: dict[str
     assert text.count("the same bits") == 2 and text.count("not measured") == 2, "one run was left out here"
 
 
+@pytest.mark.exhaustive
 def test_digests_tell_weights_from_state(parts: dict[str, Outcome]) -> None:
     """And differ from layer to layer, but for layers that have no state yet."""
     layers = parts[exactness.ONE].values["fp32"]["layers"].values()
     assert len({digest for layer in layers for digest in layer.values()}) == 2 * len(layers)
 
 
+@pytest.mark.exhaustive
 def test_profiling_is_measured_in_pairs(parts: dict[str, Outcome]) -> None:
     rows = parts["profiling"].values
     assert set(rows) == set(profiling.SIZES)
@@ -109,6 +112,7 @@ def test_profiling_is_measured_in_pairs(parts: dict[str, Outcome]) -> None:
     assert "own accounting" in profiling.text(parts)
 
 
+@pytest.mark.exhaustive
 def test_engines_are_measured_in_turns(parts: dict[str, Outcome]) -> None:
     found = parts["engines"].values
     assert len({len(seconds) for seconds in found["seconds"].values()}) == 1 and found["overhead_s"]["profiling"] > 0
@@ -116,6 +120,7 @@ def test_engines_are_measured_in_turns(parts: dict[str, Outcome]) -> None:
     assert sum(name in line for name in engines.SECTIONS for line in lines) == len(engines.SECTIONS)
 
 
+@pytest.mark.exhaustive
 def test_a_move_is_compared_with_as_many_plain_bytes(parts: dict[str, Outcome]) -> None:
     rows = parts["moving"].values["rows"]
     assert [row["precision"] for row in rows] == ["fp32", "bf16"]
@@ -125,6 +130,7 @@ def test_a_move_is_compared_with_as_many_plain_bytes(parts: dict[str, Outcome]) 
     assert "of the plain rate" in moving.text(parts)
 
 
+@pytest.mark.exhaustive
 def test_every_scenario_has_its_blocks_timed(parts: dict[str, Outcome]) -> None:
     for name in kernels.SCENARIOS:
         rows = parts[name].values["rows"]
@@ -239,6 +245,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Outcome]) -> No
     monkeypatch.setattr(main, "environment", lambda: environment(reading=IDLE))
 
 
+@pytest.mark.exhaustive
 def test_one_that_fails_is_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: dict[str, Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:

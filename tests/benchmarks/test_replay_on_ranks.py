@@ -105,6 +105,7 @@ def _values(result: Result) -> dict[str, Any]:
     return result.as_values() | {"machine_s": 0.0}
 
 
+@pytest.mark.exhaustive
 def test_replicas_and_two_runs_of_the_same() -> None:
     """Two stages in two replicas, each with data of its own; a second run is the same to the last bit."""
     case = case_of("model:moe:6", "optimal:time, auto", replicas=2)
@@ -114,6 +115,7 @@ def test_replicas_and_two_runs_of_the_same() -> None:
     assert sum(first.batches_s) > sum(alone.batches_s), "a batch ends with the slower replica"
 
 
+@pytest.mark.exhaustive
 def test_workers_that_drop_out() -> None:
     case = case_of("model:dense:6", "static uniform", 3, leaves=((2, 2), (4, 1)), costs="none")
     stays = case_of("model:dense:6", "static uniform", 3, costs="none")

@@ -115,6 +115,7 @@ def test_a_trace_of_several_batches_has_a_process_for_each() -> None:
     assert num_arrows == [16, 8] and len({e["id"] for e in events if e["ph"] == "s"}) == 24, "none between processes"
 
 
+@pytest.mark.exhaustive
 def test_the_plotting_library_is_loaded_for_pictures_only() -> None:
     """Every rank imports the package."""
     code = "import sys, dynpipe_ds.reporting, dynpipe_ds.cli.main; sys.exit('matplotlib' in sys.modules)"

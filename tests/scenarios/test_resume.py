@@ -164,6 +164,7 @@ def test_asked_to_end(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     assert [run["resumed_at"] for run in results["runs"]] == [[2], [5]]
 
 
+@pytest.mark.exhaustive
 def test_killed_between_the_two_saves(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     """The run that was saved goes back to the moment of the other one."""
     settings = settings_for(tmp_path / "out", batches=FEW)
@@ -175,6 +176,7 @@ def test_killed_between_the_two_saves(uninterrupted: Uninterrupted, tmp_path: Pa
     assert_same_losses(results, uninterrupted(FEW))
 
 
+@pytest.mark.exhaustive
 def test_what_is_found_decides(tmp_path: Path) -> None:
     """An interrupted run of other settings is refused, unless it shall be discarded; a finished one is no obstacle."""
     settings = settings_for(tmp_path / "out", stages=1, batches=14)
