@@ -65,34 +65,46 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="of a message, in forwards of a dense block")
     parser.add_argument("--between", type=float, default=1.0, help="bytes held between B and W, in activations")
     parser.add_argument("--each", action="store_true", help="also print each load model")
+    parser.add_argument("--halves", action="store_true", help="attention and MLP are two layers; over whole blocks")
     arguments = parser.parse_args()
     print(in_words(environment(threads=1)), end="\n\n")
     print("| | " + " | ".join(f"{stages} stages, M {count}, {blocks} blocks" for stages, count, blocks in SIZES) + " |")
     print("|---|" + "---|" * len(SIZES))
-    columns = [[outcomes(case, size[0], arguments) for case in cases(*size)] for size in SIZES]
+    columns = [column(size, arguments) for size in SIZES]
     for row in columns[0][0]:
-        print(f"| {row} | " + " | ".join(cell(column, row) for column in columns) + " |", flush=True)
-    longest_s = [max(case["together"].planning_s for case in column) for column in columns]
+        print(f"| {row} | " + " | ".join(cell(of_size, row) for of_size in columns) + " |", flush=True)
+    longest_s = [max(case["together"].planning_s for case in of_size) for of_size in columns]
     print("\nlongest planning of `together`, processor seconds: " + ", ".join(f"{s:.2f}" for s in longest_s))
     if arguments.each:
-        for size, column in zip(SIZES, columns, strict=True):
-            for case, found in zip(cases(*size), column, strict=True):
+        for size, of_size in zip(SIZES, columns, strict=True):
+            for case, found in zip(cases(*size), of_size, strict=True):
                 usual_s = found["best cut, 1F1B"].seconds
                 gains = ", ".join(f"{row} {usual_s / outcome.seconds:.3f}" for row, outcome in found.items())
                 print(f"{size[0]} stages, {case.name}: {gains}")
 
 
-def cases(num_stages: int, num_micro_batches: int, num_blocks: int) -> Iterator[Case]:
+def column(size: tuple[int, int, int], arguments: argparse.Namespace) -> list[dict[str, Outcome]]:
+    """All cases of one pipeline; halves of blocks are compared with whole ones."""
+    found = [outcomes(case, size[0], arguments) for case in cases(*size)]
+    if not arguments.halves:
+        return found
+    halves = [outcomes(case, size[0], arguments) for case in cases(*size, halves=True)]
+    usual = "best cut, 1F1B"
+    return [{f"whole blocks, {usual}": a[usual], **b, usual: a[usual]} for a, b in zip(found, halves, strict=True)]
+
+
+def cases(num_stages: int, num_micro_batches: int, num_blocks: int, *, halves: bool = False) -> Iterator[Case]:
     """All load models but the dense one, at their moments."""
-    cuts = uniform_cut(num_stages, num_blocks)
     for name, model in MODELS.items():
         if name == "dense":
             continue
-        trace = model(num_blocks)
+        trace = model(num_blocks, halves=halves)
+        sizes = [EDGE, *(0.5 if "." in layer else 1.0 for layer in trace.layers[1:-1]), EDGE]
+        firsts = [i for i, layer in enumerate(trace.layers) if not layer.endswith(".mlp")]
+        cuts = tuple((*firsts, len(sizes))[cut] for cut in uniform_cut(num_stages, num_blocks))
         for batch in MOMENTS:
             moment = trace.at(batch)
             profile = as_profile(trace, moment, cuts, num_micro_batches)
-            sizes = [EDGE, *[1.0] * num_blocks, EDGE]
             in_flight = [min(num_micro_batches, num_stages - stage) for stage in range(num_stages)]
             held = [count * sum(sizes[a:b]) for count, a, b in zip(in_flight, cuts, cuts[1:], strict=False)]
             layers = tuple(
