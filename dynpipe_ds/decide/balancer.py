@@ -33,6 +33,10 @@ FIRST_PAUSE = 8
 """Batches without a new attempt after one that failed; doubles with each that follows."""
 
 
+MUCH = 0.1
+"""Share of the slowest stage that another cut must save for planning beyond its share of the time."""
+
+
 class Balancer:
     """Decides when to rebalance and to what; pure: it asks no rank, reads no clock and moves nothing.
 
@@ -197,12 +201,29 @@ class Balancer:
             return False
         if batch < self._paused_until or self.is_held(batch):
             return False
-        if self.ordering.is_planned() and not self.ordering.is_due():
-            return False  # what was planned with an order is not judged without one
         if every == "auto":
             gains = self._history.gains(self.newest[-1].boundaries, None)
-            return confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE) > 0
+            if not confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE):
+                return False
+            # What was planned with an order is not judged without one, and planning has its share of the time; but
+            # where another cut alone promises much, that is worth more than the share.
+            return not self.ordering.is_planned() or self.ordering.is_due() or self._promises_much()
         return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
+
+    def _promises_much(self) -> bool:
+        """Whether another cut would save :data:`MUCH` of the slowest stage, in whatever order."""
+        profile = self.smoothed()
+        if profile is None or not self.ordering.can_look():
+            return False
+        current = self.newest[-1].boundaries
+        try:
+            planned = self._cut(current, profile, heed_memory=True).boundaries
+        except ValueError:  # none satisfies the constraints: choose() says so
+            return True
+        if planned == current:
+            return False
+        gains, noise = self._history.gains(current, planned), self._history.stage_noise(current)
+        return confirming_batches(gains, noise, MUCH, LEAST_EVIDENCE) > 0
 
     def choose(
         self, current: Sequence[int], profile: PipelineProfile | None = None, *, heed_memory: bool = True
@@ -221,22 +242,27 @@ class Balancer:
             ValueError: if no partition satisfies the constraints.
             RuntimeError: if no batch was profiled yet.
         """
-        config, profile, memory = self._config, profile or self.smoothed(), None
+        profile = profile or self.smoothed()
         if profile is None:
             raise RuntimeError("there is no profile to rebalance from; train one batch first")
+        plan = self._cut(current, profile, heed_memory=heed_memory)
+        if not (self.method.seeks_best and heed_memory and self.ordering.is_planned()):
+            return plan
+        best = self.ordering.together(profile, [current, plan.boundaries], self.pinned)
+        return self.method.replan(plan, best.boundaries, profile, current=current, speeds=self.speeds)
+
+    def _cut(self, current: Sequence[int], profile: PipelineProfile, *, heed_memory: bool) -> Plan:
+        """The method's choice, whatever the order."""
+        config, memory = self._config, None
         if config.memory_cap_bytes is not None and heed_memory:
             memory = StageMemory(
                 state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
                 num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes,
             )
-        plan = self.method.plan(
+        return self.method.plan(
             profile, len(current) - 1, current=current, pinned=self.pinned, memory=memory,
             speeds=self.speeds, allow_empty=config.allow_empty_stages,
         )
-        if not (self.method.seeks_best and heed_memory and self.ordering.is_planned()):
-            return plan
-        best = self.ordering.together(profile, [current, plan.boundaries], self.pinned)
-        return self.method.replan(plan, best.boundaries, profile, current=current, speeds=self.speeds)
 
     @staticmethod
     def plan_of(boundaries: tuple[int, ...], current: Sequence[int], profile: PipelineProfile | None) -> Plan:

@@ -97,6 +97,10 @@ class Ordering:
         """Whether to plan now: that would keep within its share of the time."""
         return self.is_planned() and self._orders.is_affordable(self._history.newest[-1])
 
+    def can_look(self) -> bool:
+        """Whether there is time to find out what another cut promises; counts it."""
+        return self._orders.can_look()
+
     def together(
         self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
     ) -> OrderedBatch:

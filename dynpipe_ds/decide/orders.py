@@ -142,6 +142,13 @@ class Orders:
         size = num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
         return self._effort >= 2 * size + _PLANS_AT_ONCE * EFFORT_OF_ANY
 
+    def can_look(self) -> bool:
+        """Whether there is time for one look at other cuts, which counts as a plan that is as short as any."""
+        if self._effort < EFFORT_OF_ANY:
+            return False
+        self._spend(EFFORT_OF_ANY)
+        return True
+
     def knows(self, boundaries: Sequence[int]) -> bool:
         """Whether the best order for a partition was found since the newest batch.
 
@@ -210,7 +217,8 @@ class Orders:
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
 
     def _spend(self, effort: int) -> None:
-        self._effort -= effort
+        # What was decided beyond the share, since it promised much, does not stop planning for long.
+        self._effort = max(-float(_PLANS_AT_ONCE * EFFORT_OF_ANY), self._effort - effort)
         self._spent += effort
 
     def _better(self, usual: OrderedBatch, planned: OrderedBatch | None) -> OrderedBatch:

@@ -75,6 +75,16 @@ def test_auto_moves_for_what_an_order_gains() -> None:
     assert run.seconds[-1] < run.seconds[0] / 2
 
 
+def test_a_large_change_is_worth_more_than_the_share_of_planning() -> None:
+    """Batches are so short that an order is planned in every fiftieth; a cut that saves a third is not waited for."""
+    run, deciding = OnPaper([0.0005] * 12, (0, 3, 6, 9, 12)), balancer(rebalance_every="auto")
+    run.train(deciding, 30)
+    assert run.boundaries == (0, 3, 6, 9, 12) and not deciding.ordering.is_due()
+    run.forward_s = [0.00015] * 6 + [0.0005] * 6
+    run.train(deciding, 3, first=30)
+    assert run.boundaries == (0, 6, 8, 10, 12)
+
+
 def test_more_memory_only_where_it_is_allowed() -> None:
     run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), num_micro_batches=12)
     seconds, most = [], worker_bytes_of_1f1b(run.true(), run.boundaries)
