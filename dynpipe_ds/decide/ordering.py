@@ -98,7 +98,7 @@ class Ordering:
         return self.is_planned() and self._orders.is_affordable(self._history.newest[-1])
 
     def can_look(self) -> bool:
-        """Whether there is time to find out what another cut promises; counts it."""
+        """Whether there is time to find out what another cut promises; whoever asks does so."""
         return self._orders.can_look()
 
     def together(

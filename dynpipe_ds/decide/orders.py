@@ -7,6 +7,7 @@ before they are compared: an order that only looks faster is given up.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Orders:
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self._spent = 0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
-        self._newest_batch = -1
+        self._newest_batch = self._looked_at = -1
+        self._batch_s = 0.0
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class Orders:
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         rate = min(RATE, median(self._rates)) if self._rates else RATE
         self._effort += rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
-        self._newest_batch = profile.batch
+        self._newest_batch, self._batch_s = profile.batch, batch_s
         if self._start is None:
             self._start = profile.boundaries
             self._worker_bytes = self._bytes_of_1f1b(profile)
@@ -143,10 +145,11 @@ class Orders:
         return self._effort >= 2 * size + _PLANS_AT_ONCE * EFFORT_OF_ANY
 
     def can_look(self) -> bool:
-        """Whether there is time for one look at other cuts, which counts as a plan that is as short as any."""
-        if self._effort < EFFORT_OF_ANY:
+        """Whether there is time for a look at other cuts, which takes what any plan takes, and a share of its own."""
+        every = EFFORT_OF_ANY / (RATE * SHARE_OF_TIME * self._batch_s) if self._batch_s else math.inf
+        if self._newest_batch < self._looked_at + every:
             return False
-        self._spend(EFFORT_OF_ANY)
+        self._looked_at = self._newest_batch
         return True
 
     def knows(self, boundaries: Sequence[int]) -> bool:
@@ -281,7 +284,7 @@ class Orders:
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
             "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
-            "spent": self._spent,
+            "spent": self._spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -299,5 +302,6 @@ class Orders:
         self._start = None if state.get("start") is None else tuple(state["start"])
         self._worker_bytes = state.get("worker_bytes", 0)
         self._newest_batch = state.get("newest_batch", -1)
+        self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
         self._rates, self._spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()
