@@ -79,7 +79,7 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         done_by = {(stage, kind) for stage, kind, *_ in run["timeline"]}
         assert done_by >= {(0, "forward"), (0, "message"), (1, "forward"), (1, "backward"), (1, "step")}
         ordered = {phase["first_batch"] for phase in run["recording"]["orders"]}
-        assert ordered >= {first for first, _ in run["partitions"] if first < 10}, "one after the last batch ran nothing"
+        assert ordered >= {first for first, _ in run["partitions"] if first < 10}, "one after the last ran nothing"
     low, high = results["speedup_interval"]
     assert not results["same_partition"] and low < results["speedup"] < high
     assert results["machine"]["others"] >= 0, "read while it trained"
