@@ -73,8 +73,8 @@ def restore(run: Run, common: Plain, of_rank: Plain, *, same_stages: bool, same_
     into parts otherwise.
     """
     run.num_batches = common["num_batches"]
-    if same_layers:
-        run.balancer.load_state_dict(_balancer_state(common), same_stages=same_stages)
+    known = _balancer_state(common) if same_layers else Balancer(run.config).state_dict()  # of no batch
+    run.balancer.load_state_dict(known, same_stages=same_stages)
     run.repacking.load_state_dict(common.get("repacking", {}), same_stages=same_stages)
     _set_random_streams(of_rank["random"])
     run.stage.pipeline.set_micro_batch_counters(of_rank)

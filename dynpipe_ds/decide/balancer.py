@@ -32,7 +32,6 @@ from dynpipe_ds.partition import Plan, StageMemory
 FIRST_PAUSE = 8
 """Batches without a new attempt after one that failed; doubles with each that follows."""
 
-
 MUCH = 0.1
 """Share of the slowest stage that another cut must save for planning beyond its share of the time."""
 

@@ -38,6 +38,9 @@ class Speeds:
 
     Args:
         given: by the section, for each stage; ``None``: all alike. What is measured corrects it.
+
+    Attributes:
+        values: one for each stage, 1.0 for a normal worker; ``None`` where none was given and none differs.
     """
 
     def __init__(self, given: Sequence[float] | None) -> None:
@@ -47,10 +50,9 @@ class Speeds:
         self._costs: deque[_Batch] = deque(maxlen=_BATCHES)
         self._before: tuple[tuple[int, ...], list[_Batch]] | None = None
         self._num_stages = 0
+        self.values = self._put_together()
 
-    @property
-    def values(self) -> list[float] | None:
-        """One for each stage, 1.0 for a normal worker; ``None`` where none was given and none differs."""
+    def _put_together(self) -> list[float] | None:
         if not self._links:
             return None if self._given is None else list(self._given)
         given = [-math.log(speed) for speed in self._given or [1.0] * self._num_stages]
@@ -90,6 +92,7 @@ class Speeds:
             before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
             if len(before) >= _LEAST_BATCHES:
                 self._compare(self._before[0], before)
+        self.values = self._put_together()
         return self.values != known
 
     def expect_change(self) -> None:
@@ -172,6 +175,7 @@ class Speeds:
         self._costs = deque(map(_batch, state.get("costs", ())), maxlen=_BATCHES)
         before = state.get("before")
         self._before = None if before is None else (tuple(before[0]), list(map(_batch, before[1])))
+        self.values = self._put_together()
 
 
 def _batch(stored: Any) -> _Batch:

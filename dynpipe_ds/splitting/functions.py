@@ -36,9 +36,7 @@ class PartialBackward:
 
     def begin(self) -> None:
         """From now on, ask for what does not wait."""
-        self._node.needs_input_grad = tuple(
-            needed and i not in self._late for i, needed in enumerate(self._whole)
-        )  # fmt: skip
+        self._node.needs_input_grad = tuple(needed and i not in self._late for i, needed in enumerate(self._whole))
 
     def restore(self) -> None:
         """From now on, ask for everything."""

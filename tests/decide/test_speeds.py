@@ -92,33 +92,29 @@ def test_layers_that_change_tell_of_no_worker() -> None:
     assert speeds.values is None
 
 
-def test_a_worker_that_recovers() -> None:
-    speeds = Speeds(None)
-    numbers = count()
-    for cuts, third in (((0, 2, 4), 2.0), ((0, 3, 4), 1.0), ((0, 2, 4), 1.0)):
+def shown(*moments: tuple[Boundaries, list[float]]) -> Speeds:
+    """Speeds that have seen each of some partitions for four batches."""
+    speeds, numbers = Speeds(None), count()
+    for cuts, costs in moments:
         for _ in range(4):
-            speeds.observe(next(numbers), cuts, [1.0, 1.0, third, third if cuts[1] == 2 else 2.0])
-        if cuts == (0, 3, 4):
-            assert speeds.values == [1.0, 0.5]
-    assert speeds.values is None
+            speeds.observe(next(numbers), cuts, costs)
+    return speeds
+
+
+SLOW_SECOND = (((0, 2, 4), [1.0, 1.0, 2.0, 2.0]), ((0, 3, 4), [1.0, 1.0, 1.0, 2.0]))
+
+
+def test_a_worker_that_recovers() -> None:
+    assert shown(*SLOW_SECOND).values == [1.0, 0.5]
+    assert shown(*SLOW_SECOND, ((0, 2, 4), [1.0] * 4)).values is None
 
 
 def test_all_of_a_machine_may_slow_down_meanwhile() -> None:
-    speeds = Speeds(None)
-    numbers = count()
-    for cuts, factor in (((0, 2, 4), 1.0), ((0, 3, 4), 1.4)):
-        for _ in range(4):
-            speeds.observe(next(numbers), cuts, [factor] * 4)
-    assert speeds.values is None
+    assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), [1.4] * 4)).values is None
 
 
 def test_a_copy_knows_what_the_first_knew() -> None:
-    first = Speeds(None)
-    numbers = count()
-    for cuts, third in (((0, 2, 4), 2.0), ((0, 3, 4), 1.0)):
-        for _ in range(3):
-            first.observe(next(numbers), cuts, [1.0, 1.0, third, 2.0])
-    second = Speeds(None)
+    first, second = shown(*SLOW_SECOND), Speeds(None)
     second.load_state_dict(first.state_dict())
     assert second.values == first.values == [1.0, 0.5]
     assert second.state_dict() == first.state_dict()
