@@ -32,7 +32,7 @@ GRACE_S = 60.0  # after which a rank that does not raise is ended, and has no an
 RUN = Run(3, first=(0, 3, 5, 8), num_batches=5)
 FORWARD = Point("in the middle of a batch", "tests.distributed.models:Block.forward", call=6)
 FIRST_FORWARD = Point("before its neighbour can be missed", "tests.distributed.models:Block.forward")
-BEGIN = Point("before a batch, when all know what is frozen", "dynpipe_ds.training:Training._run")
+BEGIN = Point("before a batch, when all know what it runs", "dynpipe_ds.messages.channels:Channels.begin")
 
 
 def stop(seconds: float | None = None) -> None:
