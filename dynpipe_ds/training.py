@@ -199,6 +199,7 @@ class Training:
                 order = ordering.choose(self.balancer.smoothed(), boundaries)
             except Exception as error:  # noqa: BLE001 - a user's partitioner may raise anything
                 failure = error
+            deciding.num_computations = ordering.num_looked_at
             # On one rank as on all: what is due follows from profiles.
             if is_due or decided is not None or failure is not None:
                 failure = self._disagreement(decided and decided[0], order, failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -84,6 +84,7 @@ OURS = (
 ORDERS = (
     Method("static uniform, planned order", schedule="planned"),
     Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
+    *(replace(method, label=f"{method.label}, auto order", schedule="auto") for method in (*STATIC, OURS[0])),
 )
 METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS, *ORDERS)}
 

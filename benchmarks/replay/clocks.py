@@ -177,6 +177,7 @@ class Costs:
         batch_s: what lies between two batches beside the library's work.
         work_s: of each kind of the library's work.
         bytes_per_s: speed at which layers move.
+        computations_per_s: that planning looks at.
     """
 
     forward_s: float = 0.0
@@ -187,11 +188,12 @@ class Costs:
     batch_s: float = 0.0
     work_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: float = float("inf")
+    computations_per_s: float = float("inf")
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "work_s"} | self.work_s
         for name, value in numbers.items():
-            if not value >= 0 or (name == "bytes_per_s" and value == 0):
+            if not value >= 0 or (name.endswith("_per_s") and value == 0):
                 raise ValueError(f"costs: {name} = {value} must not be negative" + " or 0" * (name == "bytes_per_s"))
 
 
@@ -236,6 +238,7 @@ class VirtualClock(HostClock):
                 if span.was_needed:
                     self.advance(self.costs.work_s.get(kind, 0.0))
                     self.advance(span.num_bytes * self.byte_scale / self.costs.bytes_per_s)
+                    self.advance(span.num_computations / self.costs.computations_per_s)
 
     # -- how it passes ------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from dynpipe_ds.partition import (
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+from dynpipe_ds.simulation.workload import links_s
 
 _OF_THE_SECTION = (
     "partitioner", "cost", "memory_cap_bytes", "pinned_cuts", "stage_speeds", "allow_empty_stages", "schedule",
@@ -149,7 +150,10 @@ class _Case:
             by_time = "measure it with 'dynpipe profile', or balance --cost parameters"
             remedy = by_time if self.cost == "time" else "balance --cost time"
             raise ValueError(f"the profile has no {self.cost} at all; {remedy}")
-        self.links = {"activation_link_s": arguments.activation_link_s, "gradient_link_s": arguments.gradient_link_s}
+        self.links: dict[str, Any] = {
+            "activation_link_s": links_s(profile, num_stages, arguments.activation_link_s),
+            "gradient_link_s": links_s(profile, num_stages, arguments.gradient_link_s),
+        }
         self.memory = StageMemory(
             state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
             num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,

@@ -137,7 +137,10 @@ share = value_of(float, lambda value: 0 <= value <= 1, "a share from 0 to 1, suc
 
 def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
-    link_s = "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary"
+    link_s = (
+        "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary (default: as "
+        "measured in the profile, for as many stages; 0 for others)"
+    )
     parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
     weight_share = (
         "where no backward was split while the profile was measured: of every backward, the share that computes "
@@ -145,5 +148,5 @@ def add_simulated(parser: Parser) -> None:
     )
     parser.option("--weight-share", "SHARE", weight_share, share)
     parser.option("--micro-batches", "M", "micro-batches of a batch (default: the profile's)", whole(1))
-    parser.option("--activation-link-s", "S", link_s, one_or_each(seconds), default=0.0)
-    parser.option("--gradient-link-s", "S", "the same for gradients", one_or_each(seconds), default=0.0)
+    parser.option("--activation-link-s", "S", link_s, one_or_each(seconds))
+    parser.option("--gradient-link-s", "S", "the same for gradients", one_or_each(seconds))

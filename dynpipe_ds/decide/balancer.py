@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, Literal
 
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
 from dynpipe_ds.decide.costs import MoveCosts
-from dynpipe_ds.decide.evidence import LEAST_EVIDENCE, confirming_batches
+from dynpipe_ds.decide.evidence import EVIDENCE, confirming_batches
 from dynpipe_ds.decide.history import History
 from dynpipe_ds.decide.judgement import Decision, judge
+from dynpipe_ds.decide.links import Links
 from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
 from dynpipe_ds.decide.ordering import Ordering
 from dynpipe_ds.decide.sampling import SETTLED, Sampling
@@ -31,9 +33,6 @@ from dynpipe_ds.partition import Plan, StageMemory
 
 FIRST_PAUSE = 8
 """Batches without a new attempt after one that failed; doubles with each that follows."""
-
-MUCH = 0.1
-"""Share of the slowest stage that another cut must save for planning beyond its share of the time."""
 
 
 class Balancer:
@@ -80,10 +79,11 @@ class Balancer:
         self._config = config
         self._history = History(config)
         self.ordering = Ordering(config, self._history)
-        self._costs = MoveCosts()
+        self._costs, self._links = MoveCosts(), Links()
         self._moved_bytes = 0
         self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
         self._decided_batch: int | None = None
+        self._left: tuple[int, tuple[int, ...]] | None = None  # after which batch a move left which partition
         self._num_failures = 0
         self._paused_until = 0
         self._held_until = 0.0  # so many batches must have been trained; inf: no number will do
@@ -128,6 +128,7 @@ class Balancer:
                 f"profile of batch {profile.batch} has {len(profile.layers)} layers, the one "
                 f"before {len(newest[-1].layers)}: a balancer serves one model"
             )
+        profile = self._links.observe(profile)
         self._history.append(profile, self.ordering.observe(profile, cost_s))
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         self._sampling.observe(
@@ -176,11 +177,42 @@ class Balancer:
         Raises:
             Exception: what the method raises, a ``ValueError`` if no partition satisfies the constraints.
         """
+        if (back := self._back(batch, current)) is not None:
+            return back
         if not self.due(batch):
             return None
         profile = self.smoothed()
-        plan = self.choose(current, profile)
-        return plan, self.judge(plan, profile)
+        assert profile is not None, "due only when batches were profiled"
+        # Planning orders has its share of the time. What it does not pay for is judged by what the cut alone changes.
+        glances = self.ordering.is_planned() and not self.ordering.is_due()
+        plan = self._cut(current, profile, heed_memory=True) if glances else self.choose(current, profile)
+        decision = self.judge(plan, profile, glances=glances)
+        if not decision.rebalance and decision.saved_s > decision.cost_s:
+            self.ordering.look_again()
+        return plan, decision
+
+    def _back(self, batch: int, current: Sequence[int]) -> tuple[Plan, Decision] | None:
+        """Back to the partition before the last move of 'auto', if the batches since have shown that it was better.
+
+        A move that waits for certainty costs more than one that is undone, so moves are made on little evidence, and
+        looked back at once.
+        """
+        left, profile = self._left, self.smoothed()
+        if left is None or profile is None or self.is_held(batch) or batch < left[0] + EVIDENCE:
+            return None
+        self._left = None
+        if len(left[1]) != len(current):
+            return None
+        gains = self._history.gains(current, left[1]).by_batch[-EVIDENCE:]
+        batch_s = max(profile.stage_seconds(current, speeds=self.speeds)) * profile.num_micro_batches
+        plan = self.plan_of(left[1], current, profile)
+        saved_s = self._config.horizon_batches * median(gains) * batch_s
+        cost_s = self._costs.expected_s(plan.bytes_to_move) or 0.0
+        if saved_s <= cost_s:
+            return None
+        self._decided_batch = batch
+        reason = f"back: the partition before would have saved {median(gains):.1%} of the batches since"
+        return plan, Decision(True, reason, saved_s, cost_s, noise=0.0)
 
     def due(self, batch: int) -> bool:
         """Tell whether to make a plan now.
@@ -202,27 +234,11 @@ class Balancer:
             return False
         if every == "auto":
             gains = self._history.gains(self.newest[-1].boundaries, None)
-            if not confirming_batches(gains, 0.0, config.min_gain, LEAST_EVIDENCE):
+            if not confirming_batches(gains.by_batch, 0.0, config.min_gain, 1):
                 return False
-            # What was planned with an order is not judged without one, and planning has its share of the time; but
-            # where another cut alone promises much, that is worth more than the share.
-            return not self.ordering.is_planned() or self.ordering.is_due() or self._promises_much()
+            # Planning orders has its share of the time; a glance at another cut takes little.
+            return not self.ordering.is_planned() or self.ordering.is_due() or self.ordering.can_glance()
         return self._intervals(batch, every) > self._intervals(self._decided_batch, every)
-
-    def _promises_much(self) -> bool:
-        """Whether another cut would save :data:`MUCH` of the slowest stage, in whatever order."""
-        profile = self.smoothed()
-        if profile is None or not self.ordering.can_look():
-            return False
-        current = self.newest[-1].boundaries
-        try:
-            planned = self._cut(current, profile, heed_memory=True).boundaries
-        except ValueError:  # none satisfies the constraints: choose() says so
-            return True
-        if planned == current:
-            return False
-        gains, noise = self._history.gains(current, planned), self._history.stage_noise(current)
-        return confirming_batches(gains, noise, MUCH, LEAST_EVIDENCE) > 0
 
     def choose(
         self, current: Sequence[int], profile: PipelineProfile | None = None, *, heed_memory: bool = True
@@ -280,13 +296,14 @@ class Balancer:
         method = PartitionMethod(boundaries=boundaries)
         return method.plan(profile, len(boundaries) - 1, current=current, allow_empty=True)
 
-    def judge(self, plan: Plan, profile: PipelineProfile | None = None) -> Decision:
+    def judge(self, plan: Plan, profile: PipelineProfile | None = None, *, glances: bool = False) -> Decision:
         """Decide on a plan; an interval of N batches begins anew.
 
         Args:
             plan: the partitioner's choice.
             profile: the profile that it chose by; its boundaries are the present partition. By default
                 :meth:`smoothed`.
+            glances: whether to plan no order for it.
 
         Returns:
             The decision.
@@ -294,9 +311,12 @@ class Balancer:
         profile = profile or self.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         self._decided_batch = profile.batch
-        prospect = self.ordering.prospect(plan, profile)
+        prospect = (self.ordering.glance if glances else self.ordering.prospect)(plan, profile)
         cost_s = self._costs.expected_s(plan.bytes_to_move)
-        return judge(plan, profile, self._history, self._config, cost_s, prospect)
+        decision = judge(plan, profile, self._history, self._config, cost_s, prospect)
+        if decision.rebalance and self._config.rebalance_every == "auto":
+            self._left = profile.batch, profile.boundaries
+        return decision
 
     def _next_end(self, batch: int) -> float:
         """The next batch, from this one on, after which an interval of N ends that is decided on; inf: none."""
@@ -343,7 +363,7 @@ class Balancer:
         Args:
             batch: number of the batch just finished, counted from 0.
         """
-        self._decided_batch = batch
+        self._decided_batch, self._left = batch, None
         self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
         self._num_failures += 1
 
@@ -354,6 +374,7 @@ class Balancer:
             batch: number of the next batch, counted from 0.
             num_batches: how many batches, from this one on, run on it; ``"forever"`` until :meth:`release`.
         """
+        self._left = None
         self._held_until = math.inf if num_batches == "forever" else batch + num_batches
 
     def release(self) -> None:
@@ -387,7 +408,9 @@ class Balancer:
             **self._history.state_dict(),
             "costs_s": self._costs.state_dict(),
             "moved_bytes": self._moved_bytes,
+            "links": self._links.state_dict(),
             "decided_batch": self._decided_batch,
+            "left": self._left,
             "num_failures": self._num_failures,
             "paused_until": self._paused_until,
             "held_until": self._held_until,
@@ -409,6 +432,9 @@ class Balancer:
         kept = state if same_stages else {}
         self._costs.load_state_dict(kept.get("costs_s", []))
         self._moved_bytes = kept.get("moved_bytes", 0)
+        self._links.load_state_dict(kept.get("links", {}))
+        left = kept.get("left")
+        self._left = None if left is None else (left[0], tuple(left[1]))
         self._num_failures = kept.get("num_failures", 0)
         self._paused_until = kept.get("paused_until", 0)
         self._held_until = kept.get("held_until", 0.0)

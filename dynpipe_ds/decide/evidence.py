@@ -40,6 +40,9 @@ fraction of a batch, and waiting for certainty under noise costs several. It fal
 are tried.
 """
 
+SURE = 4.0
+"""A gain that exceeds so many standard deviations, with layers at their least of two batches, needs no other batch."""
+
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
 

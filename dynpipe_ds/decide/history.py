@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.evidence import HISTORY, noise_of
+from dynpipe_ds.decide.evidence import HISTORY, SURE, noise_of
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.planning import least_seconds
 from dynpipe_ds.simulation import Workload, predicted_batches_s
 
+_USUAL = 3  # batches whose median a change is one from
+
 _PLANNED_FOR = 16
 """Newest batches in which a gain of planned orders is looked for: each takes two bounds."""
+
+
+class Gains(NamedTuple):
+    """What a partition would have saved, as shares.
+
+    Attributes:
+        by_batch: of each batch, oldest first.
+        sure: if each layer had taken what it took at least in the newest two batches. Whatever holds a worker up makes
+            layers slower, so what is seen here are layers that have become faster, or slower for a second time.
+    """
+
+    by_batch: list[float]
+    sure: float
+
+    @classmethod
+    def of(cls, before_s: Sequence[float], after_s: Sequence[float]) -> Gains:
+        """Compare seconds.
+
+        Args:
+            before_s: of each batch, and of the layers' least, on the present partition.
+            after_s: on the other one.
+        """
+        *by_batch, sure = cls.shares(before_s, after_s)
+        return cls(by_batch, sure)
+
+    @staticmethod
+    def shares(before_s: Sequence[float], after_s: Sequence[float]) -> list[float]:
+        """How much less the second seconds are than the first, as shares of these."""
+        return [1.0 - after / before if before else 0.0 for before, after in zip(before_s, after_s, strict=True)]
 
 
 class History:
@@ -28,6 +59,7 @@ class History:
 
     Attributes:
         speeds: how fast the workers are on which layers were measured.
+        has_changed: whether layers have become faster in the newest batch, beyond doubt.
         seconds_until: of each batch, the seconds of the first 0, 1, … L layers at unit speed: a stage is one
             subtraction.
     """
@@ -35,6 +67,7 @@ class History:
     def __init__(self, config: DynamicPipelineConfig) -> None:
         self._config = config
         self.speeds = Speeds(config.stage_speeds)
+        self.has_changed = False
         self._measured: deque[PipelineProfile] = deque(maxlen=HISTORY)  # of as many stages as now, backwards whole
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
@@ -55,6 +88,7 @@ class History:
         self.seconds_until.append(_seconds_until(at_unit_speed))
         if has_news:
             self._convert()
+        self.has_changed = self._sees_change(profile.boundaries)
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
         speeds = self.speeds.values
@@ -81,45 +115,67 @@ class History:
         """The newest profiles combined, backwards whole, of a worker of speed 1; ``None`` before the first batch."""
         if not self._newest:
             return None
+        if self.has_changed:
+            return self._profiles[-1]
         return smooth(list(self._profiles)[-len(self._newest) :], self._config.smoothing)
+
+    def _least(self) -> PipelineProfile:
+        """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
+        return smooth(list(self._profiles)[-2:], "least")
+
+    def _sees_change(self, boundaries: Sequence[int]) -> bool:
+        """Whether layers have become faster in the newest batch, so that stages are less alike than they were."""
+        if len(self._profiles) < 2:
+            return False
+        gains = self.gains(boundaries, None)
+        more = gains.sure - median(gains.by_batch[-1 - _USUAL : -1])
+        return more > max(self._config.min_gain, SURE * self.stage_noise(boundaries))
 
     # -- what would have been -----------------------------------------------------------------
 
-    def gains(self, present: Sequence[int], planned: Sequence[int] | None) -> list[float]:
+    def gains(self, present: Sequence[int], planned: Sequence[int] | None) -> Gains:
         """What a partition would have saved of each batch's bottleneck; ``None`` stands for perfect balance."""
-        before = [max(loads) for loads in self._loads(present)]
+        batches = [*self.seconds_until, _seconds_until(self._least())]
+        before = [max(loads) for loads in self._loads(batches, present)]
         if planned is None:
             total_speed = math.fsum(self._speeds(len(present) - 1))
-            after = [until[-1] / total_speed for until in self.seconds_until]
+            after = [until[-1] / total_speed for until in batches]
         else:
-            after = [max(loads) for loads in self._loads(planned)]
-        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+            after = [max(loads) for loads in self._loads(batches, planned)]
+        return Gains.of(before, after)
 
-    def batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> list[float]:
+    def batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> Gains:
         """What a partition would have saved of each batch's simulated seconds."""
+        profiles = [*self._profiles, self._least()]
         seconds = predicted_batches_s(
-            [(profile, cut) for cut in (present, planned) for profile in self._profiles],
-            speeds=self.speeds.values,
+            [(profile, cut) for cut in (present, planned) for profile in profiles], speeds=self.speeds.values
         )
-        before, after = seconds[: len(self._profiles)], seconds[len(self._profiles) :]
-        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+        return Gains.of(seconds[: len(profiles)], seconds[len(profiles) :])
 
-    def least_gains(
-        self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile]
-    ) -> list[float]:
-        """What a partition would have saved of the seconds that a batch takes at least, in whatever order.
+    def ordered_gains(
+        self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile],
+        profile: PipelineProfile, gain: float,
+    ) -> Gains:
+        """What a partition would have saved of each batch, in planned orders.
+
+        To plan orders for every batch would take too long. So what changes from batch to batch is taken from the
+        seconds that any order takes at least, and how much it is from the prediction.
 
         Args:
             present: boundaries.
             planned: other ones.
             fill: adds halves of backwards to a profile of whole ones.
+            profile: that the prediction was made by, with halves.
+            gain: predicted by it.
         """
-        newest = [fill(profile) for profile in list(self._profiles)[-_PLANNED_FOR:]]
+        profiles = [*map(fill, [*list(self._profiles)[-_PLANNED_FOR:], self._least()]), profile]
         before, after = (
-            [least_seconds(Workload.from_profile(p, cut, speeds=self.speeds.values)) for p in newest]
+            [least_seconds(Workload.from_profile(p, cut, speeds=self.speeds.values)) for p in profiles]
             for cut in (present, planned)
         )
-        return [1.0 - a / b if b else 0.0 for a, b in zip(after, before, strict=True)]
+        *by_batch, sure, predicted = Gains.shares(before, after)
+        more = gain - predicted
+        return Gains([each + more for each in by_batch], sure + more)
 
     def stage_noise(self, boundaries: Sequence[int]) -> float:
         """Noise of the noisiest stage, relative to the usual bottleneck.
@@ -130,7 +186,7 @@ class History:
         vary by sqrt(1 - 1/S) of what the stages do, which is undone here.
         """
         num_stages = len(boundaries) - 1
-        history = [loads for loads in self._loads(boundaries) if any(loads)]
+        history = [loads for loads in self._loads(self.seconds_until, boundaries) if any(loads)]
         if num_stages < 2 or not history:
             return 0.0
         shares = [[load / sum(loads) for load in loads] for loads in history]
@@ -141,13 +197,10 @@ class History:
     def _speeds(self, num_stages: int) -> Sequence[float]:
         return self.speeds.values or [1.0] * num_stages
 
-    def _loads(self, boundaries: Sequence[int]) -> list[list[float]]:
+    def _loads(self, batches: Iterable[Sequence[float]], boundaries: Sequence[int]) -> list[list[float]]:
         """Stage seconds of a partition in every batch."""
         cuts = list(zip(pairwise(boundaries), self._speeds(len(boundaries) - 1), strict=True))
-        return [
-            [(until[high] - until[low]) / speed for (low, high), speed in cuts]
-            for until in self.seconds_until
-        ]
+        return [[(until[high] - until[low]) / speed for (low, high), speed in cuts] for until in batches]
 
     # -- state --------------------------------------------------------------------------------
 

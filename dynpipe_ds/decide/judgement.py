@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.evidence import confirming_batches, evidence_for, noise_of
-from dynpipe_ds.decide.history import History
+from dynpipe_ds.decide.evidence import SURE, confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
 from dynpipe_ds.simulation import predicted_batches_s
 
-FIRST_COST = 0.1
+FIRST_COST = 0.05
 """What the first move is expected to cost, in batches: most take 0.02 to 0.1, the slowest of 289 took 0.25.
 
 Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
@@ -50,12 +49,12 @@ class Prospect:
     Args:
         present_s: predicted seconds of a batch on the present partition, in its best order.
         planned_s: the same on the planned one.
-        gains: what the planned partition would have saved of each of the newest batches.
+        gains: what the planned partition would have saved at least of the newest batches, in whatever order.
     """
 
     present_s: float
     planned_s: float
-    gains: Sequence[float]
+    gains: Gains
 
 
 def judge(
@@ -93,7 +92,7 @@ def judge(
         gains = prospect.gains
     else:
         gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
-    noise = max(noise_of(gains), history.stage_noise(profile.boundaries))
+    noise = max(noise_of(gains.by_batch), history.stage_noise(profile.boundaries))
     if every == "never":
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":
@@ -106,15 +105,16 @@ def judge(
 
 
 def _pays(
-    config: DynamicPipelineConfig, gains: Sequence[float], noise: float, saved_s: float, cost_s: float
+    config: DynamicPipelineConfig, gains: Gains, noise: float, saved_s: float, cost_s: float
 ) -> tuple[bool, str]:
     """The rule of 'auto': the move pays for itself and the gain is real."""
     money = f"{saved_s:.3g} s saved over {config.horizon_batches} batches, {cost_s:.3g} s to move"
     if saved_s <= cost_s or saved_s <= 0:
         return False, f"does not pay: {money}"
-    evidence = evidence_for(saved_s / config.horizon_batches, cost_s)
-    num_batches = confirming_batches(gains, noise, config.min_gain, evidence)
+    is_sure = gains.sure > max(config.min_gain, SURE * noise)
+    evidence = 1 if is_sure else evidence_for(saved_s / config.horizon_batches, cost_s)
+    num_batches = confirming_batches(gains.by_batch, noise, config.min_gain, evidence)
     if not num_batches:
-        seen = median(gains[-evidence:]) if gains else 0.0
+        seen = median(gains.by_batch[-evidence:]) if gains.by_batch else 0.0
         return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
     return True, f"pays: {money}; gain confirmed by {num_batches} batches"

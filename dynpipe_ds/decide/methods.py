@@ -20,6 +20,7 @@ from dynpipe_ds.partition import (
     plan_from_boundaries,
     run_partitioner,
 )
+from dynpipe_ds.simulation.workload import links_s
 
 COSTS: tuple[Cost, ...] = ("time", "parameters")
 DEEPSPEED_NAMES = ("uniform", "parameters", "type:<regex>")
@@ -110,11 +111,12 @@ class PartitionMethod:
             ValueError: if a callable's or the user's boundaries break a rule.
         """
         costs = _known_costs(profile, self.cost or "time")
-        layer_bytes = profile.moved_bytes()
+        layer_bytes, link_s = profile.moved_bytes(), links_s(profile, num_stages)
         if self.partitioner is not None:
             return run_partitioner(
                 get_partitioner(self.partitioner), costs, num_stages, profile=profile, current=current,
                 layer_bytes=layer_bytes, memory=memory, pinned=pinned, speeds=speeds, allow_empty=allow_empty,
+                activation_link_s=link_s, gradient_link_s=link_s,
             )
         chosen: Any = self.boundaries if self.function is None else self.function(profile, num_stages)
         boundaries = check_boundaries(

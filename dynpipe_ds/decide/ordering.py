@@ -15,6 +15,9 @@ from dynpipe_ds.partition import Plan
 from dynpipe_ds.schedule import Order, split_at_once
 from dynpipe_ds.simulation import Workload
 
+NEWS = 0.01
+"""Share of the model's time that must have gone from some layers to others since all was decided."""
+
 
 class Ordering:
     """Orders of batches, as :class:`~dynpipe_ds.decide.Balancer` decides on them.
@@ -30,11 +33,18 @@ class Ordering:
         self._orders = Orders(config, history.speeds)
         self._ran: Order | None = None
         self._was_trial = False
+        self._settled: list[float] | None = None  # what all was decided by, once it was
+        self._looks_again = False
 
     @property
     def order(self) -> Order | None:
         """What batches run that are no trial; ``None``: 1F1B."""
         return self._orders.order
+
+    @property
+    def num_looked_at(self) -> int:
+        """Computations that planning has looked at since the newest batch."""
+        return self._orders.spent
 
     def next(self, *, is_profiled: bool) -> Order | None:
         """What the next batch is to run.
@@ -77,6 +87,7 @@ class Ordering:
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed: measure halves anew."""
         self._halves.expect_change()
+        self._settled = None
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, where they are known.
@@ -94,12 +105,44 @@ class Ordering:
         return self._history.is_complete and self._halves.is_known and self._orders.has_choice(newest[-1])
 
     def is_due(self) -> bool:
-        """Whether to plan now: that would keep within its share of the time."""
-        return self.is_planned() and self._orders.is_affordable(self._history.newest[-1])
+        """Whether to plan now: there is something new, and planning would keep within its share of the time."""
+        if not self.is_planned() or not self._has_news():
+            return False
+        return self._orders.is_affordable(self._history.newest[-1], owes=self._settled is None)
 
-    def can_look(self) -> bool:
-        """Whether there is time to find out what another cut promises; whoever asks does so."""
-        return self._orders.can_look()
+    def _has_news(self) -> bool:
+        """Whether layers take other shares of the time than when all was decided, or orders were corrected."""
+        if self._settled is None:
+            return True
+        pairs = zip(self._state(), self._settled, strict=True)
+        return sum(abs(new - old) for new, old in pairs) > NEWS
+
+    def _state(self) -> list[float]:
+        """What an order depends on: shares of the time, by layer and pass; the correction; micro-batches."""
+        profile = self._history.smoothed()
+        assert profile is not None, "asked when batches were profiled"
+        seconds = [seconds for layer in profile.layers for seconds in (layer.forward_s, layer.backward_s)]
+        total_s = sum(seconds) or 1.0
+        return [*(each / total_s for each in seconds), self._orders.correction, profile.num_micro_batches]
+
+    def look_again(self) -> None:
+        """Plan after the next batch, too: another partition pays, but is not confirmed yet."""
+        self._looks_again = True
+
+    def can_glance(self) -> bool:
+        """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
+        return self.is_planned() and self._has_news() and self._orders.can_look()
+
+    def glance(self, plan: Plan, profile: PipelineProfile) -> Prospect:
+        """What a plan promises if no order is planned for it before it runs.
+
+        Args:
+            plan: of another partition than the present one, or of that.
+            profile: with halves; its boundaries are the present partition.
+        """
+        present_s, planned_s = self._orders.glance(profile, plan.boundaries)
+        gains = self._history.gains(profile.boundaries, plan.boundaries)
+        return Prospect(present_s, planned_s, gains)
 
     def together(
         self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
@@ -128,7 +171,10 @@ class Ordering:
         present, planned = (self._orders.best(profile, cuts) for cuts in (profile.boundaries, plan.boundaries))
         if present.order is None and planned.order is None:
             return None
-        gains = self._history.least_gains(profile.boundaries, plan.boundaries, self._halves.fill)
+        gain = 1.0 - planned.seconds / present.seconds if present.seconds else 0.0
+        gains = self._history.ordered_gains(
+            profile.boundaries, plan.boundaries, self._halves.fill, profile, gain
+        )
         return Prospect(present.seconds, planned.seconds, gains)
 
     def choose(self, profile: PipelineProfile | None, boundaries: Sequence[int]) -> Order | None:
@@ -142,7 +188,10 @@ class Ordering:
             The order to :meth:`adopt`; ``None``: 1F1B. Where none is due, the present one.
         """
         if profile is None or not self.is_planned() or not (self.is_due() or self._orders.knows(boundaries)):
+            if profile is not None and tuple(boundaries) != profile.boundaries:
+                self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
+        self._settled, self._looks_again = None if self._looks_again else self._state(), False
         return self._orders.best(profile, boundaries).order
 
     def adopt(self, order: Order | None, boundaries: Sequence[int]) -> None:
@@ -158,7 +207,10 @@ class Ordering:
 
     def state_dict(self) -> dict[str, Any]:
         """All that it knows, plain values."""
-        return {"halves": self._halves.state_dict(), "orders": self._orders.state_dict()}
+        return {
+            "halves": self._halves.state_dict(), "orders": self._orders.state_dict(), "settled": self._settled,
+            "looks_again": self._looks_again,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
         """Take in what :meth:`state_dict` gave.
@@ -169,3 +221,5 @@ class Ordering:
         """
         self._halves.load_state_dict(state.get("halves", {}))
         self._orders.load_state_dict(state.get("orders", {}) if same_stages else {})
+        self._settled = state.get("settled") if same_stages else None
+        self._looks_again = state.get("looks_again", False)

@@ -30,8 +30,8 @@ RATE = 200_000
 
 _MEASURED_BY = 1_000  # computations at least: with fewer, something else takes the time
 
-SHARE_OF_TIME = 0.005
-"""Of the training time, what planning may take; simulating what was run, and comparing, takes as much again."""
+SHARE_OF_TIME = 0.007
+"""Of the training time, what planning may take; glances, and what any decision takes, come to 0.1 to 0.3%."""
 
 EFFORT_OF_ANY = 500
 """Computations that could be looked at in the time that a plan takes however few there are."""
@@ -39,7 +39,10 @@ EFFORT_OF_ANY = 500
 FIRST_EFFORT = 4_000
 """Computations that may be looked at before any time was trained: 20 milliseconds."""
 
-_PLANS_AT_ONCE = 4  # of two partitions, of the search, and of what it found
+MOST_EFFORT = 2 * EFFORT
+"""Computations that may be looked at, however long nothing was planned."""
+
+_OWED = 15  # times the computations of a batch: about what one decision looks at
 _NEWEST = 8  # batches that a correction is taken from
 
 
@@ -67,6 +70,7 @@ class Orders:
 
     Attributes:
         order: to run; ``None``: 1F1B.
+        spent: computations that were looked at since the newest batch.
     """
 
     def __init__(self, config: DynamicPipelineConfig, speeds: Speeds) -> None:
@@ -78,7 +82,7 @@ class Orders:
         self._worker_bytes = 0
         self._effort = float(FIRST_EFFORT)
         self._rates: deque[float] = deque(maxlen=_NEWEST)
-        self._spent = 0
+        self.spent = 0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
         self._newest_batch = self._looked_at = -1
         self._batch_s = 0.0
@@ -95,12 +99,13 @@ class Orders:
             cost_s: seconds that deciding after the profile before took, with this profile's own; of the slowest rank.
         """
         self._known.clear()
-        if cost_s > 0 and self._spent >= _MEASURED_BY:
-            self._rates.append(self._spent / cost_s)
-        self._spent = 0
+        if cost_s > 0 and self.spent >= _MEASURED_BY:
+            self._rates.append(self.spent / cost_s)
+        self.spent = 0
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         rate = min(RATE, median(self._rates)) if self._rates else RATE
-        self._effort += rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
+        earned = rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
+        self._effort = min(float(MOST_EFFORT), self._effort + earned)
         self._newest_batch, self._batch_s = profile.batch, batch_s
         if self._start is None:
             self._start = profile.boundaries
@@ -135,14 +140,14 @@ class Orders:
         """
         return self._config.schedule != "1f1b" and profile.num_micro_batches > 1 and len(profile.boundaries) > 2
 
-    def is_affordable(self, profile: PipelineProfile) -> bool:
-        """Whether planning an order keeps within its share of the time.
+    def is_affordable(self, profile: PipelineProfile, *, owes: bool) -> bool:
+        """Whether what was planned before is paid for.
 
         Args:
-            profile: of any batch.
+            profile: of the newest batch.
+            owes: whether it may be paid for later, since no order was planned for what runs.
         """
-        size = num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
-        return self._effort >= 2 * size + _PLANS_AT_ONCE * EFFORT_OF_ANY
+        return self._effort >= -owes * _OWED * num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
 
     def can_look(self) -> bool:
         """Whether there is time for a look at other cuts, which takes what any plan takes, and a share of its own."""
@@ -172,6 +177,19 @@ class Orders:
             self._known[cuts] = self._better(self._usual(profile, cuts), self._planned(profile, cuts))
         return self._known[cuts]
 
+    def glance(self, profile: PipelineProfile, boundaries: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a batch on the present partition, in the present order, and on another one under 1F1B.
+
+        Args:
+            profile: with halves; its boundaries are the present partition.
+            boundaries: of the other one.
+        """
+        present, order = profile.boundaries, self.order_on(profile.boundaries)
+        present_s = self._usual(profile, present).seconds
+        if order is not None:
+            present_s = simulate(self._workload(profile, present), order).makespan_s * self.correction
+        return present_s, self._usual(profile, tuple(boundaries)).seconds
+
     def together(
         self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
     ) -> OrderedBatch:
@@ -182,7 +200,7 @@ class Orders:
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
         """
-        found = [self.best(profile, cuts) for cuts in candidates]
+        found = [self.best(profile, cuts) for cuts in dict.fromkeys(map(tuple, candidates))]
         effort = int(min(EFFORT, max(0.0, self._effort)))
         try:
             planned = plan_batch(
@@ -191,12 +209,12 @@ class Orders:
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             return min(found, key=lambda one: one.seconds)
-        self._spend(effort)
+        self._spend(planned.num_computations + EFFORT_OF_ANY)
         cuts = planned.placement.boundaries
-        found.append(self.best(profile, cuts))
+        corrected = None
         if not planned.planned.is_1f1b:
             corrected = OrderedBatch(cuts, planned.planned.order, planned.seconds * self.correction)
-            found.append(self._better(self._usual(profile, cuts), corrected))
+        found.append(self._better(self._usual(profile, cuts), corrected))
         best = min(found, key=lambda one: one.seconds)
         self._known[best.boundaries] = best
         return best
@@ -213,16 +231,14 @@ class Orders:
             )
         except ValueError:  # its layers leave no room under the caps that were given
             return None
-        size = num_computations(planned.order.num_stages, planned.order.num_micro_batches)
-        self._spend(max(2 * size, min(effort, 5 * size)) + EFFORT_OF_ANY)
+        self._spend(planned.num_computations + EFFORT_OF_ANY)
         if planned.is_1f1b:
             return None
         return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
 
     def _spend(self, effort: int) -> None:
-        # What was decided beyond the share, since it promised much, does not stop planning for long.
-        self._effort = max(-float(_PLANS_AT_ONCE * EFFORT_OF_ANY), self._effort - effort)
-        self._spent += effort
+        self._effort -= effort
+        self.spent += effort
 
     def _better(self, usual: OrderedBatch, planned: OrderedBatch | None) -> OrderedBatch:
         if planned is None:
@@ -284,7 +300,7 @@ class Orders:
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
             "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
-            "spent": self._spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
+            "spent": self.spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,5 +319,5 @@ class Orders:
         self._worker_bytes = state.get("worker_bytes", 0)
         self._newest_batch = state.get("newest_batch", -1)
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
-        self._rates, self._spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
+        self._rates, self.spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()

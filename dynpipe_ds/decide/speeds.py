@@ -92,6 +92,8 @@ class Speeds:
             before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
             if len(before) >= _LEAST_BATCHES:
                 self._compare(self._before[0], before)
+            if len(self._costs) == _BATCHES:  # later on layers may have changed
+                self._before = None
         self.values = self._put_together()
         return self.values != known
 
@@ -112,11 +114,13 @@ class Speeds:
         ratios = {pair: _Ratio.of(layers, costs, after) for pair, layers in groups.items()}
         stayed = {a: ratio for (a, b), ratio in ratios.items() if a == b and ratio is not None}
         usual = median([ratio.log for ratio in stayed.values()]) if stayed else 0.0
+        # Layers that stayed and take another share of the time: the model changes, and moved layers may have, too.
+        drift = max([abs(ratio.log - usual) for ratio in stayed.values()] + [abs(usual)])
         for (a, b), ratio in ratios.items():
             if a == b or ratio is None:
                 continue
             noise = max([ratio.noise, *(other.noise for other in stayed.values())])
-            slower, doubt = ratio.log - (stayed[a].log if a in stayed else usual), CONFIDENCE * noise
+            slower, doubt = ratio.log - (stayed[a].log if a in stayed else usual), max(CONFIDENCE * noise, drift)
             pair, slower = ((a, b), slower) if a < b else ((b, a), -slower)
             if abs(slower) > max(math.log(LEAST_RATIO), doubt):
                 self._links[pair] = slower

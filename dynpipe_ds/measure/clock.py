@@ -24,11 +24,13 @@ class Span:
     Attributes:
         was_needed: whether there was anything to do; whoever does the work says so.
         num_bytes: that this rank sent or received for it, whichever is more; whoever does the work says so.
+        num_computations: of batches, that planning orders looked at; whoever does the work says so.
         seconds: that it took, once it is over.
     """
 
     was_needed: bool = True
     num_bytes: int = 0
+    num_computations: int = 0
     seconds: float = 0.0
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
-from dynpipe_ds.measure.recorder import BatchTimes
+from dynpipe_ds.measure.recorder import BatchTimes, Stretch
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def layer_sizes(
 
 
 _LAYER_FIELDS = 10
-_STAGE_FIELDS = 11
+_STAGE_FIELDS = 15
 
 
 class BalancingSeconds(NamedTuple):
@@ -115,7 +116,7 @@ def gather_profile(
     busy_s = sum(times.forward_s.values()) + sum(times.backward_s.values())
     numbers += [
         stage, busy_s, times.fill_s, times.waiting_s, times.compute_end_s, times.step_s, times.batch_s,
-        float(accelerator.peak_memory_bytes()), *spent,
+        float(accelerator.peak_memory_bytes()), *_ends(times.first_forward), *_ends(times.first_backward), *spent,
     ]
     message = torch.tensor(numbers, dtype=torch.float64).to(device)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size())]
@@ -143,10 +144,34 @@ def gather_profile(
         num_micro_batches=times.num_micro_batches,
         layers=_layers(names, table),
         stages=tuple(stages),
+        link_s=tuple(_links_s(rows, num_stages)),
     )
     obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
-    spent = BalancingSeconds(float(rows[:, 8].min()), float(rows[:, 9].max()), float(rows[:, 10].max()))
+    spent = BalancingSeconds(float(rows[:, 12].min()), float(rows[:, 13].max()), float(rows[:, 14].max()))
     return profile, spent, obstructing
+
+
+def _ends(stretch: Stretch | None) -> tuple[float, float]:
+    """When a computation's message came, -1 if that was not seen, and when it ended."""
+    if stretch is None:
+        return -1.0, -1.0
+    return stretch.came_s if stretch.waited else -1.0, stretch.ended_s
+
+
+def _links_s(rows: Any, num_stages: int) -> Iterator[float | None]:
+    """What a message takes over each boundary: half of there and back, in which the ranks' clocks cancel out.
+
+    The first activations leave when a stage's first forward ends, and come to the next stage, which waits for them;
+    the first gradients go back alike. NTP's measure of a delay (Mills 1991).
+    """
+    stages = [rows[rows[:, 0] == stage][:, 8:12] for stage in range(num_stages)]
+    for before, after in pairwise(stages):
+        came, ended = (after[:, 0], before[:, 2]), (before[:, 1], after[:, 3])
+        if min(times.min() for times in (*came, *ended)) < 0:
+            yield None
+        else:
+            both_s = sum(float(arrival.mean() - end.mean()) for arrival, end in zip(came, ended, strict=True))
+            yield max(0.0, both_s / 2)
 
 
 def _backward_s(times: BatchTimes, layer: int) -> tuple[float, float, float]:

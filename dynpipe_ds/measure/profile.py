@@ -24,7 +24,7 @@ FORMAT_VERSION = 1  # raised when a key of the saved profile changes its meaning
 
 EMA_FACTOR = 0.5  # weight of the newest batch in 'ema': the last three then make 7/8
 Cost = Literal["time", "parameters"]
-Smoothing = Literal["median", "mean", "ema"]
+Smoothing = Literal["median", "mean", "ema", "least"]
 SECONDS = ("forward_s", "backward_s", "weight_s", "split_s")  # of a layer
 
 
@@ -144,6 +144,8 @@ class PipelineProfile:
         num_micro_batches: M.
         layers: L layers.
         stages: S stages; empty when nothing has run yet.
+        link_s: seconds of a message over each of the S - 1 boundaries; ``None`` where that was not measured. Empty when
+            nothing has run yet.
 
     Raises:
         ValueError: when boundaries, layers and stages don't fit together.
@@ -154,11 +156,13 @@ class PipelineProfile:
     num_micro_batches: int
     layers: tuple[LayerProfile, ...]
     stages: tuple[StageProfile, ...]
+    link_s: tuple[float | None, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "boundaries", tuple(index(cut) for cut in self.boundaries))
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "link_s", tuple(self.link_s))
         _check_fields(self, "profile")
         if self.num_micro_batches < 1:
             raise ValueError(f"profile: num_micro_batches = {self.num_micro_batches}: must be >= 1")
@@ -169,6 +173,15 @@ class PipelineProfile:
                 f"profile: boundaries = {self.boundaries} name {len(self.boundaries) - 1} stages, "
                 f"but there are {len(self.stages)} stage profiles"
             )
+
+        if self.link_s and len(self.boundaries) != len(self.link_s) + 2:
+            raise ValueError(
+                f"profile: link_s has {len(self.link_s)} seconds: need one for each boundary between stages of "
+                f"{self.boundaries}"
+            )
+        for seconds in self.link_s:
+            if seconds is not None and not 0 <= seconds < math.inf:
+                raise ValueError(f"profile: link_s = {self.link_s}: must be finite seconds >= 0, or null")
 
     @property
     def placement(self) -> Placement:
@@ -330,7 +343,7 @@ def smooth(
     Args:
         profiles: one or more, oldest first.
         how: ``"median"`` (not moved by a single odd batch), ``"mean"``, or ``"ema"``, the
-            exponential moving average with :data:`EMA_FACTOR`.
+            exponential moving average with :data:`EMA_FACTOR`; or ``"least"``.
         speeds: S relative speeds; every batch is then first converted :meth:`at_unit_speed
             <PipelineProfile.at_unit_speed>`.
 
@@ -371,6 +384,7 @@ _COMBINE: dict[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
     "mean": statistics.fmean,
     "ema": _ema,
+    "least": min,
 }
 
 
@@ -384,8 +398,8 @@ def _from_json(data: object) -> PipelineProfile:
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version")}
     _check_keys(PipelineProfile, body, "profile")
-    for key in ("boundaries", "layers", "stages"):
-        if not isinstance(body[key], list):
+    for key in ("boundaries", "layers", "stages", "link_s"):
+        if not isinstance(body.get(key, []), list):
             raise ValueError(f"{key} = {body[key]!r}: must be a list")
     if any(type(cut) is not int for cut in body["boundaries"]):
         raise ValueError(f"boundaries = {body['boundaries']}: must be whole numbers")

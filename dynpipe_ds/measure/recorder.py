@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,22 @@ from dynpipe_ds.schedule import Order
 
 FORWARD, BACKWARD, LOAD, TRANSFER, REDUCE, STEP, WEIGHT = range(7)
 _COMPUTING = (FORWARD, BACKWARD, WEIGHT)
+
+_WAITED = 0.1  # of a computation: who was idle for so long before it waited for its message
+
+
+class Stretch(NamedTuple):
+    """When a computation ran, counted from the start of the batch on this rank.
+
+    Attributes:
+        came_s: until the stage had what it computes with, or sees to something else.
+        ended_s: its end.
+        waited: whether the stage was idle until then, so that this is when its message came.
+    """
+
+    came_s: float
+    ended_s: float
+    waited: bool
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,8 @@ class BatchTimes:
         halves: by layer, of the micro-batches whose backward was split, what both halves took, and the second one of
             it; none where all ran whole.
         num_split: how many micro-batches these are.
+        first_forward: when it could begin, and ended.
+        first_backward: the same.
     """
 
     forward_s: dict[int, float]
@@ -54,6 +72,8 @@ class BatchTimes:
     batch_s: float
     halves: dict[int, tuple[float, float]] = field(default_factory=dict)
     num_split: int = 0
+    first_forward: Stretch | None = None
+    first_backward: Stretch | None = None
 
 
 class BatchRecorder:
@@ -179,7 +199,25 @@ class BatchRecorder:
         self._mark(TRANSFER)
         durations_s = self._clock.durations_s(self._stamps)
         self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
-        return _summarise(self.marks, self._micro_batches(), self._num_forwards, frozenset(self._split))
+        times = _summarise(self.marks, self._micro_batches(), self._num_forwards, frozenset(self._split))
+        first_forward, first_backward = (self._first(kind) for kind in (FORWARD, BACKWARD))
+        return replace(times, first_forward=first_forward, first_backward=first_backward)
+
+    def _first(self, kind: int) -> Stretch | None:
+        """The first instruction of a kind."""
+        begun = (i for i in self._begun if self.marks[i][0] == kind) if self._begun else iter(())
+        if (first := next(begun, None)) is None:
+            return None
+        end = next((i for i in self._begun if i > first), len(self.marks))
+        came = first  # mark at which the message had come: samples are loaded after it
+        while came and self.marks[came - 1][0] == LOAD:
+            came -= 1
+        idle = came
+        while idle and self.marks[idle - 1][0] == TRANSFER:
+            idle -= 1
+        spans = (idle, came), (first, end), (0, came), (0, end)
+        idle_s, lasted_s, came_s, ended_s = (sum(seconds for _, _, seconds in self.marks[a:b]) for a, b in spans)
+        return Stretch(came_s, ended_s, waited=idle_s > _WAITED * lasted_s)
 
     def by_micro_batch(self) -> dict[int, tuple[list[float], list[float]]]:
         """Seconds of every layer in each micro-batch of the last batch that was stopped: forward and backward."""

@@ -46,6 +46,11 @@ class Listing:
     ran: tuple[Sequence[Op], ...]
     whole: tuple[frozenset[int], ...]
 
+    @property
+    def num_computations(self) -> int:
+        """How many ran, of all stages."""
+        return sum(map(len, self.ran))
+
     def order(self, num_micro_batches: int) -> Order:
         """The order as a value, with its messages: each leaves at once, and is received where it is needed.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.memory import activation_caps, late_layers
-from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, plan_order
+from dynpipe_ds.planning.planner import EFFORT, Draft, PlannedOrder, draft_order
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import Seconds
 
@@ -19,8 +19,8 @@ def plan_on_partition(
     worker_bytes: int | Sequence[int],
     *,
     weight_bytes: Sequence[int] | None = None,
-    activation_link_s: Seconds = 0.0,
-    gradient_link_s: Seconds = 0.0,
+    activation_link_s: Seconds | None = None,
+    gradient_link_s: Seconds | None = None,
     speeds: Sequence[float] | None = None,
     effort: int = EFFORT,
 ) -> PlannedOrder:
@@ -31,7 +31,7 @@ def plan_on_partition(
         boundaries: S + 1 layer indices, or a placement that is a partition.
         worker_bytes: state and activations that a worker may hold, for all or for each.
         weight_bytes: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
-        activation_link_s: seconds of a micro-batch's activations over every boundary.
+        activation_link_s: seconds of a micro-batch's activations over every boundary; None: as the profile has them.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         effort: how many computations to look at; about 300,000 a second.
@@ -42,21 +42,36 @@ def plan_on_partition(
     Raises:
         ValueError: when a worker has no room for its layers and one micro-batch.
     """
+    return draft_on_partition(
+        profile, boundaries, worker_bytes, weight_bytes=weight_bytes, activation_link_s=activation_link_s,
+        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort,
+    ).finish()
+
+
+def draft_on_partition(
+    profile: PipelineProfile,
+    boundaries: Placement | Sequence[int],
+    worker_bytes: int | Sequence[int],
+    *,
+    weight_bytes: Sequence[int] | None = None,
+    activation_link_s: Seconds | None = None,
+    gradient_link_s: Seconds | None = None,
+    speeds: Sequence[float] | None = None,
+    effort: int = EFFORT,
+) -> Draft:
+    """The same, but for making the order: to compare many."""
     caps = activation_caps(profile, boundaries, worker_bytes)
 
-    def plan(late: Sequence[int], effort: int) -> PlannedOrder:
+    def draft(late: Sequence[int], effort: int) -> Draft:
         workload = Workload.from_profile(
             profile, boundaries, weight_bytes=weight_bytes, late=late, activation_link_s=activation_link_s,
             gradient_link_s=gradient_link_s, speeds=speeds,
         )
-        planned = plan_order(workload, caps, effort=effort)
-        return replace(planned, order=replace(planned.order, late=tuple(late))) if _splits(planned) else planned
+        return draft_order(workload, caps, effort=effort, late=late)
 
     late = late_layers(profile, boundaries, caps, weight_bytes)
     if not late:
-        return plan((), effort)
-    return min(plan((), effort // 2), plan(late, effort // 2), key=lambda planned: planned.seconds)
-
-
-def _splits(planned: PlannedOrder) -> bool:
-    return any(planned.order.split(stage) for stage in range(planned.order.num_stages))
+        return draft((), effort)
+    both = draft((), effort // 2), draft(late, effort // 2)
+    best = min(both, key=lambda one: one.seconds)
+    return replace(best, num_computations=sum(one.num_computations for one in both))

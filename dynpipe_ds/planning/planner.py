@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from dynpipe_ds.planning.bounds import least_seconds
@@ -29,11 +29,13 @@ class PlannedOrder:
         order: what every stage runs.
         simulation: a batch in that order, with sends that are over at once.
         least_s: seconds that no order can beat.
+        num_computations: that planning it looked at.
     """
 
     order: Order
     simulation: Simulation
     least_s: float
+    num_computations: int = 0
 
     @property
     def seconds(self) -> float:
@@ -74,29 +76,90 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
+    return draft_order(workload, activation_caps, effort=effort).finish()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What an order would be, before it is made.
+
+    Args:
+        workload: that it is for.
+        listing: what ran; ``None``: 1F1B is as short.
+        usual: a batch under 1F1B.
+        least_s: seconds that no order can beat.
+        num_computations: looked at.
+        late: of how many layers of each stage the gradients of weights may be done later, as in
+            :class:`~dynpipe_ds.schedule.Order`; empty: of all.
+    """
+
+    workload: Workload
+    listing: Listing | None
+    usual: Simulation
+    least_s: float
+    num_computations: int
+    late: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of a batch."""
+        return self.usual.makespan_s if self.listing is None else self.listing.seconds
+
+    def finish(self) -> PlannedOrder:
+        """Make the order, and prove by a run of it that it comes to its end."""
+        count, num_stages = self.workload.num_micro_batches, self.workload.num_stages
+        if self.listing is None:
+            return PlannedOrder(order_of("1f1b", count, num_stages), self.usual, self.least_s, self.num_computations)
+        order = self.listing.order(count)
+        if any(order.split(stage) for stage in range(num_stages)):
+            order = replace(order, late=self.late)
+        # To make it and to run it take as long as a listing each.
+        looked_at = self.num_computations + 2 * num_computations(num_stages, count)
+        return PlannedOrder(order, simulate(self.workload, order), self.least_s, looked_at)
+
+
+def draft_order(
+    workload: Workload, activation_caps: int | Sequence[int] | None = None, *, effort: int = EFFORT,
+    late: Sequence[int] = (),
+) -> Draft:
+    """The same as :func:`plan_order`, but for making the order: to compare many.
+
+    Args:
+        workload: as there.
+        activation_caps: as there.
+        effort: as there.
+        late: of the order, see :class:`Draft`; the workload has to say the same.
+
+    Raises:
+        ValueError: as there.
+    """
     usual = simulate(workload, "1f1b")
     caps = checked_caps(workload, activation_caps, usual)
     least_s = least_seconds(workload)
-    listing = _shortest(workload, caps, least_s, effort)
-    if fits(usual, caps) and usual.makespan_s <= listing.seconds * (1 + SAME):
-        return PlannedOrder(order_of("1f1b", workload.num_micro_batches, workload.num_stages), usual, least_s)
-    order = listing.order(workload.num_micro_batches)
-    # Proves that it runs to its end, and gives each stage's account.
-    return PlannedOrder(order, simulate(workload, order), least_s)
+    listing, looked_at = _shortest(workload, caps, least_s, effort)
+    is_usual = fits(usual, caps) and usual.makespan_s <= listing.seconds * (1 + SAME)
+    return Draft(workload, None if is_usual else listing, usual, least_s, looked_at, tuple(late))
 
 
-def _shortest(workload: Workload, caps: Sequence[int], least_s: float, effort: int) -> Listing:
-    """Of several runs; of equal ones the first. Nothing is shorter than ``least_s``, so the tries end there."""
+def _shortest(
+    workload: Workload, caps: Sequence[int], least_s: float, effort: int
+) -> tuple[Listing, int]:
+    """Of several runs, and the computations in them all; of equal ones the first.
+
+    Nothing is shorter than ``least_s``, so the tries end there.
+    """
     size = num_computations(workload.num_stages, workload.num_micro_batches)
     policies = first_policies(workload.num_stages, max(2, effort // size))
     best = list_order(workload, caps, policies[0])
+    looked_at = best.num_computations
     for policy in policies[1:]:
         if best.seconds <= least_s * (1 + SAME):
             break
         found = list_order(workload, caps, policy, limit_s=best.seconds)
+        looked_at += found.num_computations
         if found.seconds < best.seconds:
             best = found
-    return best
+    return best, looked_at
 
 
 def num_computations(num_stages: int, num_micro_batches: int) -> int:

@@ -16,13 +16,14 @@ from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
 from dynpipe_ds.planning.listing import list_order
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
-from dynpipe_ds.planning.on_partition import plan_on_partition
-from dynpipe_ds.planning.planner import EFFORT, SAME, PlannedOrder, first_policies, fits
+from dynpipe_ds.planning.on_partition import draft_on_partition
+from dynpipe_ds.planning.planner import EFFORT, SAME, Draft, PlannedOrder, first_policies, fits, num_computations
 from dynpipe_ds.simulation import Workload, simulate
-from dynpipe_ds.simulation.workload import FloatArray, Seconds, table
+from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 
 _QUICK = 2  # policies that a partition is judged by
 _SHORTLIST = 3  # partitions that get them all
+_PLAN = 4  # times the computations of a batch that planning one takes at least
 _SHARE_OF_SEARCH = 2 / 3  # of the effort
 
 
@@ -33,10 +34,12 @@ class PlannedBatch:
     Args:
         placement: the partition.
         planned: the order, with its predicted seconds and bytes.
+        num_computations: that the search looked at.
     """
 
     placement: Placement
     planned: PlannedOrder
+    num_computations: int = 0
 
     @property
     def seconds(self) -> float:
@@ -50,8 +53,8 @@ def plan_batch(
     *,
     worker_bytes: int | Sequence[int] | None = None,
     weight_bytes: Sequence[int] | None = None,
-    activation_link_s: Seconds = 0.0,
-    gradient_link_s: Seconds = 0.0,
+    activation_link_s: Seconds | None = None,
+    gradient_link_s: Seconds | None = None,
     speeds: Sequence[float] | None = None,
     pinned: Sequence[int] = (),
     allow_empty: bool = False,
@@ -71,7 +74,7 @@ def plan_batch(
         worker_bytes: state and activations that a worker may hold, for all or for each; None: what the fullest
             worker holds under 1F1B on the first candidate.
         weight_bytes: as for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
-        activation_link_s: seconds of a micro-batch's activations over every boundary.
+        activation_link_s: seconds of a micro-batch's activations over every boundary; None: as the profile has them.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         pinned: cuts that no partition may have.
@@ -91,43 +94,49 @@ def plan_batch(
     problem = prepare(
         profile.costs("time"), num_stages, current=starts[0], pinned=pinned, speeds=speeds, allow_empty=allow_empty
     )
-    case = _Case(
-        profile, problem, worker_bytes, starts[0], weight_bytes, (activation_link_s, gradient_link_s)
-    )
-    shortlist = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
+    links = tuple(links_s(profile, num_stages, given) for given in (activation_link_s, gradient_link_s))
+    case = _Case(profile, problem, worker_bytes, starts[0], weight_bytes, (links[0], links[1]))
+    shortlist, looked_at = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
+    size = num_computations(num_stages, profile.num_micro_batches)
+    shortlist = shortlist[: max(1, (effort - looked_at) // (_PLAN * size))]
     share = int(effort * (1 - _SHARE_OF_SEARCH)) // len(shortlist)
-    planned = [case.plan(cuts, share) for cuts in shortlist]
-    best = min(range(len(shortlist)), key=lambda i: planned[i].seconds)
-    return PlannedBatch(Placement.of(case.boundaries(shortlist[best])), planned[best])
+    drafts = [case.draft(cuts, share) for cuts in shortlist]
+    best = min(range(len(shortlist)), key=lambda i: drafts[i].seconds)
+    planned = drafts[best].finish()
+    looked_at += sum(one.num_computations for one in drafts) + planned.num_computations - drafts[best].num_computations
+    return PlannedBatch(Placement.of(case.boundaries(shortlist[best])), planned, looked_at)
 
 
-def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> list[Cuts]:
-    """Local search; returns the best partitions that it met, the best one first."""
-    allowed = _allowed(case, starts)
+def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> tuple[list[Cuts], int]:
+    """Local search; returns the best partitions that it met, the best one first, and what it looked at."""
+    left, allowed = effort, _allowed(case, starts)
     met: dict[Cuts, float] = {}
     for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)]):
         met[cuts], spent = case.seconds(cuts, with_1f1b=True)
-        effort -= spent
+        left -= spent
     best = min(met, key=met.__getitem__)
-    while effort > 0 and (step := _improve(case, best, met, effort)) is not None:
-        best, effort = step
-    return sorted(met, key=met.__getitem__)[:_SHORTLIST]
+    while left > 0:
+        better, left = _improve(case, best, met, left)
+        if better is None:
+            break
+        best = better
+    return sorted(met, key=met.__getitem__)[:_SHORTLIST], effort - left
 
 
-def _improve(case: _Case, best: Cuts, met: dict[Cuts, float], effort: int) -> tuple[Cuts, int] | None:
-    """The first shorter partition around the best one, and what is left of the effort; None: there is none."""
+def _improve(case: _Case, best: Cuts, met: dict[Cuts, float], effort: int) -> tuple[Cuts | None, int]:
+    """The first shorter partition around the best one, None if there is none, and what is left of the effort."""
     around = list(neighbours(case.problem, best))
     least_s = case.least_s(around)
     longest_s = met[best] * (1 - SAME)
     for i in np.argsort(least_s, kind="stable").tolist():
         if effort <= 0 or least_s[i] >= longest_s:
-            return None
+            break
         seconds, spent = case.seconds(around[i], longest_s)
         effort -= spent
         if seconds <= longest_s:
             met[around[i]] = seconds
             return around[i], effort
-    return None
+    return None, effort
 
 
 def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
@@ -189,8 +198,8 @@ class _Case:
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
         )
 
-    def plan(self, cuts: Cuts, effort: int) -> PlannedOrder:
-        return plan_on_partition(
+    def draft(self, cuts: Cuts, effort: int) -> Draft:
+        return draft_on_partition(
             self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
             effort=effort,

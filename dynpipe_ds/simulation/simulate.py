@@ -12,7 +12,7 @@ from dynpipe_ds.schedule import Instruction, Order, ScheduleName, order_of
 from dynpipe_ds.simulation.outcome import Simulation
 from dynpipe_ds.simulation.streams import run_order
 from dynpipe_ds.simulation.waves import makespans, run_waves
-from dynpipe_ds.simulation.workload import Workload, frozen_boundaries, stage_seconds
+from dynpipe_ds.simulation.workload import Workload, frozen_boundaries, links_s, stage_seconds, table
 
 
 def simulate(
@@ -65,7 +65,7 @@ def predicted_batches_s(
 ) -> list[float]:
     """Seconds that forwards and backwards of a batch would take, for many profiles or partitions at once.
 
-    1F1B with links that take no time; the step is left out.
+    1F1B, with links as the last profile has them; the step is left out.
 
     Args:
         cases: a profile (seconds of every layer, and M) and boundaries, or a partition, each; all have as many stages.
@@ -84,8 +84,13 @@ def predicted_batches_s(
     forward_s, backward_s = (np.array(rows) for rows in zip(*stages, strict=True))
     frozen = np.array([frozen_boundaries(row) for row in backward_s.tolist()])
     num_micro_batches = np.array([profile.num_micro_batches for profile, _ in cases])
+    rows = forward_s.shape[1] - 1
+    link_s = table("link_s", links_s(cases[-1][0], rows + 1), rows, 1)
     seconds = np.zeros(len(cases))
     for count in np.unique(num_micro_batches).tolist():
         same = num_micro_batches == count
-        seconds[same] = makespans(forward_s[same], backward_s[same], count, frozen_boundaries=frozen[same])
+        seconds[same] = makespans(
+            forward_s[same], backward_s[same], count, activation_link_s=link_s, gradient_link_s=link_s,
+            frozen_boundaries=frozen[same],
+        )
     return [float(s) for s in seconds]

@@ -153,8 +153,8 @@ class Workload:
         boundaries: Placement | Sequence[int] | None = None,
         *,
         num_micro_batches: int | None = None,
-        activation_link_s: Seconds = 0.0,
-        gradient_link_s: Seconds = 0.0,
+        activation_link_s: Seconds | None = None,
+        gradient_link_s: Seconds | None = None,
         step_s: float | Sequence[float] = 0.0,
         speeds: Sequence[float] | None = None,
         weight_bytes: Sequence[int] | None = None,
@@ -166,8 +166,8 @@ class Workload:
             profile: seconds and bytes of every layer.
             boundaries: S + 1 layer indices, or a placement that is a partition; None: the profile's own.
             num_micro_batches: M; None: the profile's own.
-            activation_link_s: as in the constructor.
-            gradient_link_s: as in the constructor.
+            activation_link_s: as in the constructor; None: as measured in the profile, see :func:`links_s`.
+            gradient_link_s: the same.
             step_s: as in the constructor.
             speeds: S relative speeds to divide by, when layer times are at unit speed.
             weight_bytes: L bytes that one micro-batch of a layer holds between both parts of a split backward; None:
@@ -197,8 +197,8 @@ class Workload:
             forward_s,
             backward_s,
             profile.num_micro_batches if num_micro_batches is None else num_micro_batches,
-            activation_link_s=activation_link_s,
-            gradient_link_s=gradient_link_s,
+            activation_link_s=links_s(profile, placement.num_stages, activation_link_s),
+            gradient_link_s=links_s(profile, placement.num_stages, gradient_link_s),
             step_s=step_s,
             activation_bytes=_summed(placement, activation_bytes),
             frozen_boundaries=frozen_boundaries(backward_s),
@@ -206,6 +206,19 @@ class Workload:
             weight_bytes=_summed(placement, waiting_bytes),
             split_s=split_s,
         )
+
+
+def links_s(profile: PipelineProfile, num_stages: int, given: Seconds | None = None) -> Seconds:
+    """Seconds of messages over every boundary.
+
+    Args:
+        profile: what was measured.
+        num_stages: S; of another number of stages nothing was measured.
+        given: instead; None: what was measured, and 0 where nothing was.
+    """
+    if given is not None:
+        return given
+    return [seconds or 0.0 for seconds in profile.link_s] if len(profile.link_s) == num_stages - 1 else 0.0
 
 
 def stage_seconds(

@@ -104,7 +104,7 @@ def test_the_controller_plans_orders_and_each_batch_takes_what_is_told() -> None
     assert planned.losses == usual.losses
     for run in (usual, planned):
         assert run.engine_s == pytest.approx(run.told_s, rel=1e-9)
-    assert planned.wall_s < 0.995 * usual.wall_s and planned.longer == pytest.approx(1.0, rel=1e-9)
+    assert planned.wall_s < usual.wall_s and planned.longer == pytest.approx(1.0, rel=1e-9)
 
 
 @pytest.mark.exhaustive

@@ -122,3 +122,19 @@ def test_workers_that_drop_out() -> None:
     result = run_ranks(_replay_all, 3, [case], may_leave=(1, 2))[0][0][0]
     assert [len(busy) for busy in result.stages_s] == [3, 3, 2, 2, 1, 1]
     assert result.losses == run_ranks(_replay_all, 3, [stays])[0][0][0].losses
+
+
+# All that decides: trials, planned orders, glances, moves, links that are measured.
+DECIDED = [
+    Case("model:freezing:9", "optimal:time, auto, auto order", 3, 9, 16, 20.0),
+    Case("model:early_exit:9", "optimal:time, auto, auto order", 3, 9, 16, 20.0, link_ms=5.0),
+]
+
+
+def test_a_run_on_paper_is_that_of_the_engine() -> None:
+    for case, (result, _) in zip(DECIDED, run_ranks(_replay_all, 3, DECIDED)[0], strict=True):
+        told = predict(case)
+        assert [(m.batch, m.boundaries) for m in result.moves] == [(m.batch, m.boundaries) for m in told.moves]
+        assert told.moves and told.num_orders > 1
+        assert told.wall_s == pytest.approx(result.wall_s, rel=0.005)
+        assert told.planning_s == pytest.approx(result.planning_s, rel=0.2)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from dynpipe_ds.decide.evidence import LEAST_EVIDENCE
 from dynpipe_ds.partition import Plan
 from tests.decide.synthetic import (
     BETTER,
@@ -88,7 +87,7 @@ def test_step_change_is_answered_within_six_batches(start: Boundaries, noise: No
         model = half_gets_cheaper(start[-1], at=40)
         run = train(model, start, num_batches=46, noise=noise, seed=seed)
         assert run.moved_at, run.decisions[-1]
-        assert 40 + LEAST_EVIDENCE - 1 <= run.moved_at[0] < 46
+        assert 40 <= run.moved_at[0] < (41 if noise is QUIET else 46)
 
 
 def test_step_change_under_heavy_noise_is_usually_answered_in_eight_batches() -> None:
@@ -110,7 +109,7 @@ def test_first_partition_is_corrected_as_soon_as_there_is_evidence() -> None:
 def test_no_fresh_profiles_are_needed_after_a_move() -> None:
     steps: Model = lambda batch: half_gets_cheaper(8, 20)(batch if batch < 24 else 0)  # noqa: E731
     run = train(steps, (0, 4, 8), num_batches=40)
-    assert run.moved_at == [21, 25]
+    assert run.moved_at == [20, 25]  # layers that become slower may have been held up: two batches
     assert run.boundaries == (0, 4, 8)
 
 
@@ -139,7 +138,7 @@ def test_step_change_among_batches_that_are_seldom_profiled(start: Boundaries, n
         run = train(model, start, num_batches=at + 15, noise=noise, seed=at, profile_every=10)
         seen = next(batch for batch in run.profiled if batch >= at)
         assert seen - at < 10 and len(run.profiled) < 8 + (seen + 10) // 10 + 15
-        assert run.moved_at and seen + LEAST_EVIDENCE - 1 <= run.moved_at[0] < seen + 6
+        assert run.moved_at and seen <= run.moved_at[0] < seen + 6
 
 
 def test_an_interval_decides_by_the_same_batches_whatever_is_profiled_between() -> None:
@@ -164,9 +163,9 @@ def test_saved_and_cost_of_a_move() -> None:
     decision = decide(controller(), BETTER, UNEQUAL)
     assert decision.rebalance
     assert decision.saved_s == pytest.approx(20 * 7 * 0.02)
-    assert decision.cost_s == pytest.approx((7 * 0.08 + 0.12) / 10)  # nothing measured: a tenth of a batch
+    assert decision.cost_s == pytest.approx((7 * 0.08 + 0.12) / 20)  # nothing measured: a twentieth of a batch
     assert decision.noise == pytest.approx(0.0)
-    assert "pays: 2.8 s saved over 20 batches, 0.068 s to move" in decision.reason
+    assert "pays: 2.8 s saved over 20 batches, 0.034 s to move" in decision.reason
 
 
 def test_expensive_move_is_refused_until_moves_become_cheap() -> None:
@@ -260,3 +259,50 @@ def test_declared_slow_worker_is_balanced_by_speed() -> None:
     assert by_count.saved_s == pytest.approx(20 * (7 * -0.02 - 0.01))
     decider.observe(profile([0.01] * 3 + [0.02] * 6, (0, 3, 9), batch=10))
     assert decider.judge(Plan((0, 6, 9), 0.06, 0.12), profile([0.01] * 9, (0, 3, 9))).rebalance
+
+
+# -- one batch is enough, and a move is looked back at ----------------------------------------
+
+
+def engine_of(model: Model, start: Boundaries, num_batches: int, **section: Any) -> tuple[list[int], list[Boundaries]]:
+    """After which batches a balancer with its own partitioner moved, and to what."""
+    balancer, cuts, moved, to = controller(**section), start, [], []
+    for batch in range(num_batches):
+        balancer.observe(profile(model(batch), cuts, batch=batch))
+        decided = balancer.decide(batch, cuts)
+        if decided is not None and decided[1].rebalance:
+            cuts = decided[0].boundaries
+            balancer.moved(batch, decided[0].bytes_to_move)
+            moved.append(batch)
+            to.append(cuts)
+    return moved, to
+
+
+def test_layers_that_become_faster_are_believed_at_once() -> None:
+    assert engine_of(half_gets_cheaper(8, at=20), (0, 4, 8), 30)[0] == [20]
+
+
+def test_a_worker_that_is_held_up_once_moves_nothing() -> None:
+    held_up: Model = lambda batch: [0.03 if batch == 20 else 0.01] * 4 + [0.01] * 4  # noqa: E731
+    assert engine_of(held_up, (0, 4, 8), 30) == ([], [])
+
+
+def test_a_move_that_was_no_gain_is_undone() -> None:
+    """Layers were faster by half for once, and by a sixth from then on: too little to move for, enough to go back."""
+    model: Model = lambda batch: [0.01 if batch < 4 else 0.004 if batch == 4 else 0.0085] * 4 + [0.01] * 4  # noqa: E731
+    moved, to = engine_of(model, (0, 4, 8), 40, min_gain=0.15)
+    assert to == [(0, 5, 8), (0, 4, 8)]
+    assert moved == [4, 8], "by the median of four batches"
+
+
+def test_what_the_user_holds_is_not_undone() -> None:
+    balancer, model = controller(), half_gets_cheaper(8, at=20)
+    for batch in range(21):
+        balancer.observe(profile(model(batch), (0, 4, 8), batch=batch))
+        decided = balancer.decide(batch, (0, 4, 8))
+    assert decided is not None and decided[1].rebalance
+    balancer.moved(20)
+    balancer.hold(21, 1)
+    for batch in range(21, 30):
+        balancer.observe(profile([0.01] * 8, decided[0].boundaries, batch=batch))
+        assert batch != 24 or balancer._back(batch, decided[0].boundaries) is None

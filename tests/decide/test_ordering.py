@@ -8,6 +8,7 @@ import pytest
 
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.decide.halves import Halves
+from dynpipe_ds.decide.orders import FIRST_EFFORT, RATE, SHARE_OF_TIME
 from dynpipe_ds.planning import plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
 from dynpipe_ds.simulation import Workload, simulate
@@ -223,3 +224,48 @@ def test_a_trial_is_1f1b_with_each_second_half_at_once() -> None:
     assert all(text[text.index(f"SG{m}") + 1] == f"W{m}" for m in range(4)) and order.split(2) == {0, 1, 2, 3}
     whole = [one for one in text if not one.startswith("W")]
     assert whole == str(order_of("1f1b", 4, 3)).split(" | ")[2].split()
+
+
+# -- what planning takes ----------------------------------------------------------------------
+
+
+def test_nothing_is_planned_anew_while_nothing_changes() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    looked_at = []
+    for first in range(6):
+        run.train(deciding, 1, first=first)
+        looked_at.append(deciding.ordering.num_looked_at)
+    assert max(looked_at) > 0
+    for first in range(6, 20):
+        run.train(deciding, 1, first=first)
+        assert deciding.ordering.num_looked_at == 0 or first in run.trials, "layers are as they were"
+    run.forward_s = [2 * UNEQUAL[0], *UNEQUAL[1:]]
+    looked_at = []
+    for first in range(20, 24):
+        run.train(deciding, 1, first=first)
+        looked_at.append(deciding.ordering.num_looked_at)
+    assert max(looked_at) > 0
+
+
+def test_planning_keeps_within_its_share() -> None:
+    """Layers change in every batch, and a batch takes a tenth of a second: there is not always time for a plan."""
+    run, deciding = OnPaper([s / 240 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer(rebalance_every="auto")
+    looked_at = 0
+    for batch in range(200):
+        run.forward_s = [s / 240 * (1 + 0.3 * ((7 * batch + 3 * i) % 5)) for i, s in enumerate(UNEQUAL)]
+        run.train(deciding, 1, first=batch)
+        looked_at += deciding.ordering.num_looked_at
+    assert 0 < looked_at / RATE < 1.5 * SHARE_OF_TIME * sum(run.seconds) + FIRST_EFFORT / RATE
+
+
+def test_another_cut_is_taken_at_a_glance_when_planning_is_spent() -> None:
+    run, deciding = OnPaper([s / 100 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer(rebalance_every="auto")
+    run.train(deciding, 8)
+    deciding.ordering._orders._effort = -1e9
+    run.forward_s = [UNEQUAL[0] / 1000, UNEQUAL[1] / 1000, UNEQUAL[2] / 1000, *(s / 100 for s in UNEQUAL[3:])]
+    run.train(deciding, 3, first=8)
+    assert run.boundaries != (0, 2, 4, 6, 8)
+    assert deciding.ordering.order is None, "an order for it is planned when that is paid for"
+    deciding.ordering._orders._effort = 1e4
+    run.train(deciding, 1, first=11)
+    assert deciding.ordering.order is not None

@@ -127,3 +127,10 @@ def test_layers_that_change_slowly_tell_of_no_worker() -> None:
         cost = 1.0 - batch / 200
         speeds.observe(batch, (0, 2, 4) if batch < 40 else (0, 3, 4), [1.0, 1.0, cost, 1.0])
     assert speeds.values is None
+
+
+def test_layers_that_change_after_a_move_tell_of_no_worker() -> None:
+    """Of the model that changes four batches later, and of one that changes while a layer moves."""
+    cheaper = [1.0, 1.0, 0.4, 0.4]
+    assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), [1.0] * 4), ((0, 3, 4), cheaper)).values is None
+    assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), cheaper)).values is None, "the last layer stayed, and changed"

@@ -63,7 +63,8 @@ def told(rank: int, now: dict[str, int], cost_s: float) -> Iterator[None]:
         split = {layer: times.num_split / many * backward[layer] for layer in times.halves}
         return replace(
             times, forward_s=forward, backward_s=backward, fill_s=0.0, waiting_s=0.0, compute_end_s=1.0, step_s=0.0,
-            batch_s=1.0, halves={layer: (seconds, 0.4 * seconds) for layer, seconds in split.items()},
+            batch_s=1.0, first_forward=None, first_backward=None,
+            halves={layer: (seconds, 0.4 * seconds) for layer, seconds in split.items()},
         )
 
     observe = Balancer.observe
@@ -89,8 +90,8 @@ def go_on(rank: int, name: str, folder: str, first: int, *, save: bool) -> dict[
     decisions: list[Any] = []
     original = Balancer.judge
 
-    def worth_it(self: Any, plan: Any, profile: Any) -> Any:
-        decision = original(self, plan, profile)
+    def worth_it(self: Any, plan: Any, profile: Any, *, glances: bool = False) -> Any:
+        decision = original(self, plan, profile, glances=glances)
         decisions.append((now["batch"], plan.boundaries, asdict(decision)))
         return decision
 

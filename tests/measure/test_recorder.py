@@ -92,3 +92,32 @@ def test_a_whole_backward_that_waits_is_apart_too() -> None:
     assert [(kind, layer) for kind, layer, _ in recorder.marks] == [
         (TRANSFER, -1), (FORWARD, 1), (FORWARD, 1), (WEIGHT, 1), (WEIGHT, 1)
     ]  # fmt: skip
+
+
+def first_stretches(
+    *marks: tuple[int, float],
+) -> tuple[tuple[float, float, bool] | None, tuple[float, float, bool] | None]:
+    """What a recorder says of the first forward and the first backward, of marks that begin instructions."""
+    recorder = BatchRecorder()
+    recorder._clock = Told([(kind, -1, seconds) for kind, seconds in marks])  # type: ignore[assignment]
+    recorder.start()
+    for kind, _ in marks[1:]:
+        recorder.instruction(kind)
+    times = recorder.stop()
+    return times.first_forward, times.first_backward
+
+
+def test_when_the_first_messages_came() -> None:
+    forward, backward = first_stretches(
+        (TRANSFER, 1.0), (TRANSFER, 4.0), (LOAD, 0.5), (FORWARD, 2.0), (TRANSFER, 0.1), (FORWARD, 2.0),
+        (TRANSFER, 8.0), (BACKWARD, 3.0), (TRANSFER, 0.1), (BACKWARD, 3.0), (STEP, 1.0),
+    )  # fmt: skip
+    assert forward == (5.0, 7.5, True), "samples are loaded after the activations have come"
+    assert backward == (pytest.approx(17.6), pytest.approx(20.6), True)
+
+
+def test_a_stage_that_did_not_wait_saw_no_message_come() -> None:
+    forward, backward = first_stretches((TRANSFER, 0.0), (LOAD, 5.0), (FORWARD, 2.0), (TRANSFER, 0.2), (BACKWARD, 3.0))
+    assert forward == (0.0, 7.0, False)
+    assert backward == (pytest.approx(7.2), pytest.approx(10.2), False), "a message that was there takes a moment, too"
+    assert first_stretches((TRANSFER, 1.0), (FORWARD, 2.0)) == ((1.0, 3.0, True), None), "frozen: no backward"

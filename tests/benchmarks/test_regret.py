@@ -1,0 +1,50 @@
+"""What the table of regrets says of runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner import regret
+from benchmarks.replay.case import Case
+
+
+def rows() -> list[regret.Row]:
+    case = Case("model:pruning:8", regret.AUTO, 2, 8, 24, 15.0)
+    return [regret.measure(case, plans_orders=plans) for plans in (False, True)]
+
+
+def test_all_contenders_run_and_are_compared() -> None:
+    for row in rows():
+        assert row.static.wall_s / row.auto.wall_s == row.over_static > 1.02
+        assert row.share is not None and row.share > 0.9 and row.holds
+        assert row.regret > 0, "hindsight pays for nothing"
+        assert not row.static.moves and row.fixed.moves and row.auto.moves
+    text = regret.text_of(rows())
+    assert "| 1F1B | 2 | pruning |" in text and "| planned | 2 |" in text
+
+
+def test_a_loss_is_shown() -> None:
+    row = rows()[0]
+    slow = replace(row, auto=replace(row.auto, wall_s=1.02 * row.fixed.wall_s))
+    assert not slow.holds and "**below**" in regret.text_of([slow])
+    assert "in 0 of 1 rows" in regret.notes([slow])[0]
+    nothing = replace(row, fixed=row.static, auto=replace(row.auto, wall_s=row.static.wall_s))
+    assert nothing.share is None and nothing.holds
+    assert "No interval gains anything." in regret.notes([nothing])[1]
+
+
+def test_cases_cover_all_sizes() -> None:
+    found = list(regret.cases([2, 8], 60, ["moe"], halves=True, jitter=0.1))
+    assert [(case.num_stages, case.trace, case.jitter) for case in found] == [
+        (2, "model:moe:24:halves", 0.1), (8, "model:moe:24:halves", 0.1),
+    ]  # fmt: skip
+
+
+def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = "regret --stages 2 --scenarios mod --batches 6 --orders 1f1b --processes 1 --out"
+    monkeypatch.setattr("sys.argv", [*arguments.split(), str(tmp_path)])
+    regret.main()
+    assert "| 1F1B | 2 | mod |" in (tmp_path / "regret_6.md").read_text()
