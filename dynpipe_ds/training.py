@@ -32,7 +32,7 @@ from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.stage import Stage
-from dynpipe_ds.telling import tell_all, warn
+from dynpipe_ds.telling import log, tell_all, warn
 
 T = TypeVar("T")
 
@@ -176,13 +176,26 @@ class Training:
             self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
             if seconds.move_s > 0:  # a clock that jumped back is no cost
                 self.balancer.record_cost(seconds.move_s)
+            believed = self.balancer.speeds
             self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
+            self._tell_speeds(believed)
             has_order = self.balancer.ordering.order is not None
             write_profile(
                 self._monitor, measured.profile, self.stage.pipeline.num_samples, has_planned_order=has_order
             )
         self.profiler.count_noting(noting.seconds)
         return True
+
+    def _tell_speeds(self, believed: list[float] | None) -> None:
+        """Log once which workers are slow, when that is believed otherwise than before."""
+        speeds = self.balancer.speeds
+        if speeds == believed or self.stage.pipeline.rank != 0:
+            return
+        told = [
+            f"stage {stage} {'slower' if speed < 1 else 'faster'} by {max(speed, 1 / speed):.2f}x"
+            for stage, speed in enumerate(speeds or ()) if speed != 1.0
+        ]
+        log.info("dynamic_pipeline: workers after batch %d: %s", self.num_batches, ", ".join(told) or "all alike")
 
     def _balance(self) -> None:
         """Decide, agree, move; what fails on every rank together leaves training going on as before."""

@@ -79,6 +79,7 @@ PAPERS = tuple(
 OURS = (
     Method("optimal:time", partitioner="optimal", knows_speeds=True),
     Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
+    Method("optimal:time, auto, speeds measured", partitioner="optimal", auto=True),
     Method("simulated:time, auto", partitioner="simulated", auto=True, knows_speeds=True),
 )
 ORDERS = (

@@ -113,3 +113,15 @@ def test_jitter_has_mean_one_and_its_width() -> None:
     assert factors.mean() == pytest.approx(1.0, abs=0.01) and factors.std() == pytest.approx(0.2, rel=0.05)
     again = replace(case, seed=2).micro_batch_factors(case.load_trace().batches[0], 3)
     assert (factors != again).any()
+
+
+def test_a_slow_worker_need_not_be_told() -> None:
+    """Nearly as fast as if it were; the first move is away from it in either case."""
+    speeds = (1.0, 1 / 1.5, 1.0, 1.0)
+    told, measured = (
+        predict(Case("model:dense:24", label, 4, 16, 40, 15.0, speeds=speeds))
+        for label in ("optimal:time, auto", "optimal:time, auto, speeds measured")
+    )
+    assert measured.wall_s < 1.05 * told.wall_s
+    assert measured.last_throughput() > 0.97 * told.last_throughput()
+    assert len(measured.moves) <= len(told.moves) + 2

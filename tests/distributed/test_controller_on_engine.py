@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
 
 from benchmarks.replay.clocks import Costs
-from dynpipe_ds import DynamicPipelineModule, RebalanceEvent
+from dynpipe_ds import DynamicPipelineModule, RebalanceEvent, training
 from dynpipe_ds.partition import Placement
 from tests.distributed.configs import ADAMW
 from tests.distributed.models import Run, base_config, data, loss_fn
@@ -261,3 +262,18 @@ def held(rank: int, folder: str) -> dict[str, Any]:
 def test_what_the_user_chose_holds(tmp_path: Path) -> None:
     results = run_ranks(held, 2, str(tmp_path))
     assert results[0] == results[1] and results[0]["partition"] == GOOD
+
+
+def slow_second_worker(_rank: int) -> Any:
+    engine, events = engine_of([0, 4, 8], {"rebalance_every": "auto", "schedule": "1f1b"}, speeds=(1.0, 0.5))
+    with patch.object(training.log, "info") as said:
+        train(engine, 10)
+    lines = [call.args[0] % call.args[1:] for call in said.call_args_list if "workers after" in str(call.args[0])]
+    return engine.partition, engine.dynamic.balancer.speeds, len(events), lines
+
+
+def test_a_slow_worker_is_measured_and_told_once() -> None:
+    (cut, speeds, num_moves, lines), (_, others, _, quiet) = run_ranks(slow_second_worker, 2)
+    assert cut == (0, 5, 8) and num_moves == 1
+    assert speeds == others and speeds == [1.0, pytest.approx(0.5)]
+    assert len(lines) == 1 and lines[0].endswith("stage 1 slower by 2.00x") and not quiet
