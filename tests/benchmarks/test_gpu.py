@@ -179,6 +179,7 @@ def collectives(rank: int) -> None:
     dist.barrier(group=group)
 
 
+@pytest.mark.exhaustive
 def test_what_deepspeed_and_the_library_ask_of_a_group() -> None:
     run_ranks(collectives, 2)
 

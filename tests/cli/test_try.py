@@ -119,6 +119,7 @@ def test_a_first_partition_that_is_refused(dynpipe: Command) -> None:
     assert "dynpipe_ds, moving" not in done.out and "also:" not in done.out, "one error, however many processes say it"
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_wait_for_nobody(dynpipe: Command) -> None:
     """Bounded, with the way and where each rank is."""
     done = dynpipe("try", "--timeout", 8, *start("--hang-after", 1))

@@ -120,7 +120,7 @@ def merged(results: list[Any], case: int, which: int) -> dict[str, str]:
         pytest.param((2, 2), (4, 4), ALL, id="2to4", marks=pytest.mark.exhaustive),
         pytest.param((3, 3), (2, 2), USUAL, id="3to2"),
         pytest.param((3, 3), (2, 2), ALL, id="3to2 all", marks=pytest.mark.exhaustive),
-        pytest.param((3, 3), (3, 3), USUAL, id="3to3"),
+        pytest.param((3, 3), (3, 3), USUAL, id="3to3", marks=pytest.mark.exhaustive),
         pytest.param((3, 3), (3, 3), ALL, id="3to3 all", marks=pytest.mark.exhaustive),
         pytest.param((2, 4), (2, 4), ALL, id="2x2to2x2", marks=pytest.mark.exhaustive),
     ],

@@ -211,6 +211,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_ends_cleanly_with_its_threads() -> None:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, timeout=120)
