@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.paper.experiments import EVERY, LAYER_MS, SCENARIOS, run, scenario_of
+from benchmarks.paper.experiments import EVERY, LAYER_MS, SCENARIOS, scenario_of
 from benchmarks.paper.published import CHANGING_EVERY_BATCH
 from benchmarks.paper.report import Report
 from benchmarks.record import table
@@ -87,12 +87,15 @@ def cases(
                    **{"layer_ms": LAYER_MS, **options})  # fmt: skip
 
 
-def measure(wanted: Iterable[Case], raw: Path) -> Iterator[Row]:
+def measure(
+    wanted: Iterable[Case], raw: Path, run: Callable[[Sequence[Case], Path], Sequence[Result]]
+) -> Iterator[Row]:
     """Run what is wanted in every way.
 
     Args:
         wanted: static runs.
         raw: file of finished runs, which are not made again.
+        run: what runs them: the engine, or the simulator.
     """
     for case in wanted:
         is_sleeping = case.clock == "sleeping"  # and every second of it passes: only what is compared is run
@@ -112,14 +115,14 @@ def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any]
     Args:
         rows: what was measured.
         folder: for results.
-        kind: ``"replay"`` or ``"sleeping replay"``.
+        kind: ``"replay"``, ``"sleeping replay"`` or ``"simulation"``.
         machine: what was seen of the machine; ``None`` where its load does not matter.
         quick: whether runs were short.
     """
-    name = "virtual" if kind == "replay" else "sleeping"
+    name = {"replay": "virtual", "simulation": "paper", "sleeping replay": "sleeping"}[kind]
     name = f"{name}_halves" if rows[0].case.trace.endswith(HALVES) else name
     found = Report(name, folder, kind, quick, "Orders, split backwards, messages", machine=machine)
-    found.text = _text(rows)
+    found.text = _text(rows, "the real engine" if kind != "simulation" else "the engine's own balancer in whole runs")
     sizes = sorted({row.case.num_stages for row in rows})
     parts = [_overview([[row for row in rows if row.case.num_stages == size] for size in sizes])]
     parts.append("## Every load model\n\n" + _each(rows))
@@ -129,7 +132,7 @@ def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any]
     found.save()
 
 
-def _text(rows: Sequence[Row]) -> str:
+def _text(rows: Sequence[Row], what: str) -> str:
     case, whole = rows[0].case, ""
     if case.trace.endswith(HALVES):
         whole = (
@@ -140,7 +143,7 @@ def _text(rows: Sequence[Row]) -> str:
         f"Medians over {len({row.case.trace for row in rows})} load models, of {case.num_batches - WARM_UP} batches: "
         f"how many times as fast as *{TODAY}* on paper, the best until now, and the mean bubble in brackets. The "
         "first rows are simulated: each batch has the best cut and order for it, with hindsight; *waited for* are "
-        "messages whose sender goes on when they are received. The last rows are the real engine, which profiles, "
+        f"messages whose sender goes on when they are received. The last rows are {what}, which profiles, "
         f"decides and moves, all of its own work included.\n\n{whole}A mean layer takes "
         f"{case.layer_ms:g} ms, a message {1e3 * case.known_costs().message_s:.2f} ms. Gradients "
         f"of weights are {case.weight_share:.0%} of each layer's backward; a frozen layer has none. The "
@@ -153,9 +156,9 @@ def _overview(columns: Sequence[Sequence[Row]]) -> str:
     head = ["", *(f"{c[0].case.num_stages} stages, M {c[0].case.num_micro_batches}" for c in columns)]
     lines = [[row, *(_paper_cell(column, row) for column in columns)] for row in ROWS]
     ran = columns[0][0].runs
-    lines += [[f"engine: {ON_ENGINE[method]}", *(_engine_cell(c, method) for c in columns)] for method in ran]
+    lines += [[f"whole run, {ON_ENGINE[method]}", *(_engine_cell(c, method) for c in columns)] for method in ran]
     if columns[0][0].waited is not None:
-        lines.append(["engine: dynamic, 1F1B, sends waited for", *(_waited_cell(column) for column in columns)])
+        lines.append(["whole run, dynamic, 1F1B, sends waited for", *(_waited_cell(column) for column in columns)])
     lines += [
         ["**`auto` over the dynamic engine under 1F1B**", *(_median([row.gain for row in c]) for c in columns)],
         ["the same with messages that are waited for", *(_median([row.whole_gain for row in c]) for c in columns)],
@@ -189,8 +192,9 @@ def _median(found: Sequence[float]) -> str:
 
 def _each(rows: Sequence[Row]) -> str:
     ran = rows[0].runs
-    head = ["stages", "load model", *ROWS[2:-1], LEAST, *(f"engine: {ON_ENGINE[method]}" for method in ran), "orders",
-            "moves", "`auto` over 1F1B", "over what is simulated"]  # fmt: skip
+    runs = [f"whole run, {ON_ENGINE[method]}" for method in ran]
+    head = ["stages", "load model", *ROWS[2:-1], LEAST, *runs, "orders", "moves",
+            "`auto` over 1F1B", "over what is simulated"]  # fmt: skip
     lines = [
         [
             str(row.case.num_stages), scenario_of(row.case.trace), *(_paper_cell([row], name) for name in ROWS[2:]),
@@ -205,7 +209,7 @@ def _each(rows: Sequence[Row]) -> str:
 def _notes(rows: Sequence[Row], sizes: Sequence[int], kind: str) -> Iterator[str]:
     for size in sizes:
         here = [row for row in rows if row.case.num_stages == size]
-        goal = GOALS.get(size) if kind == "replay" else SLEEPING_GOAL
+        goal = GOALS.get(size) if kind != "sleeping replay" else SLEEPING_GOAL
         gain, over_paper = median(row.whole_gain for row in here), median(row.gain_over_paper for row in here)
         told = median(row.as_told for row in here)
         if here[0].case.trace.endswith(HALVES):
@@ -222,14 +226,15 @@ def _notes(rows: Sequence[Row], sizes: Sequence[int], kind: str) -> Iterator[str
                 f"cut for each batch on paper; {told:.1%} of what was simulated (goal {TOLD_GOAL:.0%}: "
                 f"{'reached' if told >= TOLD_GOAL else 'not reached'})."
             )
-    every = [[*row.runs.values(), *([row.waited] if row.waited else [])] for row in rows]
-    same = sum(len({tuple(run.losses) for run in runs}) == 1 for runs in every)
-    yield f"Losses of all batches have equal bits whatever the cut and the order: {same} of {len(rows)} rows."
+    if kind != "simulation":
+        every = [[*row.runs.values(), *([row.waited] if row.waited else [])] for row in rows]
+        same = sum(len({tuple(run.losses) for run in runs}) == 1 for runs in every)
+        yield f"Losses of all batches have equal bits whatever the cut and the order: {same} of {len(rows)} rows."
     slower = [row for row in rows if row.gain < 0.99]
     yield "Nowhere is `auto` below 0.99x of 1F1B." if not slower else "Below 0.99x of 1F1B: " + ", ".join(
         f"{scenario_of(row.case.trace)} on {row.case.num_stages} stages ({row.gain:.3f}x)" for row in slower
     )
-    if kind != "replay":
+    if kind == "sleeping replay":
         yield (
             "*Sends waited for*: the sender of a message goes on when it is sent, as before; receives are still posted "
             "ahead."

@@ -94,3 +94,15 @@ def test_real_runs_are_compared_batch_by_batch_or_in_windows() -> None:
     [line] = [line for line in lines if line.startswith("| freezing")]
     assert "1.250x" in line and "20.0%" in line and "1.03x: reached" in line
     assert sum("reached" in line and "not reached" not in line for line in lines if line.startswith("| none")) == 3
+
+
+def test_the_same_runs_on_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ranks: the balancer decides, the simulator runs."""
+    from benchmarks.schedules.__main__ import main
+
+    options = ["--paper", "--stages", "4", "--batches", "8", "--only", "pruning"]
+    monkeypatch.setattr("sys.argv", ["schedules", *options, "--out", str(tmp_path), "--raw", str(tmp_path)])
+    main()
+    text = (tmp_path / "paper.md").read_text()
+    assert "SIMULATION" in text and "| whole run, dynamic, `schedule: auto` |" in text and "equal bits" not in text
+    assert len((tmp_path / "paper.jsonl").read_text().splitlines()) == len(replayed.ON_ENGINE)
