@@ -42,6 +42,7 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
             [(s.busy_s, s.fill_drain_s, s.waiting_s, s.step_s, s.batch_s) for s in stages], dtype=torch.float64
         ),
         "stage_bytes": torch.tensor([stage.peak_memory_bytes for stage in stages], dtype=torch.int64),
+        "link_s": [profile.link_s for profile in profiles],
     }
 
 
@@ -50,7 +51,7 @@ def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
     names, sizes = packed["names"], packed["sizes"].tolist()
     of_stages = zip(packed["stage_seconds"].tolist(), packed["stage_bytes"].tolist(), strict=True)
     stages = iter([[*times, num_bytes] for times, num_bytes in of_stages])
-    profiles = []
+    profiles, links = [], packed.get("link_s", [()] * len(packed["table_of"]))  # older checkpoints have none
     for i, (table, seconds) in enumerate(zip(packed["table_of"], packed["seconds"].tolist(), strict=True)):
         profiles.append(PipelineProfile(
             batch=packed["batches"][i],
@@ -61,6 +62,7 @@ def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
                 for name, times, numbers in zip(names[table], seconds, sizes[table], strict=True)
             ),
             stages=tuple(StageProfile(*stage) for stage in islice(stages, packed["num_stages"][i])),
+            link_s=links[i],
         ))  # fmt: skip
     return profiles
 

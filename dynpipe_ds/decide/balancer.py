@@ -23,7 +23,7 @@ from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
 from dynpipe_ds.decide.costs import MoveCosts
 from dynpipe_ds.decide.evidence import EVIDENCE, confirming_batches
 from dynpipe_ds.decide.history import History
-from dynpipe_ds.decide.judgement import Decision, judge
+from dynpipe_ds.decide.judgement import Decision, Prospect, judge
 from dynpipe_ds.decide.links import Links
 from dynpipe_ds.decide.methods import PartitionMethod, method_at_run_time
 from dynpipe_ds.decide.ordering import Ordering
@@ -184,7 +184,7 @@ class Balancer:
         profile = self.smoothed()
         assert profile is not None, "due only when batches were profiled"
         # Planning orders has its share of the time. What it does not pay for is judged by what the cut alone changes.
-        glances = self.ordering.is_planned() and not self.ordering.is_due()
+        glances = self.method.seeks_best and self.ordering.is_planned() and not self.ordering.is_due()
         plan = self._cut(current, profile, heed_memory=True) if glances else self.choose(current, profile)
         decision = self.judge(plan, profile, glances=glances)
         if not decision.rebalance and decision.saved_s > decision.cost_s:
@@ -311,7 +311,11 @@ class Balancer:
         profile = profile or self.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         self._decided_batch = profile.batch
-        prospect = (self.ordering.glance if glances else self.ordering.prospect)(plan, profile)
+        # An interval takes the partitioner's own prediction, in its own cost, unless that is the seconds of a batch.
+        judges_seconds = self.method.seeks_best or self._config.rebalance_every == "auto"
+        prospect: Prospect | None = None
+        if judges_seconds:
+            prospect = (self.ordering.glance if glances else self.ordering.prospect)(plan, profile)
         cost_s = self._costs.expected_s(plan.bytes_to_move)
         decision = judge(plan, profile, self._history, self._config, cost_s, prospect)
         if decision.rebalance and self._config.rebalance_every == "auto":

@@ -212,6 +212,7 @@ class History:
             measured["measured"] = list(self._measured)
         return {
             "profiles": list(self._profiles), "num_newest": len(self._newest), "speeds": self.speeds.state_dict(),
+            "has_changed": self.has_changed,
             **measured,
         }  # fmt: skip
 
@@ -225,6 +226,7 @@ class History:
                 times at unit speed serve any number.
         """
         self.speeds.load_state_dict(state.get("speeds", {}) if same_stages else {})
+        self.has_changed = state.get("has_changed", False)
         profiles = state["profiles"] if "profiles" in state else list(map(self._at_unit_speed, state["newest"]))
         # Older checkpoints keep no profile as it was measured where speeds are given.
         measured = state.get("measured", profiles if self._config.stage_speeds is None else [])

@@ -133,13 +133,18 @@ class Ordering:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
         return self.is_planned() and self._has_news() and self._orders.can_look()
 
-    def glance(self, plan: Plan, profile: PipelineProfile) -> Prospect:
+    def glance(self, plan: Plan, profile: PipelineProfile) -> Prospect | None:
         """What a plan promises if no order is planned for it before it runs.
 
         Args:
             plan: of another partition than the present one, or of that.
             profile: with halves; its boundaries are the present partition.
+
+        Returns:
+            The prospect; ``None`` where the present partition runs 1F1B, too.
         """
+        if self._orders.order_on(profile.boundaries) is None:
+            return None
         present_s, planned_s = self._orders.glance(profile, plan.boundaries)
         gains = self._history.gains(profile.boundaries, plan.boundaries)
         return Prospect(present_s, planned_s, gains)

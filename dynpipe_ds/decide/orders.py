@@ -185,9 +185,8 @@ class Orders:
             boundaries: of the other one.
         """
         present, order = profile.boundaries, self.order_on(profile.boundaries)
-        present_s = self._usual(profile, present).seconds
-        if order is not None:
-            present_s = simulate(self._workload(profile, present), order).makespan_s * self.correction
+        assert order is not None, "else both run 1F1B"
+        present_s = simulate(self._workload(profile, present), order).makespan_s * self.correction
         return present_s, self._usual(profile, tuple(boundaries)).seconds
 
     def together(
