@@ -1,7 +1,7 @@
 """Does `auto` ever lose? Whole runs on paper: static cuts, fixed intervals, `auto`; short runs and long.
 
     python -m benchmarks.planner.regret                       # 60 batches, 2 to 24 stages
-    python -m benchmarks.planner.regret --batches 1000        # half an hour
+    python -m benchmarks.planner.regret --batches 1000
     python -m benchmarks.planner.regret --halves
 
 Batches are simulated; profiles, trials, decisions, orders and what all of it costs are the engine's own

@@ -201,7 +201,8 @@ class Balancer:
         if left is None or profile is None or self.is_held(batch) or batch < left[0] + EVIDENCE:
             return None
         self._left = None
-        if len(left[1]) != len(current):
+        last_batch = math.inf if self._config.last_batch is None else self._config.last_batch
+        if batch > last_batch or len(left[1]) != len(current) or set(self.pinned) & set(left[1][1:-1]):
             return None
         gains = self._history.gains(current, left[1]).by_batch[-EVIDENCE:]
         batch_s = max(profile.stage_seconds(current, speeds=self.speeds)) * profile.num_micro_batches
@@ -382,8 +383,8 @@ class Balancer:
         self._held_until = math.inf if num_batches == "forever" else batch + num_batches
 
     def release(self) -> None:
-        """Decide again."""
-        self._held_until = 0.0
+        """Decide again, and look back at no move that the user has followed up."""
+        self._held_until, self._left = 0.0, None
 
     def is_held(self, batch: int) -> bool:
         """Tell whether the partition is the user's to change after a batch.

@@ -295,6 +295,24 @@ def test_a_move_that_was_no_gain_is_undone() -> None:
     assert moved == [4, 8], "by the median of four batches"
 
 
+@pytest.mark.parametrize("way", ["pinned since", "after the last batch", "chosen by the user"])
+def test_a_move_that_may_not_be_undone(way: str) -> None:
+    model: Model = lambda batch: [0.01 if batch < 4 else 0.004 if batch == 4 else 0.0085] * 4 + [0.01] * 4  # noqa: E731
+    balancer = controller(min_gain=0.15, **({"last_batch": 6} if "last" in way else {}))
+    cuts: Boundaries = (0, 4, 8)
+    for batch in range(12):
+        balancer.observe(profile(model(batch), cuts, batch=batch))
+        decided = balancer.decide(batch, cuts)
+        if decided is not None and decided[1].rebalance:
+            cuts = decided[0].boundaries
+            balancer.moved(batch)
+            if way == "pinned since":
+                balancer.forbid([4])
+            elif way == "chosen by the user":
+                balancer.release()
+    assert cuts == (0, 5, 8)
+
+
 def test_what_the_user_holds_is_not_undone() -> None:
     balancer, model = controller(), half_gets_cheaper(8, at=20)
     for batch in range(21):
