@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Iterator
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ What the packages export in `__all__`. Only these names are kept from one versio
 signatures with a recorded list); everything else may change. Types are shipped (`py.typed`). `DynamicPipelineModule`
 and `DynamicPipelineEngine` have in addition all that DeepSpeed's `PipelineModule` and `PipelineEngine` have.
 """
+
+PROPERTY = property | cached_property
 
 # Without an underscore because other modules of the package call them; no promise to anybody else.
 _OURS = frozenset({
@@ -78,7 +81,7 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
     for base in (EnabledEngine if cls is dynpipe_ds.DynamicPipelineEngine else cls).__mro__:
         if base.__module__.split(".")[0] == dynpipe_ds.__name__:
             for name, value in vars(base).items():
-                wanted = isinstance(value, types.FunctionType | classmethod | staticmethod | property)
+                wanted = isinstance(value, types.FunctionType | classmethod | staticmethod | PROPERTY)
                 if wanted and not name.startswith("_") and name not in _OURS:
                     found.setdefault(name, value)
     yield from sorted(found.items())
@@ -86,8 +89,8 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
 
 def function_of(value: Any) -> Any:
     """The function inside a method of any kind or a property."""
-    if isinstance(value, property):
-        return value.fget
+    if isinstance(value, PROPERTY):
+        return value.func if isinstance(value, cached_property) else value.fget
     return getattr(value, "__func__", value)
 
 
@@ -129,8 +132,8 @@ def describe(value: Any) -> str:
         foreign = next(base for base in value.__mro__[1:] if base.__module__.split(".")[0] != dynpipe_ds.__name__)
         base = "" if foreign is object else f"({foreign.__name__})"
         return f"class{base} {signature(value).removesuffix(' -> None')}".strip()
-    if isinstance(value, property):
-        return f"property -> {annotation(inspect.signature(value.fget).return_annotation)}"  # type: ignore[arg-type]
+    if isinstance(value, PROPERTY):
+        return f"property -> {annotation(inspect.signature(function_of(value)).return_annotation)}"
     if isinstance(value, classmethod | staticmethod):
         return f"{type(value).__name__} {signature(value.__func__)}"
     if inspect.isfunction(value):
@@ -176,7 +179,7 @@ def entry(name: str, value: Any) -> list[str]:
     parts = [f"### `{name}`", code(f"{word}{name}", signature(value)), explain(value.__doc__)]
     for member, inner in members(value) if inspect.isclass(value) else ():
         shown = signature(function_of(inner))
-        if isinstance(inner, property):
+        if isinstance(inner, PROPERTY):
             shown = f": {shown.partition(' -> ')[2]}"
         parts += [f"#### `{name}.{member}`", code(member, re.sub(r"^\((?:self|cls)(?:, )?", "(", shown))]
         parts.append(explain(function_of(inner).__doc__))

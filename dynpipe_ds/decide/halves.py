@@ -58,17 +58,21 @@ class Halves:
         """Whether halves of any layer were measured often enough to plan with."""
         return bool(self._shares) and self.num_trials >= TRIALS
 
-    def wants_trial(self) -> bool:
-        """Whether the next profiled batch should be a trial."""
+    def wants_trial(self, *, splits: bool = False) -> bool:
+        """Whether the next profiled batch should be a trial.
+
+        Args:
+            splits: whether it splits backwards if it is none: then it measures the halves of layers that have changed
+                by itself, and only what splitting adds calls for a trial.
+        """
         if not self._backward_s:
             return False
-        is_due = self.num_trials < TRIALS or self._is_stale or self._batch + 1 >= self._next_trial
-        return is_due or self._has_drifted(self._backward_s)
+        is_due = self.num_trials < TRIALS or self._batch + 1 >= self._next_trial
+        return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s)))
 
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed."""
         self._is_stale = True
-        self._shares = {i: shares[-1:] for i, shares in self._shares.items()}
 
     def _has_drifted(self, seconds: Sequence[float]) -> bool:
         """Whether layers have other shares of the model's backward; a machine that is slow as a whole changes none."""
@@ -123,7 +127,8 @@ class Halves:
             share: of the batch's micro-batches, those whose backward was split.
         """
         both_s = layer.backward_s + layer.split_s
-        self._shares[i] = [*self._shares.get(i, []), layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
+        earlier = [] if self._is_stale else self._shares.get(i, [])
+        self._shares[i] = [*earlier, layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
         whole_s = layer.backward_s if share < 1.0 else both_s / self.cost
         return replace(layer, backward_s=whole_s, weight_s=0.0, split_s=0.0)
 

@@ -57,8 +57,8 @@ class Ordering:
         """
         newest = self._history.newest
         has_choice = bool(newest) and self._orders.has_choice(newest[-1])
-        self._was_trial = is_profiled and has_choice and self._halves.wants_trial()
         self._ran = self.order
+        self._was_trial = is_profiled and has_choice and self._halves.wants_trial(splits=_splits(self._ran))
         if self._was_trial:
             workload = Workload.from_profile(newest[-1])
             count = workload.num_micro_batches
@@ -174,7 +174,7 @@ class Ordering:
         if not self.is_planned() or plan.boundaries == profile.boundaries:
             return None
         present, planned = (self._orders.best(profile, cuts) for cuts in (profile.boundaries, plan.boundaries))
-        if present.order is None and planned.order is None:
+        if present.planned is None and planned.planned is None:
             return None
         gain = 1.0 - planned.seconds / present.seconds if present.seconds else 0.0
         gains = self._history.ordered_gains(
@@ -197,7 +197,7 @@ class Ordering:
                 self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
         self._settled, self._looks_again = None if self._looks_again else self._state(), False
-        return self._orders.best(profile, boundaries).order
+        return self._orders.written(self._orders.best(profile, boundaries))
 
     def adopt(self, order: Order | None, boundaries: Sequence[int]) -> None:
         """Run an order from now on.
@@ -228,3 +228,8 @@ class Ordering:
         self._orders.load_state_dict(state.get("orders", {}) if same_stages else {})
         self._settled = state.get("settled") if same_stages else None
         self._looks_again = state.get("looks_again", False)
+
+
+def _splits(order: Order | None) -> bool:
+    """Whether any backward is split."""
+    return order is not None and any(order.split(stage) for stage in range(order.num_stages))

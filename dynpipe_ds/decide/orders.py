@@ -17,10 +17,11 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
+from dynpipe_ds.planning import PlannedOrder, activation_caps, plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import EFFORT, num_computations
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation.timetable import Timetable
 
 LEAST_GAIN = 0.01
 """Share of a batch that a planned order must save for ``"auto"``."""
@@ -42,6 +43,9 @@ FIRST_EFFORT = 4_000
 MOST_EFFORT = 2 * EFFORT
 """Computations that may be looked at, however long nothing was planned."""
 
+AS_GOOD = 0.002
+"""Share of a batch that a new order must save: else the present one goes on."""
+
 _OWED = 15  # times the computations of a batch: about what one decision looks at
 _NEWEST = 8  # batches that a correction is taken from
 
@@ -52,12 +56,12 @@ class OrderedBatch:
 
     Args:
         boundaries: S + 1 layer indices.
-        order: what to run; ``None``: 1F1B.
+        planned: what to run; an order that ran before, or a plan whose order is not written down yet; ``None``: 1F1B.
         seconds: of a batch, corrected by what batches have taken.
     """
 
     boundaries: tuple[int, ...]
-    order: Order | None
+    planned: Order | PlannedOrder | None
     seconds: float
 
 
@@ -84,6 +88,7 @@ class Orders:
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self.spent = 0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
+        self._kept: Timetable | None = None
         self._newest_batch = self._looked_at = -1
         self._batch_s = 0.0
 
@@ -114,8 +119,11 @@ class Orders:
             self._excess[True] = deque(list(self._excess[True])[-1:], maxlen=_NEWEST)
         computing_s = max((stage.busy_s + stage.idle_s for stage in profile.stages), default=0.0)
         if not is_trial and computing_s > 0:
-            workload = Workload.from_profile(profile)
-            predicted_s = simulate(workload, ran or "1f1b").makespan_s
+            if ran is None:
+                predicted_s = simulate(Workload.from_profile(profile)).makespan_s
+            else:
+                workload = Workload.from_profile(profile, late=ran.late)
+                predicted_s = self._timetable(ran, workload).makespan_s(workload)
             if predicted_s > 0:
                 self._excess[ran is not None].append(computing_s / predicted_s)
 
@@ -174,7 +182,15 @@ class Orders:
         """
         cuts = tuple(boundaries)
         if cuts not in self._known:
-            self._known[cuts] = self._better(self._usual(profile, cuts), self._planned(profile, cuts))
+            effort = int(min(EFFORT, max(0.0, self._effort)))
+            try:
+                planned = plan_on_partition(
+                    profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort
+                )
+                self._spend(planned.num_computations + EFFORT_OF_ANY)
+            except ValueError:  # its layers leave no room under the caps that were given
+                planned = None
+            self._note(profile, cuts, planned)
         return self._known[cuts]
 
     def glance(self, profile: PipelineProfile, boundaries: Sequence[int]) -> tuple[float, float]:
@@ -184,10 +200,12 @@ class Orders:
             profile: with halves; its boundaries are the present partition.
             boundaries: of the other one.
         """
-        present, order = profile.boundaries, self.order_on(profile.boundaries)
-        assert order is not None, "else both run 1F1B"
-        present_s = simulate(self._workload(profile, present), order).makespan_s * self.correction
-        return present_s, self._usual(profile, tuple(boundaries)).seconds
+        now = self._now(profile)
+        here_s, there_s = (
+            simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
+            for cuts in (profile.boundaries, boundaries)
+        )
+        return here_s if now is None else now[0], there_s
 
     def together(
         self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
@@ -199,41 +217,70 @@ class Orders:
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
         """
-        found = [self.best(profile, cuts) for cuts in dict.fromkeys(map(tuple, candidates))]
+        starts = list(dict.fromkeys(map(tuple, candidates)))
         effort = int(min(EFFORT, max(0.0, self._effort)))
         try:
-            planned = plan_batch(
-                profile, [tuple(cuts) for cuts in candidates], worker_bytes=self._caps(profile), pinned=pinned,
+            found = plan_batch(
+                profile, starts, worker_bytes=self._caps(profile, *starts), pinned=pinned,
                 speeds=self._speeds.values, allow_empty=self._config.allow_empty_stages, effort=effort,
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
-            return min(found, key=lambda one: one.seconds)
-        self._spend(planned.num_computations + EFFORT_OF_ANY)
-        cuts = planned.placement.boundaries
-        corrected = None
-        if not planned.planned.is_1f1b:
-            corrected = OrderedBatch(cuts, planned.planned.order, planned.seconds * self.correction)
-        found.append(self._better(self._usual(profile, cuts), corrected))
-        best = min(found, key=lambda one: one.seconds)
-        self._known[best.boundaries] = best
-        return best
+            for cuts in starts:
+                self._note(profile, cuts, None)
+            return min((self._known[cuts] for cuts in starts), key=lambda one: one.seconds)
+        self._spend(found.num_computations + EFFORT_OF_ANY)
+        noted = {starts[0]: found.present, found.placement.boundaries: found.planned}
+        for cuts, planned in noted.items():
+            self._note(profile, cuts, planned)
+        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds)
 
-    def _usual(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> OrderedBatch:
-        return OrderedBatch(cuts, None, simulate(self._workload(profile, cuts)).makespan_s)
+    def _note(self, profile: PipelineProfile, cuts: tuple[int, ...], planned: PlannedOrder | None) -> None:
+        """Of a partition, which order is the best: what was planned, what runs now, or 1F1B."""
+        workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values)
+        usual = simulate(workload) if planned is None else planned.usual
+        best = OrderedBatch(cuts, None, usual.makespan_s)
+        if planned is not None and not planned.is_1f1b:
+            best = self._better(best, OrderedBatch(cuts, planned, planned.seconds * self.correction))
+        if planned is not None and cuts == self._chosen_for and (now := self._now(profile)) is not None:
+            seconds, peaks = now
+            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+            keeps = all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+            if keeps and (best.planned is None or seconds <= best.seconds * (1 + AS_GOOD)):
+                best = self._better(OrderedBatch(cuts, None, usual.makespan_s), OrderedBatch(cuts, self.order, seconds))
+        self._known[cuts] = best
 
-    def _planned(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> OrderedBatch | None:
-        """What is planned for a partition; ``None`` where that is 1F1B, or nothing fits."""
-        effort = int(min(EFFORT, max(0.0, self._effort)))
-        try:
-            planned = plan_on_partition(
-                profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort
-            )
-        except ValueError:  # its layers leave no room under the caps that were given
+    def _now(self, profile: PipelineProfile) -> tuple[float, tuple[int, ...]] | None:
+        """Corrected seconds of a batch as it runs now, in a planned order, and the most bytes that stages hold.
+
+        ``None``: that order is for other batches, or 1F1B runs.
+        """
+        order = self.order_on(profile.boundaries)
+        if order is None or order.num_micro_batches != profile.num_micro_batches:
             return None
-        self._spend(planned.num_computations + EFFORT_OF_ANY)
-        if planned.is_1f1b:
-            return None
-        return OrderedBatch(cuts, planned.order, planned.seconds * self.correction)
+        workload = Workload.from_profile(profile, speeds=self._speeds.values, late=order.late)
+        timetable = self._timetable(order, workload)
+        return timetable.makespan_s(workload) * self.correction, timetable.peak_bytes(workload)
+
+    def _timetable(self, order: Order, workload: Workload) -> Timetable:
+        """That of an order, kept for the next time."""
+        kept, frozen = self._kept, workload.frozen_boundaries
+        if kept is None or kept.order is not order or kept.frozen_boundaries != frozen:
+            self._kept = kept = Timetable(order, frozen)
+            self._spend(num_computations(order.num_stages, order.num_micro_batches))
+        return kept
+
+    def written(self, batch: OrderedBatch) -> Order | None:
+        """The order of a batch, written down if it is not yet.
+
+        Args:
+            batch: that is to run.
+        """
+        planned = batch.planned
+        if not isinstance(planned, PlannedOrder):
+            return planned
+        self._spend(num_computations(planned.workload.num_stages, planned.workload.num_micro_batches))
+        self._timetable(planned.order, planned.workload)  # which also proves that no stage waits for ever
+        return planned.order
 
     def _spend(self, effort: int) -> None:
         self._effort -= effort
@@ -244,9 +291,6 @@ class Orders:
             return usual
         pays = planned.seconds <= usual.seconds * (1.0 - LEAST_GAIN)
         return planned if pays or self._config.schedule == "planned" else usual
-
-    def _workload(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> Workload:
-        return Workload.from_profile(profile, cuts, speeds=self._speeds.values)
 
     # -- choosing -----------------------------------------------------------------------------
 
@@ -269,15 +313,15 @@ class Orders:
 
     # -- memory -------------------------------------------------------------------------------
 
-    def _caps(self, profile: PipelineProfile, cuts: tuple[int, ...] | None = None) -> int | list[int]:
+    def _caps(self, profile: PipelineProfile, *partitions: tuple[int, ...]) -> int | list[int]:
         """What workers may hold: as much as the fullest under 1F1B at the start, and no more than their caps.
 
         Args:
             profile: bytes of every layer.
-            cuts: a partition that may be run under 1F1B; as much as the fullest then holds is no more.
+            partitions: that may be run under 1F1B; as much as the fullest then holds is no more.
         """
         most = max(self._worker_bytes, self._bytes_of_1f1b(profile))
-        if cuts is not None:
+        for cuts in partitions:
             most = max(most, worker_bytes_of_1f1b(profile, cuts, activation_budget=self._config.activation_budget))
         given = self._config.memory_cap_bytes
         if isinstance(given, list):

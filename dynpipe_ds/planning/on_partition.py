@@ -8,7 +8,7 @@ from dataclasses import replace
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.memory import activation_caps, late_layers
-from dynpipe_ds.planning.planner import EFFORT, Draft, PlannedOrder, draft_order
+from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, Tried, plan_order
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import Seconds
 
@@ -23,6 +23,7 @@ def plan_on_partition(
     gradient_link_s: Seconds | None = None,
     speeds: Sequence[float] | None = None,
     effort: int = EFFORT,
+    tried: Tried | None = None,
 ) -> PlannedOrder:
     """Plan in which order to run a partition, within the memory of the workers.
 
@@ -35,6 +36,7 @@ def plan_on_partition(
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         effort: how many computations to look at; about 300,000 a second.
+        tried: what the first policies gave with all weight gradients apart, if that is known.
 
     Returns:
         The order; of equally short ones that in which all weight gradients are apart.
@@ -42,36 +44,19 @@ def plan_on_partition(
     Raises:
         ValueError: when a worker has no room for its layers and one micro-batch.
     """
-    return draft_on_partition(
-        profile, boundaries, worker_bytes, weight_bytes=weight_bytes, activation_link_s=activation_link_s,
-        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort,
-    ).finish()
-
-
-def draft_on_partition(
-    profile: PipelineProfile,
-    boundaries: Placement | Sequence[int],
-    worker_bytes: int | Sequence[int],
-    *,
-    weight_bytes: Sequence[int] | None = None,
-    activation_link_s: Seconds | None = None,
-    gradient_link_s: Seconds | None = None,
-    speeds: Sequence[float] | None = None,
-    effort: int = EFFORT,
-) -> Draft:
-    """The same, but for making the order: to compare many."""
     caps = activation_caps(profile, boundaries, worker_bytes)
 
-    def draft(late: Sequence[int], effort: int) -> Draft:
+    def plan(late: Sequence[int], effort: int, tried: Tried | None) -> PlannedOrder:
         workload = Workload.from_profile(
             profile, boundaries, weight_bytes=weight_bytes, late=late, activation_link_s=activation_link_s,
             gradient_link_s=gradient_link_s, speeds=speeds,
         )
-        return draft_order(workload, caps, effort=effort, late=late)
+        return plan_order(workload, caps, effort=effort, late=late, tried=tried)
 
     late = late_layers(profile, boundaries, caps, weight_bytes)
     if not late:
-        return draft((), effort)
-    both = draft((), effort // 2), draft(late, effort // 2)
-    best = min(both, key=lambda one: one.seconds)
-    return replace(best, num_computations=sum(one.num_computations for one in both))
+        return plan((), effort, tried)
+    apart = plan((), effort // 2, tried)
+    some = plan(late, effort // 2, Tried(apart.usual))
+    best = min(apart, some, key=lambda one: one.seconds)
+    return replace(best, num_computations=apart.num_computations + some.num_computations)

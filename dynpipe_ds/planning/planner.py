@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, product
+from math import inf
 
 from dynpipe_ds.planning.bounds import least_seconds
 from dynpipe_ds.planning.listing import Listing, Policy, list_order
@@ -14,6 +16,9 @@ from dynpipe_ds.simulation import Simulation, Workload, simulate
 EFFORT = 120_000
 """Computations that a planning may look at, about 0.4 seconds; two policies are tried in any case."""
 
+QUICK = 2
+"""Policies that are tried in any case."""
+
 SAME = 1e-9
 """Seconds that differ by a smaller share are the same: sums round."""
 
@@ -21,40 +26,60 @@ _PATIENCES = (0.25, 0.0, 0.5, 1.0)
 _SHARES = (0.0, 0.5, 1.0, 0.25, 0.75)  # of the stages that prefer forwards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedOrder:
-    """An order, and what it promises.
+    """An order, and what it promises; written down when it is asked for, since most plans are only compared.
 
     Args:
-        order: what every stage runs.
-        simulation: a batch in that order, with sends that are over at once.
+        workload: that it is for.
+        listing: what ran on paper; ``None``: 1F1B is as short.
+        usual: a batch under 1F1B.
         least_s: seconds that no order can beat.
         num_computations: that planning it looked at.
+        late: of how many layers of each stage the gradients of weights may be done later, as in
+            :class:`~dynpipe_ds.schedule.Order`; empty: of all.
     """
 
-    order: Order
-    simulation: Simulation
+    workload: Workload
+    listing: Listing | None
+    usual: Simulation
     least_s: float
-    num_computations: int = 0
+    num_computations: int
+    late: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of all forwards and backwards."""
-        return self.simulation.makespan_s
+        """Predicted seconds of all forwards and backwards, at most."""
+        return self.usual.makespan_s if self.listing is None else self.listing.seconds
+
+    @property
+    def is_1f1b(self) -> bool:
+        """Whether it is DeepSpeed's own order, because no other was faster."""
+        return self.listing is None
+
+    @cached_property
+    def order(self) -> Order:
+        """What every stage runs."""
+        count, num_stages = self.workload.num_micro_batches, self.workload.num_stages
+        if self.listing is None:
+            return order_of("1f1b", count, num_stages)
+        order = self.listing.order(count)
+        return replace(order, late=self.late) if self.late and any(map(order.split, range(num_stages))) else order
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """A batch in that order, with sends that are over at once; proves that it comes to its end."""
+        return self.usual if self.listing is None else simulate(self.workload, self.order)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Most bytes of activations that every stage holds."""
         return tuple(stage.peak_activation_bytes for stage in self.simulation.stages)
 
-    @property
-    def is_1f1b(self) -> bool:
-        """Whether it is DeepSpeed's own order, because no other was faster."""
-        return self.order == order_of("1f1b", self.order.num_micro_batches, self.order.num_stages)
-
 
 def plan_order(
-    workload: Workload, activation_caps: int | Sequence[int] | None = None, *, effort: int = EFFORT
+    workload: Workload, activation_caps: int | Sequence[int] | None = None, *, effort: int = EFFORT,
+    late: Sequence[int] = (), tried: Tried | None = None,
 ) -> PlannedOrder:
     """Plan in which order to run forwards, backwards and weight gradients.
 
@@ -69,6 +94,8 @@ def plan_order(
         activation_caps: most bytes of activations that a stage may hold, for all or for each; None: the most that
             any stage holds under 1F1B.
         effort: how many computations to look at; about 300,000 a second.
+        late: of the order, see :class:`PlannedOrder`; the workload has to say the same.
+        tried: what the first policies gave, if that is known.
 
     Returns:
         The order.
@@ -76,90 +103,62 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
-    return draft_order(workload, activation_caps, effort=effort).finish()
+    before = tried or Tried()
+    usual = before.usual or simulate(workload, "1f1b")
+    caps = checked_caps(workload, activation_caps, usual)
+    least_s = least_seconds(workload)
+    size = num_computations(workload.num_stages, workload.num_micro_batches)
+    policies = first_policies(workload.num_stages, max(QUICK, effort // size))
+    found = before.go_on(workload, caps, policies, least_s * (1 + SAME))
+    is_usual = fits(usual, caps) and usual.makespan_s <= found.best_s * (1 + SAME)
+    looked_at = found.num_computations - before.num_computations
+    return PlannedOrder(workload, None if is_usual else found.best, usual, least_s, looked_at, tuple(late))
 
 
 @dataclass(frozen=True)
-class Draft:
-    """What an order would be, before it is made.
+class Tried:
+    """What some policies gave for a workload.
 
     Args:
-        workload: that it is for.
-        listing: what ran; ``None``: 1F1B is as short.
-        usual: a batch under 1F1B.
-        least_s: seconds that no order can beat.
-        num_computations: looked at.
-        late: of how many layers of each stage the gradients of weights may be done later, as in
-            :class:`~dynpipe_ds.schedule.Order`; empty: of all.
+        usual: a batch under 1F1B, if that is known.
+        best: the shortest run; of equal ones the first.
+        num_policies: that were tried.
+        num_computations: that all runs looked at.
     """
 
-    workload: Workload
-    listing: Listing | None
-    usual: Simulation
-    least_s: float
-    num_computations: int
-    late: tuple[int, ...] = ()
+    usual: Simulation | None = None
+    best: Listing | None = None
+    num_policies: int = 0
+    num_computations: int = 0
 
     @property
-    def seconds(self) -> float:
-        """Of a batch."""
-        return self.usual.makespan_s if self.listing is None else self.listing.seconds
+    def best_s(self) -> float:
+        """Seconds of the shortest run; infinite where there is none."""
+        return inf if self.best is None else self.best.seconds
 
-    def finish(self) -> PlannedOrder:
-        """Make the order, and prove by a run of it that it comes to its end."""
-        count, num_stages = self.workload.num_micro_batches, self.workload.num_stages
-        if self.listing is None:
-            return PlannedOrder(order_of("1f1b", count, num_stages), self.usual, self.least_s, self.num_computations)
-        order = self.listing.order(count)
-        if any(order.split(stage) for stage in range(num_stages)):
-            order = replace(order, late=self.late)
-        # To make it and to run it take as long as a listing each.
-        looked_at = self.num_computations + 2 * num_computations(num_stages, count)
-        return PlannedOrder(order, simulate(self.workload, order), self.least_s, looked_at)
+    def go_on(
+        self, workload: Workload, caps: Sequence[int], policies: Sequence[Policy], enough_s: float,
+        limit_s: float = inf,
+    ) -> Tried:
+        """Try those of the policies that were not tried yet.
 
-
-def draft_order(
-    workload: Workload, activation_caps: int | Sequence[int] | None = None, *, effort: int = EFFORT,
-    late: Sequence[int] = (),
-) -> Draft:
-    """The same as :func:`plan_order`, but for making the order: to compare many.
-
-    Args:
-        workload: as there.
-        activation_caps: as there.
-        effort: as there.
-        late: of the order, see :class:`Draft`; the workload has to say the same.
-
-    Raises:
-        ValueError: as there.
-    """
-    usual = simulate(workload, "1f1b")
-    caps = checked_caps(workload, activation_caps, usual)
-    least_s = least_seconds(workload)
-    listing, looked_at = _shortest(workload, caps, least_s, effort)
-    is_usual = fits(usual, caps) and usual.makespan_s <= listing.seconds * (1 + SAME)
-    return Draft(workload, None if is_usual else listing, usual, least_s, looked_at, tuple(late))
-
-
-def _shortest(
-    workload: Workload, caps: Sequence[int], least_s: float, effort: int
-) -> tuple[Listing, int]:
-    """Of several runs, and the computations in them all; of equal ones the first.
-
-    Nothing is shorter than ``least_s``, so the tries end there.
-    """
-    size = num_computations(workload.num_stages, workload.num_micro_batches)
-    policies = first_policies(workload.num_stages, max(2, effort // size))
-    best = list_order(workload, caps, policies[0])
-    looked_at = best.num_computations
-    for policy in policies[1:]:
-        if best.seconds <= least_s * (1 + SAME):
-            break
-        found = list_order(workload, caps, policy, limit_s=best.seconds)
-        looked_at += found.num_computations
-        if found.seconds < best.seconds:
-            best = found
-    return best, looked_at
+        Args:
+            workload: what to run.
+            caps: as :func:`checked_caps` has them.
+            policies: all of them.
+            enough_s: seconds that nothing can be shorter than: one that reaches them ends the tries.
+            limit_s: seconds beyond which a run is given up.
+        """
+        found = self
+        for policy in policies[self.num_policies :]:
+            if found.best_s <= enough_s:
+                break
+            listing = list_order(workload, caps, policy, limit_s=min(limit_s, found.best_s))
+            found = Tried(
+                self.usual, listing if listing.seconds < found.best_s else found.best, len(policies),
+                found.num_computations + listing.num_computations,
+            )
+        return found
 
 
 def num_computations(num_stages: int, num_micro_batches: int) -> int:

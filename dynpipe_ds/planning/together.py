@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 import numpy as np
@@ -14,15 +15,13 @@ from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
-from dynpipe_ds.planning.listing import list_order
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
-from dynpipe_ds.planning.on_partition import draft_on_partition
-from dynpipe_ds.planning.planner import EFFORT, SAME, Draft, PlannedOrder, first_policies, fits, num_computations
+from dynpipe_ds.planning.on_partition import plan_on_partition
+from dynpipe_ds.planning.planner import EFFORT, QUICK, SAME, PlannedOrder, Tried, first_policies, fits, num_computations
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 
-_QUICK = 2  # policies that a partition is judged by
-_SHORTLIST = 3  # partitions that get them all
+_SHORTLIST = 3  # partitions that get all policies
 _PLAN = 4  # times the computations of a batch that planning one takes at least
 _SHARE_OF_SEARCH = 2 / 3  # of the effort
 
@@ -34,11 +33,13 @@ class PlannedBatch:
     Args:
         placement: the partition.
         planned: the order, with its predicted seconds and bytes.
+        present: the same for the first candidate; ``None`` where it is not allowed.
         num_computations: that the search looked at.
     """
 
     placement: Placement
     planned: PlannedOrder
+    present: PlannedOrder | None
     num_computations: int = 0
 
     @property
@@ -96,45 +97,60 @@ def plan_batch(
     )
     links = tuple(links_s(profile, num_stages, given) for given in (activation_link_s, gradient_link_s))
     case = _Case(profile, problem, worker_bytes, starts[0], weight_bytes, (links[0], links[1]))
-    shortlist, looked_at = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
+    met, looked_at = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
     size = num_computations(num_stages, profile.num_micro_batches)
-    shortlist = shortlist[: max(1, (effort - looked_at) // (_PLAN * size))]
-    share = int(effort * (1 - _SHARE_OF_SEARCH)) // len(shortlist)
-    drafts = [case.draft(cuts, share) for cuts in shortlist]
-    best = min(range(len(shortlist)), key=lambda i: drafts[i].seconds)
-    planned = drafts[best].finish()
-    looked_at += sum(one.num_computations for one in drafts) + planned.num_computations - drafts[best].num_computations
-    return PlannedBatch(Placement.of(case.boundaries(shortlist[best])), planned, looked_at)
+    num_listed = min(_SHORTLIST, max(1, (effort - looked_at) // (_PLAN * size)))
+    shortlist = dict.fromkeys(islice(sorted(met, key=lambda cuts: met[cuts].seconds), num_listed))
+    present = own_cuts(problem, starts[0])
+    if present is not None and present in met:
+        shortlist[present] = None  # to be compared on equal terms
+    share = (effort - looked_at) // len(shortlist)
+    plans = {cuts: case.plan(cuts, met[cuts].tried, share) for cuts in shortlist}
+    best = min(plans, key=lambda cuts: plans[cuts].seconds)
+    looked_at += sum(plan.num_computations for plan in plans.values())
+    at_present = None if present is None else plans.get(present)
+    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at)
 
 
-def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> tuple[list[Cuts], int]:
-    """Local search; returns the best partitions that it met, the best one first, and what it looked at."""
-    left, allowed = effort, _allowed(case, starts)
-    met: dict[Cuts, float] = {}
-    for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)]):
-        met[cuts], spent = case.seconds(cuts, with_1f1b=True)
-        left -= spent
-    best = min(met, key=met.__getitem__)
+@dataclass(frozen=True)
+class _Met:
+    """A partition that the search has looked at.
+
+    Args:
+        seconds: of a batch under the first policies, or 1F1B; infinite when above the limit.
+        tried: those policies.
+    """
+
+    seconds: float
+    tried: Tried
+
+
+def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> tuple[dict[Cuts, _Met], int]:
+    """Local search; returns the partitions that it met, and what it looked at."""
+    allowed = _allowed(case, starts)
+    met = {cuts: case.meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)])}
+    left = effort - sum(each.tried.num_computations for each in met.values())
+    best = min(met, key=lambda cuts: met[cuts].seconds)
     while left > 0:
         better, left = _improve(case, best, met, left)
         if better is None:
             break
         best = better
-    return sorted(met, key=met.__getitem__)[:_SHORTLIST], effort - left
+    return met, effort - left
 
 
-def _improve(case: _Case, best: Cuts, met: dict[Cuts, float], effort: int) -> tuple[Cuts | None, int]:
+def _improve(case: _Case, best: Cuts, met: dict[Cuts, _Met], effort: int) -> tuple[Cuts | None, int]:
     """The first shorter partition around the best one, None if there is none, and what is left of the effort."""
     around = list(neighbours(case.problem, best))
     least_s = case.least_s(around)
-    longest_s = met[best] * (1 - SAME)
+    longest_s = met[best].seconds * (1 - SAME)
     for i in np.argsort(least_s, kind="stable").tolist():
         if effort <= 0 or least_s[i] >= longest_s:
             break
-        seconds, spent = case.seconds(around[i], longest_s)
-        effort -= spent
-        if seconds <= longest_s:
-            met[around[i]] = seconds
+        found = case.meet(around[i], longest_s)
+        effort -= found.tried.num_computations
+        if found.seconds <= longest_s:
+            met[around[i]] = found
             return around[i], effort
     return None, effort
 
@@ -179,7 +195,7 @@ class _Case:
         layers = profile.layers
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.policies = first_policies(problem.num_stages, _QUICK)
+        self.policies = first_policies(problem.num_stages, QUICK)
         starts = list(problem.starts)
         by_layer: dict[str, list[float] | list[int]] = {
             "forward": [layer.forward_s for layer in layers], "backward": [layer.backward_s for layer in layers],
@@ -198,11 +214,11 @@ class _Case:
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
         )
 
-    def draft(self, cuts: Cuts, effort: int) -> Draft:
-        return draft_on_partition(
+    def plan(self, cuts: Cuts, tried: Tried, effort: int) -> PlannedOrder:
+        return plan_on_partition(
             self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
-            effort=effort,
+            effort=effort, tried=tried,
         )
 
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
@@ -227,15 +243,13 @@ class _Case:
         has_room = np.array(self.worker_bytes) >= sums["state"] + sums["activation"]
         return np.where(has_room.all(axis=1), found, inf)
 
-    def seconds(self, cuts: Cuts, limit_s: float = inf, *, with_1f1b: bool = False) -> tuple[float, int]:
-        """Seconds of a batch under some policies, infinite when above the limit; and the effort it took."""
-        workload, caps, spent = self.workload(cuts), self.caps(cuts), 0
-        best_s = inf
-        if with_1f1b:
-            usual = simulate(workload, "1f1b")
-            best_s = usual.makespan_s if fits(usual, caps) else inf
-        for policy in self.policies:
-            listing = list_order(workload, caps, policy, limit_s=min(limit_s, best_s))
-            spent += sum(map(len, listing.ran))
-            best_s = min(best_s, listing.seconds)
-        return best_s, spent
+    def meet(self, cuts: Cuts, limit_s: float | None = None) -> _Met:
+        """Seconds of a batch under the first policies; without a limit, under 1F1B, too."""
+        workload, caps = self.workload(cuts), self.caps(cuts)
+        if limit_s is not None:
+            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s)
+            return _Met(tried.best_s, tried)
+        usual = simulate(workload, "1f1b")
+        usual_s = usual.makespan_s if fits(usual, caps) else inf
+        tried = Tried(usual).go_on(workload, caps, self.policies, 0.0, usual_s)
+        return _Met(min(usual_s, tried.best_s), tried)

@@ -217,6 +217,30 @@ def test_halves_are_measured_anew_when_layers_change() -> None:
     assert len(run.trials) == 4
 
 
+def test_an_order_that_splits_measures_changed_halves_itself() -> None:
+    """A trial would run 1F1B for a batch, after every change."""
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 10)
+    assert deciding.ordering.order is not None and run.trials == [2, 3]
+    run.forward_s, run.weight_share = [seconds * (3 if i < 4 else 1) for i, seconds in enumerate(UNEQUAL)], 0.3
+    deciding.expect_change()
+    run.train(deciding, 6, first=10)
+    assert run.trials == [2, 3] and run.orders[10] is not None
+    smoothed = deciding.smoothed()
+    assert smoothed is not None
+    assert [layer.weight_s / layer.backward_s for layer in smoothed.layers[2:]] == pytest.approx([0.3] * 6)
+
+
+def test_the_present_order_goes_on_where_none_is_better() -> None:
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 10)
+    order = deciding.ordering.order
+    assert order is not None
+    deciding.expect_change()  # nothing has changed in truth, but all is planned anew
+    run.train(deciding, 4, first=10)
+    assert deciding.ordering.order is order
+
+
 def test_a_trial_is_1f1b_with_each_second_half_at_once() -> None:
     order = split_at_once(4, 3, 1)
     assert order.stages[0] == order_of("1f1b", 4, 3).stages[0] and order.split(0) == frozenset()

@@ -70,7 +70,8 @@ def test_better_than_either_alone() -> None:
         batch_s = simulate(Workload.from_profile(profile, cuts)).makespan_s
         found = plan_batch(half(profile), [cuts])
         assert found.seconds <= planned_on(profile, cuts, most) * (1 + SAME) <= batch_s * (1 + 2 * SAME)
-        assert found == plan_batch(half(profile), [cuts]), "deterministic"
+        again = plan_batch(half(profile), [cuts])
+        assert (found.placement, found.planned.order) == (again.placement, again.planned.order), "deterministic"
         gains.append(batch_s / found.seconds)
     assert min(gains) > 1.03 and np.mean(gains) > 1.15, gains
 
