@@ -46,6 +46,11 @@ _OF_BATCH = tuple(
 _SHOWN = {"scenario": "scenario.name", "scenario_settings": "scenario"}
 
 
+def in_words(trained: Sequence[int]) -> str:
+    """How many batches the runs have trained: one number where it is the same."""
+    return " and ".join(dict.fromkeys(map(str, trained)))
+
+
 class InterruptedRunError(Exception):
     """The run was asked to end (SIGTERM), and its state is saved."""
 
@@ -184,7 +189,7 @@ class JobCheckpoints:
             warnings.warn(complaint, stacklevel=2)
         if ending.item():
             saved = complaint or f"saved in {self._folder}: the same command continues it"
-            raise InterruptedRunError(f"asked to end after {' and '.join(map(str, trained))} batches; {saved}")
+            raise InterruptedRunError(f"asked to end after {in_words(trained)} batches; {saved}")
 
     def _save(self) -> str | None:
         """Save all runs, then let the moment count; returns what went wrong, the same on every rank."""

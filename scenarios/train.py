@@ -36,7 +36,7 @@ from scenarios.machine import Reading, as_values, busy_words, count, since
 from scenarios.ranks import hear_warnings, rank
 from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
-from scenarios.resume import InterruptedRunError, JobCheckpoints
+from scenarios.resume import InterruptedRunError, JobCheckpoints, in_words
 from scenarios.settings import SECTION, Settings, merge
 
 
@@ -219,8 +219,8 @@ def run(settings: Settings) -> None:
     try:
         trained = checkpoints.resume()
         if trained is not None and dist.get_rank() == 0:
-            after = " and ".join(dict.fromkeys(map(str, trained)))
-            print(f"continuing an interrupted run after batch {after} of {settings.run.batches}", flush=True)
+            after, batches = in_words(trained), settings.run.batches
+            print(f"continuing an interrupted run after batch {after} of {batches}", flush=True)
         before = count()
         train(settings, contenders, checkpoints)
         machine = since(before)

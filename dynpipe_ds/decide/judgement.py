@@ -88,11 +88,12 @@ def judge(
     # A plan that keeps the bottleneck can still shorten the batch, by how it fills and drains.
     refines = prospect is not None or plan.predicted_gain <= 0 < saved_s
     gain = 1.0 - planned_s / batch_s if refines and batch_s else plan.predicted_gain
-    if prospect is not None:
+    noise = history.stage_noise(profile.boundaries)
+    if prospect is not None:  # gains of bounds, of few batches: their steps are the model's, as often as not
         gains = prospect.gains
     else:
         gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
-    noise = max(noise_of(gains.by_batch), history.stage_noise(profile.boundaries))
+        noise = max(noise, noise_of(gains.by_batch))
     if every == "never":
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":

@@ -126,10 +126,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=100)
-    ended = re.search(r"asked to end after (\d+) and (\d+) batches; saved in", out)
+    ended = re.search(r"asked to end after (\d+(?: and \d+)?) batches; saved in", out)
     assert ended, out + err
     assert "Ctrl-C again ends at once" in err and "Traceback" not in out + err
     assert process.returncode == 128 + signal.SIGTERM
     done = subprocess.run(command, timeout=100, check=True, **options)
-    assert f"continuing an interrupted run after batch {ended[1]} and {ended[2]} of 14" in done.stdout
+    assert f"continuing an interrupted run after batch {ended[1]} of 14" in done.stdout
     assert "equal bits (14)" in done.stdout
