@@ -187,7 +187,9 @@ class Balancer:
         glances = self.method.seeks_best and self.ordering.is_planned() and not self.ordering.is_due()
         plan = self._cut(current, profile, heed_memory=True) if glances else self.choose(current, profile)
         decision = self.judge(plan, profile, glances=glances)
-        if not decision.rebalance and decision.saved_s > decision.cost_s:
+        batch_s = self._config.horizon_batches * max(profile.stage_seconds(current, speeds=self.speeds))
+        least_s = self._config.min_gain * batch_s * profile.num_micro_batches
+        if not decision.rebalance and decision.saved_s > max(decision.cost_s, least_s):
             self.ordering.look_again()
         return plan, decision
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ from dynpipe_ds.simulation import Workload
 
 NEWS = 0.01
 """Share of the model's time that must have gone from some layers to others since all was decided."""
+
+MUCH_NEWS = 0.05
+"""The same, after which planning does not wait."""
+
+DEEPER = 4
+"""How many times as much may be looked at where all is planned once more without anything new."""
 
 
 class Ordering:
@@ -34,6 +41,8 @@ class Ordering:
         self._ran: Order | None = None
         self._was_trial = False
         self._settled: list[float] | None = None  # what all was decided by, once it was
+        self._searched = 0.0  # computations that the last plan could look at
+        self._needed = 0.0  # computations that the next plan must be able to look at, since the last one gained nothing
         self._looks_again = False
 
     @property
@@ -87,7 +96,7 @@ class Ordering:
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed: measure halves anew."""
         self._halves.expect_change()
-        self._settled = None
+        self._settled, self._needed = None, 0.0
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, where they are known.
@@ -105,17 +114,28 @@ class Ordering:
         return self._history.is_complete and self._halves.is_known and self._orders.has_choice(newest[-1])
 
     def is_due(self) -> bool:
-        """Whether to plan now: there is something new, and planning would keep within its share of the time."""
-        if not self.is_planned() or not self._has_news():
-            return False
-        return self._orders.is_affordable(self._history.newest[-1], owes=self._settled is None)
+        """Whether to plan now, within planning's share of the time.
 
-    def _has_news(self) -> bool:
-        """Whether layers take other shares of the time than when all was decided, or orders were corrected."""
+        At once where layers have changed. Where they only vary, or nothing is new, a plan that gains nothing lets the
+        next one wait until it can look at twice as much: what a short search does not find, a longer one may.
+        """
+        if not self.is_planned():
+            return False
+        newest = self._history.newest[-1]
         if self._settled is None:
-            return True
-        pairs = zip(self._state(), self._settled, strict=True)
-        return sum(abs(new - old) for new, old in pairs) > NEWS
+            return self._orders.can_spend(newest, owes=True)
+        news = self._news()
+        if news > MUCH_NEWS:
+            return self._orders.can_spend(newest)
+        if news > NEWS:
+            return self._orders.can_spend(newest, self._needed)
+        return self._orders.can_spend(newest, DEEPER * max(self._needed, self._searched))
+
+    def _news(self) -> float:
+        """How much of the time other layers take than when all was decided, as a share; orders that were corrected."""
+        if self._settled is None:
+            return math.inf
+        return sum(abs(new - old) for new, old in zip(self._state(), self._settled, strict=True))
 
     def _state(self) -> list[float]:
         """What an order depends on: shares of the time, by layer and pass; the correction; micro-batches."""
@@ -131,7 +151,7 @@ class Ordering:
 
     def can_glance(self) -> bool:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
-        return self.is_planned() and self._has_news() and self._orders.can_look()
+        return self.is_planned() and self._news() > NEWS and self._orders.can_look()
 
     def glance(self, plan: Plan, profile: PipelineProfile) -> Prospect | None:
         """What a plan promises if no order is planned for it before it runs.
@@ -197,7 +217,11 @@ class Ordering:
                 self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
         self._settled, self._looks_again = None if self._looks_again else self._state(), False
-        return self._orders.written(self._orders.best(profile, boundaries))
+        best, least = self._orders.best(profile, boundaries), self._orders.least_effort(profile)
+        self._searched = max(least, self._orders.effort + self._orders.spent)
+        gains = tuple(boundaries) != profile.boundaries or self._orders.gain > NEWS
+        self._needed = 0.0 if gains else max(2 * self._needed, least)
+        return self._orders.written(best)
 
     def adopt(self, order: Order | None, boundaries: Sequence[int]) -> None:
         """Run an order from now on.
@@ -214,7 +238,8 @@ class Ordering:
         """All that it knows, plain values."""
         return {
             "halves": self._halves.state_dict(), "orders": self._orders.state_dict(), "settled": self._settled,
-            "looks_again": self._looks_again,
+            "looks_again": self._looks_again, "needed": self._needed,
+            "searched": self._searched,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
@@ -227,7 +252,8 @@ class Ordering:
         self._halves.load_state_dict(state.get("halves", {}))
         self._orders.load_state_dict(state.get("orders", {}) if same_stages else {})
         self._settled = state.get("settled") if same_stages else None
-        self._looks_again = state.get("looks_again", False)
+        self._looks_again, self._needed = state.get("looks_again", False), state.get("needed", 0.0)
+        self._searched = state.get("searched", 0.0)
 
 
 def _splits(order: Order | None) -> bool:

@@ -46,6 +46,7 @@ MOST_EFFORT = 2 * EFFORT
 AS_GOOD = 0.002
 """Share of a batch that a new order must save: else the present one goes on."""
 
+_LEAST_SEARCH = 4  # times the computations of a batch
 _OWED = 15  # times the computations of a batch: about what one decision looks at
 _NEWEST = 8  # batches that a correction is taken from
 
@@ -74,7 +75,9 @@ class Orders:
 
     Attributes:
         order: to run; ``None``: 1F1B.
+        effort: computations that may be looked at now; negative: what was planned is not paid for yet.
         spent: computations that were looked at since the newest batch.
+        gain: of the best order found since then on the present partition over the present one, as a share.
     """
 
     def __init__(self, config: DynamicPipelineConfig, speeds: Speeds) -> None:
@@ -84,9 +87,9 @@ class Orders:
         self._excess: dict[bool, deque[float]] = {kind: deque(maxlen=_NEWEST) for kind in (False, True)}
         self._start: tuple[int, ...] | None = None
         self._worker_bytes = 0
-        self._effort = float(FIRST_EFFORT)
+        self.effort = float(FIRST_EFFORT)
         self._rates: deque[float] = deque(maxlen=_NEWEST)
-        self.spent = 0
+        self.spent, self.gain = 0, 0.0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
         self._kept: Timetable | None = None
         self._newest_batch = self._looked_at = -1
@@ -104,13 +107,14 @@ class Orders:
             cost_s: seconds that deciding after the profile before took, with this profile's own; of the slowest rank.
         """
         self._known.clear()
+        self.gain = 0.0
         if cost_s > 0 and self.spent >= _MEASURED_BY:
             self._rates.append(self.spent / cost_s)
         self.spent = 0
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
         rate = min(RATE, median(self._rates)) if self._rates else RATE
         earned = rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
-        self._effort = min(float(MOST_EFFORT), self._effort + earned)
+        self.effort = min(float(MOST_EFFORT), self.effort + earned)
         self._newest_batch, self._batch_s = profile.batch, batch_s
         if self._start is None:
             self._start = profile.boundaries
@@ -148,14 +152,24 @@ class Orders:
         """
         return self._config.schedule != "1f1b" and profile.num_micro_batches > 1 and len(profile.boundaries) > 2
 
-    def is_affordable(self, profile: PipelineProfile, *, owes: bool) -> bool:
-        """Whether what was planned before is paid for.
+    def can_spend(self, profile: PipelineProfile, effort: float = 0.0, *, owes: bool = False) -> bool:
+        """Whether what was planned before is paid for, and so many computations more.
 
         Args:
             profile: of the newest batch.
-            owes: whether it may be paid for later, since no order was planned for what runs.
+            effort: computations.
+            owes: whether they may be paid for later, since no order was planned for what runs.
         """
-        return self._effort >= -owes * _OWED * num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)
+        return self.effort >= effort - owes * _OWED * _size(profile)
+
+    @staticmethod
+    def least_effort(profile: PipelineProfile) -> float:
+        """Computations that a search looks at that finds more than one for which there is no time.
+
+        Args:
+            profile: of a batch.
+        """
+        return float(_LEAST_SEARCH * _size(profile))
 
     def can_look(self) -> bool:
         """Whether there is time for a look at other cuts, which takes what any plan takes, and a share of its own."""
@@ -182,7 +196,7 @@ class Orders:
         """
         cuts = tuple(boundaries)
         if cuts not in self._known:
-            effort = int(min(EFFORT, max(0.0, self._effort)))
+            effort = int(min(EFFORT, max(0.0, self.effort)))
             try:
                 planned = plan_on_partition(
                     profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort
@@ -218,7 +232,7 @@ class Orders:
             pinned: cuts that no partition may have.
         """
         starts = list(dict.fromkeys(map(tuple, candidates)))
-        effort = int(min(EFFORT, max(0.0, self._effort)))
+        effort = int(min(EFFORT, max(0.0, self.effort)))
         try:
             found = plan_batch(
                 profile, starts, worker_bytes=self._caps(profile, *starts), pinned=pinned,
@@ -245,6 +259,7 @@ class Orders:
             seconds, peaks = now
             caps = activation_caps(profile, cuts, self._caps(profile, cuts))
             keeps = all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
+            self.gain = 1.0 - best.seconds / seconds if keeps and seconds else 1.0
             if keeps and (best.planned is None or seconds <= best.seconds * (1 + AS_GOOD)):
                 best = self._better(OrderedBatch(cuts, None, usual.makespan_s), OrderedBatch(cuts, self.order, seconds))
         self._known[cuts] = best
@@ -283,7 +298,7 @@ class Orders:
         return planned.order
 
     def _spend(self, effort: int) -> None:
-        self._effort -= effort
+        self.effort -= effort
         self.spent += effort
 
     def _better(self, usual: OrderedBatch, planned: OrderedBatch | None) -> OrderedBatch:
@@ -339,7 +354,7 @@ class Orders:
     def state_dict(self) -> dict[str, Any]:
         """All of it, plain values."""
         return {
-            "order": None if self.order is None else str(self.order), "effort": self._effort,
+            "order": None if self.order is None else str(self.order), "effort": self.effort,
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
             "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
@@ -355,7 +370,7 @@ class Orders:
         text = state.get("order")
         self.order = None if text is None else Order.parse(text)
         self._chosen_for = tuple(state.get("chosen_for", ()))
-        self._effort = state.get("effort", float(FIRST_EFFORT))
+        self.effort = state.get("effort", float(FIRST_EFFORT))
         for kind, values in state.get("excess", {}).items():
             self._excess[kind] = deque(values, maxlen=_NEWEST)
         self._start = None if state.get("start") is None else tuple(state["start"])
@@ -364,3 +379,8 @@ class Orders:
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
         self._rates, self.spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()
+
+
+def _size(profile: PipelineProfile) -> int:
+    """Computations of a batch."""
+    return num_computations(len(profile.boundaries) - 1, profile.num_micro_batches)

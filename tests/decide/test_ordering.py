@@ -285,11 +285,11 @@ def test_planning_keeps_within_its_share() -> None:
 def test_another_cut_is_taken_at_a_glance_when_planning_is_spent() -> None:
     run, deciding = OnPaper([s / 100 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer(rebalance_every="auto")
     run.train(deciding, 8)
-    deciding.ordering._orders._effort = -1e9
+    deciding.ordering._orders.effort = -1e9
     run.forward_s = [UNEQUAL[0] / 1000, UNEQUAL[1] / 1000, UNEQUAL[2] / 1000, *(s / 100 for s in UNEQUAL[3:])]
     run.train(deciding, 3, first=8)
     assert run.boundaries != (0, 2, 4, 6, 8)
     assert deciding.ordering.order is None, "an order for it is planned when that is paid for"
-    deciding.ordering._orders._effort = 1e4
+    deciding.ordering._orders.effort = 1e4
     run.train(deciding, 1, first=11)
     assert deciding.ordering.order is not None
