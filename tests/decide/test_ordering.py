@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dynpipe_ds.decide import Balancer
@@ -269,6 +270,26 @@ def test_nothing_is_planned_anew_while_nothing_changes() -> None:
         run.train(deciding, 1, first=first)
         looked_at.append(deciding.ordering.num_looked_at)
     assert max(looked_at) > 0
+
+
+def test_what_gains_nothing_is_planned_again_after_twice_the_time() -> None:
+    """Layers that only vary are something new in each batch, and there is always time for a short search."""
+    rng = np.random.default_rng(1)
+    run, deciding = OnPaper([s / 10 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer()
+    planned = []
+    for batch in range(100):
+        run.forward_s = [s / 10 * factor for s, factor in zip(UNEQUAL, rng.normal(1, 0.004, 8), strict=True)]
+        run.train(deciding, 1, first=batch)
+        if deciding.ordering.num_looked_at:
+            planned.append(batch)
+    early, late = sum(batch < 30 for batch in planned), sum(batch >= 70 for batch in planned)
+    assert 1 < early and late < early / 2, planned
+    run.forward_s = [2 * UNEQUAL[0] / 10, *(s / 10 for s in UNEQUAL[1:])]
+    looked_at = 0
+    for batch in (100, 101):  # two of the three that are combined
+        run.train(deciding, 1, first=batch)
+        looked_at += deciding.ordering.num_looked_at
+    assert looked_at > 0, "a change is answered at once"
 
 
 def test_planning_keeps_within_its_share() -> None:
