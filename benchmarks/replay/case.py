@@ -180,6 +180,10 @@ class Case:
         """What all but the layers takes in virtual time."""
         return Costs() if self.costs == "none" else kept_costs()
 
+    def told_costs(self) -> Costs:
+        """Of these, what the simulator is told of: messages in virtual time, which the engine measures, too."""
+        return Costs(message_s=self.known_costs().message_s) if self.clock == "virtual" else Costs()
+
     def micro_batch_factors(self, moment: TraceBatch, batch: int, replica: int = 0) -> np.ndarray:
         """``(L, M)`` factors of the layers' seconds, log-normal with mean 1, the trace's dispersion and the jitter.
 
@@ -340,8 +344,8 @@ class Result:
         layers_s: forward and backward seconds of every layer as measured, in every batch (replay): [forward,
             backward, of that the weights' part where it was computed apart] by layer.
         engine_s: seconds of every batch as the engine profiled them, of the slowest stage (replay).
-        told_s: simulated seconds of every batch on its partition and in its order: layers and links as told, nothing
-            else (replay).
+        told_s: simulated seconds of every batch on its partition and in its order: layers, links and messages as
+            told, nothing else.
         num_orders: orders that batches ran in (replay).
         step_s: median seconds of the optimizer step of every stage (replay).
         machine_s: seconds that the machine took for all batches (replay).

@@ -103,7 +103,7 @@ class _Run:
                 simulate(case.workload(moment, self.boundaries, batch, replica=r, costs=costs), order or "1f1b")
                 for r in range(case.replicas)
             ]
-            for costs in (self.costs, Costs())
+            for costs in (self.costs, case.told_costs())
         )
         result.told_s.append(max(run.batch_s for run in told))
         result.engine_s.append(max(run.batch_s for run in ran))

@@ -35,7 +35,7 @@ from benchmarks.replay.case import (
     Result,
     first_boundaries,
 )
-from benchmarks.replay.clocks import Costs, Pass, ReplayClock, SleepingClock, VirtualClock
+from benchmarks.replay.clocks import Pass, ReplayClock, SleepingClock, VirtualClock
 from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
@@ -182,9 +182,9 @@ class Replay:
         )
 
     def _told_s(self, batch: int, boundaries: Sequence[int], order: Order) -> float:
-        """Simulated seconds of a batch in an order: layers and links as told, nothing else."""
-        case, moment = self.case, self.trace.at(batch, self.case.num_batches)
-        workloads = (case.workload(moment, boundaries, batch, replica=r, costs=Costs()) for r in range(case.replicas))
+        """Simulated seconds of a batch in an order: layers, links and messages as told, nothing else."""
+        case, moment, costs = self.case, self.trace.at(batch, self.case.num_batches), self.case.told_costs()
+        workloads = (case.workload(moment, boundaries, batch, replica=r, costs=costs) for r in range(case.replicas))
         return max(simulate(workload, order).batch_s for workload in workloads)
 
     def _now_s(self) -> float:

@@ -148,7 +148,8 @@ def _text(rows: Sequence[Row], what: str) -> str:
         f"{case.layer_ms:g} ms, a message {1e3 * case.known_costs().message_s:.2f} ms. Gradients "
         f"of weights are {case.weight_share:.0%} of each layer's backward; a frozen layer has none. The "
         "activations of a micro-batch take as many bytes as the dense layer's parameters. On paper no worker holds "
-        "more than the fullest one does under 1F1B, at the start or on the cut that is run."
+        "more than the fullest one does under 1F1B, at the start or on the cut that is run. What is simulated for what "
+        "ran counts layers and messages, as the engine's own predictions do; for sleeping replay, layers alone."
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from math import fsum
 from typing import Any
 
-from dynpipe_ds.cli import reading, show
+from dynpipe_ds.cli import finer, reading, show
 from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage, users_code
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.decide.methods import COSTS
@@ -80,7 +81,8 @@ def run(arguments: argparse.Namespace) -> Result:
     Prints the partition and the order, the simulated time and bubble of a batch, and what every stage holds at its
     peak. A table compares partitions and orders: what each partitioner chooses, under 1F1B and under the order that is
     planned for it in the same memory; "now", the present partition; "together", the best partition and order.
-    Where the planned order is 1F1B, a line below the table says so instead of a row.
+    Where the planned order is 1F1B, a line below the table says so instead of a row. "finer" says what cutting each of
+    the layers that repeat into two equal halves would bring, where that is 3% or more.
     Planned orders are compared where it is known what of a backward can be done later: the profile says so if a
     backward was split while it was measured; otherwise --weight-share assumes it. Layer times are taken as those of a
     worker of speed 1. Options named as a key of the "dynamic_pipeline" section mean the same; --config takes them from
@@ -154,10 +156,7 @@ class _Case:
             "activation_link_s": links_s(profile, num_stages, arguments.activation_link_s),
             "gradient_link_s": links_s(profile, num_stages, arguments.gradient_link_s),
         }
-        self.memory = StageMemory(
-            state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
-            num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,
-        )
+        self.memory = _memory(profile, config)
         self.has_halves = reading.has_halves(profile)
         self.weight_share = arguments.weight_share
         self.schedule = config.schedule
@@ -249,6 +248,7 @@ class _Case:
             # How far the slowest stage is above a perfect balance that could cut inside layers.
             "imbalance": bottleneck * sum(speeds) / sum(self.costs) - 1.0,
             "stages": self._stages(best), "current": self._present(rows, best), "weight_share": self.weight_share,
+            "finer_batch_s": self._finer_batch_s(best),
             "compared": [*map(self._compared, rows), *refused],
         }  # fmt: skip
 
@@ -270,6 +270,22 @@ class _Case:
             "bubble_ratio": present.outcome.bubble_ratio, "predicted_gain": 1.0 - new / old,
             "bytes_to_move": sum(moved_bytes[move.layer] for move in moves),
         }  # fmt: skip
+
+    def _finer_batch_s(self, best: _Row) -> float | None:
+        """Seconds of a batch if the layers that repeat were two equal halves each; ``None`` where that is not known."""
+        profile = self.profile
+        if not self.has_times or self.num_stages == 1 or self.config.pinned_cuts or finer.repeated(profile) is None:
+            return None
+        other = copy(self)
+        other.profile, other.current = finer.halved(profile), None
+        other.costs, other.memory = other.profile.costs(self.cost), _memory(other.profile, self.config)
+        try:
+            cuts = other._cut(self.partitioner)
+            if self.plans_orders:
+                return other._together([cuts], self._worker_bytes(best.boundaries)).outcome.makespan_s
+        except ValueError:  # a partitioner of the user's, or one without room, need not say why
+            return None
+        return simulate(other._workload(cuts)).makespan_s
 
     def _peak_bytes(self, row: _Row) -> list[int]:
         state = (sum(held) for held in Placement.of(row.boundaries).by_stage(self.memory.state_bytes))
@@ -303,6 +319,13 @@ class _Case:
         }  # fmt: skip
 
 
+def _memory(profile: PipelineProfile, config: DynamicPipelineConfig) -> StageMemory:
+    return StageMemory(
+        state_bytes=profile.state_bytes(), activation_bytes=profile.activation_bytes(),
+        num_micro_batches=profile.num_micro_batches, cap_bytes=config.memory_cap_bytes or 0,
+    )
+
+
 def _text(case: _Case, values: Mapping[str, Any]) -> str:
     above = f"the slowest stage is {values['imbalance']:.1%} above a perfect balance"
     times = f"{_batch(values)}; {above}" if case.has_times else f"{show.UNKNOWN}: the profile has no times; {above}"
@@ -315,6 +338,12 @@ def _text(case: _Case, values: Mapping[str, Any]) -> str:
     ]
     if (current := values["current"]) is not None:
         parts.append(f"now         {show.brackets(current['boundaries'])}   {_change(case, values, current)}")
+    finer_s = values["finer_batch_s"]
+    if finer_s is not None and finer_s <= (1 - finer.LEAST_GAIN) * values["batch_s"]:
+        parts.append(
+            f"finer       with every {finer.repeated(case.profile)} in two equal halves a batch would take "
+            f"{show.milliseconds(finer_s)} ms, {1 - finer_s / values['batch_s']:.1%} less: docs/finer_layers.md"
+        )
     parts += ["", _stage_table(values["stages"]), "", _compared_table(values["compared"])]
     parts += [line for note in _notes(case) for line in ("", note)]
     return "\n".join(parts)

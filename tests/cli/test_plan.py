@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dynpipe_ds.cli.finer import halved
+from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.partition import optimal, registry, simulated
 from dynpipe_ds.planning import activation_caps, assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Workload, simulate
@@ -42,6 +44,25 @@ def test_the_table_says_the_same(dynpipe: Command) -> None:
     assert f"{values['batch_s'] * 1e3:.2f} ms, bubble {values['bubble_ratio']:.1%}" in text
     assert "cap MiB" in text and text.splitlines()[1].split() == ["order", "1F1B"]
     assert len(text.split("\n\n")[1].splitlines()) == 2 + 3
+
+
+def test_what_finer_layers_would_bring(dynpipe: Command) -> None:
+    """Five equal blocks on two stages: a stage has three of them, or two and a half. Four divide evenly."""
+    for count, ratio in ((5, 2.5 / 3), (4, None)):
+        layers = [LayerProfile(f"Block {i}", 1.0, 2.0, 10, 41, 41, 82, 1001) for i in range(count)]
+        PipelineProfile(0, (0, 2, count), 64, tuple(layers), ()).save("blocks.json")
+        done = dynpipe("plan", "blocks.json"), dynpipe("plan", "blocks.json", "--json").json
+        finer_s, batch_s = done[1]["finer_batch_s"], done[1]["batch_s"]
+        if ratio is None:
+            assert finer_s == pytest.approx(batch_s) and "finer" not in done[0].out
+        else:
+            assert finer_s == pytest.approx(ratio * batch_s, rel=0.02)
+            line = "finer       with every Block in two equal halves a batch would take "
+            assert line in done[0].out
+    assert dynpipe("plan", "blocks.json", "--pinned-cuts", 1, "--json").json["finer_batch_s"] is None
+    layers = halved(PipelineProfile(0, (0, 2, count), 64, tuple(layers), ())).layers
+    sums = [sum(getattr(layer, name) for layer in layers) for name in ("state_bytes", "activation_bytes")]
+    assert sums == [4 * 164, 4 * 1001], "no byte is lost"
 
 
 def test_a_cap_moves_the_cut(dynpipe: Command) -> None:
