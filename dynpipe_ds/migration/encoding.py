@@ -253,7 +253,9 @@ class Encoder:
         maker, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         if maker is _NEW or maker is _NEW_EX:
             plain = (arguments[1], arguments[2]) if maker is _NEW_EX else (arguments[1:], {})
-            made_by = ("object", self._class(arguments[0], path), self.encode(plain, path))
+            # Made for this call, so no path leads to them: looking for one would search all of the script's globals.
+            nodes = [self._by_kind(given, f"{path}[{i}]") for i, given in enumerate(plain)]
+            made_by = ("object", self._class(arguments[0], path), ("tuple", nodes))
         elif isinstance(maker, type) and issubclass(cls, maker):
             made_by = ("call", self._class(maker, path), self.encode(tuple(arguments), path))
         elif full_name(maker) in MAKERS:
