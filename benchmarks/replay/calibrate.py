@@ -4,8 +4,8 @@
 
 Sleeping replay on two stages says how much longer than told a forward, a backward and the second part of a split one
 through a stage, an optimizer step and a batch are, and what each kind of the library's work takes; a message takes what
-is then missing between the simulated and the measured batch. The speed of moved bytes is not measured but stated: 10
-GB/s, four fifths of a 100 Gbit/s link.
+is then missing between the simulated and the measured batch. Two are not measured but stated: the speed of moved
+bytes, 10 GB/s, four fifths of a 100 Gbit/s link, and what planning looks at in a second.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.replay.run import run_cases
 from dynpipe_ds.simulation import simulate
 
 BYTES_PER_S = 10e9
+COMPUTATIONS_PER_S = 250_000  # of planning, measured on one busy processor: 220,000 to 400,000
 _STEPS = 40  # of bisection
 _LONGEST_S = 0.1  # a message
 
@@ -69,7 +70,7 @@ def costs_of(results: list[Result]) -> Costs:
     known = Costs(
         forward_s=forward_s, backward_s=backward_s, weight_s=late_weight_s(split), step_s=min(dense.step_s),
         batch_s=max(0.0, between_s),
-        work_s=work_s, bytes_per_s=BYTES_PER_S,
+        work_s=work_s, bytes_per_s=BYTES_PER_S, computations_per_s=COMPUTATIONS_PER_S,
     )
     return Costs(**{**asdict(known), "message_s": _message_s(dense.case, dense.first_boundaries, known, engine_s)})
 
