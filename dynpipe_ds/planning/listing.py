@@ -3,6 +3,9 @@
 Forwards, backwards and weight gradients of a stage each go from the first micro-batch to the last; only how they
 alternate is chosen. Sends are over at once, as in the engine. The run is an execution, so the order that it wrote down
 can't deadlock, and takes no longer than the run did; less only where a stage had waited for what then did not help.
+
+Nor can it where a stage trains after all that was thought to be frozen, since layers skipped all that was measured or
+were thawed: a frozen stage ends a micro-batch, at no cost, after the next stage has.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ class _Stage:
         next_s: after it chose nothing: when something is known to come.
     """
 
-    def __init__(self, workload: Workload, index: int, cap: int, policy: Policy) -> None:
+    def __init__(self, workload: Workload, index: int, cap: int, policy: Policy, most_ahead: int) -> None:
         self.index = index
         self.forward_s, self.whole_s, self.input_s, self.weight_s = workload.stage_seconds(index)
         # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
@@ -118,6 +121,9 @@ class _Stage:
         self.is_prompt, self.splits = sends or not has_backward, sends and any(self.weight_s)
         self.activation_bytes, self.weight_bytes = workload.activation_bytes[index], workload.weight_bytes[index]
         self.cap, self.held = cap, 0
+        if index < workload.frozen_boundaries:  # what it holds is counted in micro-batches, also where they are nothing
+            self.cap = _most(cap, self.activation_bytes, most_ahead)
+            self.activation_bytes = 1
         self.forward_first, self.patience = has_backward and index < policy.forwards_until, policy.patience
         self.activations: list[float] = []  # when they come, by micro-batch
         self.gradients: list[float] = []
@@ -183,7 +189,10 @@ class _Run:
 
     def __init__(self, workload: Workload, caps: Sequence[int], policy: Policy) -> None:
         count, self.frozen_boundaries = workload.num_micro_batches, workload.frozen_boundaries
-        self.stages = [_Stage(workload, s, cap, policy) for s, cap in enumerate(caps)]
+        # Frozen stages need be no further ahead than the first one that trains has room for, and are to hold no more.
+        first = self.frozen_boundaries
+        most = first + _most(caps[first], workload.activation_bytes[first], count)
+        self.stages = [_Stage(workload, s, cap, policy, most - s) for s, cap in enumerate(caps)]
         self.stages[0].activations = [0.0] * count
         self.activation_link_s = [by_micro_batch(row, count) for row in workload.activation_link_s]
         self.gradient_link_s = [by_micro_batch(row, count) for row in workload.gradient_link_s]
@@ -214,18 +223,19 @@ class _Run:
         return end_s
 
     def _pass_on(self, index: int, micro_batch: int, done_s: float) -> None:
-        """What a forward brings about: the next stage's forward, or a backward that needs no gradient from there."""
-        stage, is_last = self.stages[index], index == len(self.stages) - 1
-        if is_last or index < self.frozen_boundaries:
-            stage.gradients.append(done_s)
-        if not is_last:
+        """What a forward brings about: the next stage's forward, or the backward of the last stage."""
+        if index == len(self.stages) - 1:
+            self.stages[index].gradients.append(done_s)
+        else:
             receiver = self.stages[index + 1]
             self._send(receiver, receiver.activations, done_s, self.activation_link_s[index][micro_batch])
 
     def _pass_back(self, index: int, micro_batch: int, done_s: float) -> None:
-        if index > self.frozen_boundaries:
-            receiver = self.stages[index - 1]
-            self._send(receiver, receiver.gradients, done_s, self.gradient_link_s[index - 1][micro_batch])
+        """What a backward brings about: the previous stage's, also where that is nothing and no gradient is sent."""
+        if index:
+            receiver, is_sent = self.stages[index - 1], index > self.frozen_boundaries
+            link_s = self.gradient_link_s[index - 1][micro_batch] if is_sent else 0.0
+            self._send(receiver, receiver.gradients, done_s, link_s)
 
     def _send(self, receiver: _Stage, messages: list[float], now_s: float, link_s: float) -> None:
         """A message is under way; a wire carries them one after the other."""
@@ -233,3 +243,8 @@ class _Run:
         messages.append(arrive_s)
         if receiver.free_s <= arrive_s:
             heappush(self.events, (arrive_s, receiver.index))
+
+
+def _most(cap: int, activation_bytes: int, otherwise: int) -> int:
+    """Micro-batches for which there is room, but no more than otherwise."""
+    return min(otherwise, cap // activation_bytes) if activation_bytes else otherwise
