@@ -255,7 +255,10 @@ class Orders:
         best = OrderedBatch(cuts, None, usual.makespan_s)
         if planned is not None and not planned.is_1f1b:
             best = self._better(best, OrderedBatch(cuts, planned, planned.seconds * self.correction))
-        if planned is not None and cuts == self._chosen_for and (now := self._now(profile)) is not None:
+        runs = cuts == profile.boundaries
+        if runs and self.order_on(cuts) is None and usual.makespan_s:
+            self.gain = 1.0 - best.seconds / usual.makespan_s
+        if runs and planned is not None and (now := self._now(profile)) is not None:
             seconds, peaks = now
             caps = activation_caps(profile, cuts, self._caps(profile, cuts))
             keeps = all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.memory import activation_caps, late_layers
-from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, Tried, plan_order
+from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, Tried, go_on_planning
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import Seconds
 
@@ -23,7 +24,6 @@ def plan_on_partition(
     gradient_link_s: Seconds | None = None,
     speeds: Sequence[float] | None = None,
     effort: int = EFFORT,
-    tried: Tried | None = None,
 ) -> PlannedOrder:
     """Plan in which order to run a partition, within the memory of the workers.
 
@@ -35,8 +35,7 @@ def plan_on_partition(
         activation_link_s: seconds of a micro-batch's activations over every boundary; None: as the profile has them.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
-        effort: how many computations to look at; about 300,000 a second.
-        tried: what the first policies gave with all weight gradients apart, if that is known.
+        effort: how many computations to look at; 200,000 to 300,000 a second.
 
     Returns:
         The order; of equally short ones that in which all weight gradients are apart.
@@ -44,14 +43,32 @@ def plan_on_partition(
     Raises:
         ValueError: when a worker has no room for its layers and one micro-batch.
     """
+    return go_on_planning_on(
+        Tried(), profile, boundaries, worker_bytes, weight_bytes=weight_bytes, activation_link_s=activation_link_s,
+        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort,
+    )
+
+
+def go_on_planning_on(
+    tried: Tried, profile: PipelineProfile, boundaries: Placement | Sequence[int], worker_bytes: int | Sequence[int],
+    *, weight_bytes: Sequence[int] | None, effort: int, **kwargs: Any,
+) -> PlannedOrder:
+    """Do as :func:`plan_on_partition` does where some policies were tried before.
+
+    Args:
+        tried: what they gave with all weight gradients apart.
+        profile: seconds and bytes of every layer, and M.
+        boundaries: S + 1 layer indices, or a placement that is a partition.
+        worker_bytes: state and activations that a worker may hold.
+        weight_bytes: that a layer holds between both halves of a backward.
+        effort: how many computations to look at.
+        **kwargs: links and speeds, for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
+    """
     caps = activation_caps(profile, boundaries, worker_bytes)
 
-    def plan(late: Sequence[int], effort: int, tried: Tried | None) -> PlannedOrder:
-        workload = Workload.from_profile(
-            profile, boundaries, weight_bytes=weight_bytes, late=late, activation_link_s=activation_link_s,
-            gradient_link_s=gradient_link_s, speeds=speeds,
-        )
-        return plan_order(workload, caps, effort=effort, late=late, tried=tried)
+    def plan(late: Sequence[int], effort: int, tried: Tried) -> PlannedOrder:
+        workload = Workload.from_profile(profile, boundaries, weight_bytes=weight_bytes, late=late, **kwargs)
+        return go_on_planning(tried, workload, caps, effort=effort, late=late)
 
     late = late_layers(profile, boundaries, caps, weight_bytes)
     if not late:

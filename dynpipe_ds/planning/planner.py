@@ -79,7 +79,7 @@ class PlannedOrder:
 
 def plan_order(
     workload: Workload, activation_caps: int | Sequence[int] | None = None, *, effort: int = EFFORT,
-    late: Sequence[int] = (), tried: Tried | None = None,
+    late: Sequence[int] = (),
 ) -> PlannedOrder:
     """Plan in which order to run forwards, backwards and weight gradients.
 
@@ -93,9 +93,8 @@ def plan_order(
         workload: seconds and bytes of every stage; without ``weight_s`` no backward is split.
         activation_caps: most bytes of activations that a stage may hold, for all or for each; None: the most that
             any stage holds under 1F1B.
-        effort: how many computations to look at; about 300,000 a second.
+        effort: how many computations to look at; 200,000 to 300,000 a second.
         late: of the order, see :class:`PlannedOrder`; the workload has to say the same.
-        tried: what the first policies gave, if that is known.
 
     Returns:
         The order.
@@ -103,15 +102,29 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
-    before = tried or Tried()
-    usual = before.usual or simulate(workload, "1f1b")
+    return go_on_planning(Tried(), workload, activation_caps, effort=effort, late=late)
+
+
+def go_on_planning(
+    tried: Tried, workload: Workload, activation_caps: int | Sequence[int] | None, *, effort: int, late: Sequence[int]
+) -> PlannedOrder:
+    """Do as :func:`plan_order` does where some policies were tried before.
+
+    Args:
+        tried: what they gave.
+        workload: seconds and bytes of every stage.
+        activation_caps: most bytes of activations that a stage may hold.
+        effort: how many computations to look at.
+        late: of the order.
+    """
+    usual = tried.usual or simulate(workload, "1f1b")
     caps = checked_caps(workload, activation_caps, usual)
     least_s = least_seconds(workload)
     size = num_computations(workload.num_stages, workload.num_micro_batches)
     policies = first_policies(workload.num_stages, max(QUICK, effort // size))
-    found = before.go_on(workload, caps, policies, least_s * (1 + SAME))
+    found = tried.go_on(workload, caps, policies, least_s * (1 + SAME))
     is_usual = fits(usual, caps) and usual.makespan_s <= found.best_s * (1 + SAME)
-    looked_at = found.num_computations - before.num_computations
+    looked_at = found.num_computations - tried.num_computations
     return PlannedOrder(workload, None if is_usual else found.best, usual, least_s, looked_at, tuple(late))
 
 

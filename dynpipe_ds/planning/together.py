@@ -16,7 +16,7 @@ from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
-from dynpipe_ds.planning.on_partition import plan_on_partition
+from dynpipe_ds.planning.on_partition import go_on_planning_on
 from dynpipe_ds.planning.planner import EFFORT, QUICK, SAME, PlannedOrder, Tried, first_policies, fits, num_computations
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
@@ -80,7 +80,7 @@ def plan_batch(
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         pinned: cuts that no partition may have.
         allow_empty: whether a stage may hold no layer.
-        effort: how many computations to look at; about 300,000 a second.
+        effort: how many computations to look at; 200,000 to 300,000 a second.
 
     Returns:
         The best partition found, and its order.
@@ -215,10 +215,10 @@ class _Case:
         )
 
     def plan(self, cuts: Cuts, tried: Tried, effort: int) -> PlannedOrder:
-        return plan_on_partition(
-            self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
+        return go_on_planning_on(
+            tried, self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
-            effort=effort, tried=tried,
+            effort=effort,
         )
 
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
