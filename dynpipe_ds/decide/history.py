@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import HISTORY, SURE, noise_of
 from dynpipe_ds.decide.speeds import Speeds
-from dynpipe_ds.measure.profile import PipelineProfile, smooth
+from dynpipe_ds.measure.profile import PipelineProfile, Smoothing, smooth
 from dynpipe_ds.planning import least_seconds
 from dynpipe_ds.simulation import Workload, predicted_batches_s
 
@@ -72,6 +72,7 @@ class History:
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
         self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
+        self._kept: dict[tuple[int, Smoothing], PipelineProfile] = {}
 
     def append(self, profile: PipelineProfile, whole: PipelineProfile) -> None:
         """Take in the profile of one batch.
@@ -88,6 +89,7 @@ class History:
         self.seconds_until.append(_seconds_until(at_unit_speed))
         if has_news:
             self._convert()
+        self._kept.clear()
         self.has_changed = self._sees_change(profile.boundaries)
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
@@ -117,11 +119,17 @@ class History:
             return None
         if self.has_changed:
             return self._profiles[-1]
-        return smooth(list(self._profiles)[-len(self._newest) :], self._config.smoothing)
+        return self._combined(len(self._newest), self._config.smoothing)
 
     def _least(self) -> PipelineProfile:
         """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
-        return smooth(list(self._profiles)[-2:], "least")
+        return self._combined(2, "least")
+
+    def _combined(self, count: int, how: Smoothing) -> PipelineProfile:
+        """So many of the newest profiles as one, kept until another comes."""
+        if (count, how) not in self._kept:
+            self._kept[count, how] = smooth(list(self._profiles)[-count:], how)
+        return self._kept[count, how]
 
     def _sees_change(self, boundaries: Sequence[int]) -> bool:
         """Whether layers have become faster in the newest batch, so that stages are less alike than they were."""
@@ -236,6 +244,7 @@ class History:
         self.seconds_until = deque(map(tuple, seconds_until), maxlen=HISTORY)
         newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
         self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
+        self._kept.clear()
 
 
 def _seconds_until(profile: PipelineProfile) -> tuple[float, ...]:

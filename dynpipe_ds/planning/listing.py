@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heappushpop
 from math import inf
 
 from dynpipe_ds.schedule import Instruction, Op, Order
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import by_micro_batch
+
+_FORWARD, _BACKWARD, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,7 @@ def list_order(workload: Workload, caps: Sequence[int], policy: Policy, *, limit
         What ran.
     """
     run = _Run(workload, caps, policy)
-    seconds = run.to_the_end(limit_s)
-    return Listing(
-        seconds, tuple(stage.ran for stage in run.stages), tuple(frozenset(stage.whole) for stage in run.stages)
-    )
+    return Listing(run.to_the_end(limit_s), tuple(run.ran), tuple(map(frozenset, run.whole)))
 
 
 def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
@@ -105,144 +104,127 @@ def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
     }
 
 
-class _Stage:
-    """One stage: what it has to do, what has come to it, what it holds.
-
-    Attributes:
-        free_s: when what it does now is over.
-        next_s: after it chose nothing: when something is known to come.
-    """
-
-    def __init__(self, workload: Workload, index: int, cap: int, policy: Policy, most_ahead: int) -> None:
-        self.index = index
-        self.forward_s, self.whole_s, self.input_s, self.weight_s = workload.stage_seconds(index)
-        # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
-        sends, has_backward = index > workload.frozen_boundaries, any(self.whole_s)
-        self.is_prompt, self.splits = sends or not has_backward, sends and any(self.weight_s)
-        self.activation_bytes, self.weight_bytes = workload.activation_bytes[index], workload.weight_bytes[index]
-        self.cap, self.held = cap, 0
-        if index < workload.frozen_boundaries:  # what it holds is counted in micro-batches, also where they are nothing
-            self.cap = _most(cap, self.activation_bytes, most_ahead)
-            self.activation_bytes = 1
-        self.forward_first, self.patience = has_backward and index < policy.forwards_until, policy.patience
-        self.activations: list[float] = []  # when they come, by micro-batch
-        self.gradients: list[float] = []
-        self.forwards = self.backwards = self.weights = 0  # begun
-        self.free_s, self.next_s = 0.0, inf
-        self.ran: list[Op] = []
-        self.whole: set[int] = set()
-
-    def choose(self, now_s: float) -> Op | None:
-        """What to begin now; None: nothing yet."""
-        gradient_s = self.gradients[self.backwards] if self.backwards < len(self.gradients) else inf
-        activation_s = self.activations[self.forwards] if self.forwards < len(self.activations) else inf
-        has_room = self.held + self.activation_bytes <= self.cap
-        can_forward = activation_s <= now_s and has_room
-        if gradient_s <= now_s and self.is_prompt and not (can_forward and self.forward_first):
-            is_late = self.weights < self.backwards and not self._has_room_to_split()
-            return Op.BACKWARD_WEIGHT if is_late else Op.BACKWARD
-        if can_forward:
-            return Op.FORWARD
-        self.next_s = min(activation_s if has_room else inf, gradient_s if gradient_s > now_s else inf)
-        later, seconds = self._unawaited(gradient_s <= now_s)
-        is_blocked = activation_s <= now_s
-        return later if is_blocked or self.next_s - now_s >= self.patience * seconds else None
-
-    def _unawaited(self, has_gradient: bool) -> tuple[Op | None, float]:
-        """Work that nobody waits for, and its seconds."""
-        if self.weights < self.backwards:
-            return Op.BACKWARD_WEIGHT, self.weight_s[self.weights]
-        if has_gradient and not self.is_prompt:
-            return Op.BACKWARD, self.whole_s[self.backwards]
-        return None, 0.0
-
-    def _has_room_to_split(self) -> bool:
-        return self.splits and self.held - self.activation_bytes + self.weight_bytes <= self.cap
-
-    def begin(self, op: Op, now_s: float) -> float:
-        """Do it, and return when that is over."""
-        self.ran.append(op)
-        if op is Op.FORWARD:
-            seconds = self.forward_s[self.forwards]
-            self.forwards += 1
-            self.held += self.activation_bytes
-        elif op is Op.BACKWARD_WEIGHT:
-            seconds = self.weight_s[self.weights]
-            self.weights += 1
-            self.held -= self.weight_bytes
-        elif self._has_room_to_split():
-            seconds = self.input_s[self.backwards]
-            self.backwards += 1
-            self.held += self.weight_bytes - self.activation_bytes
-        else:
-            seconds = self.whole_s[self.backwards]
-            self.whole.add(self.backwards)
-            self.backwards += 1
-            self.weights = self.backwards
-            self.held -= self.activation_bytes
-        self.free_s = now_s + seconds
-        return self.free_s
-
-
 class _Run:
-    """All stages, and the messages between them."""
+    """All stages of a batch, and the messages between them; plain lists, since planning runs thousands of batches."""
 
     def __init__(self, workload: Workload, caps: Sequence[int], policy: Policy) -> None:
-        count, self.frozen_boundaries = workload.num_micro_batches, workload.frozen_boundaries
-        # Frozen stages need be no further ahead than the first one that trains has room for, and are to hold no more.
+        self.count, self.num_stages = workload.num_micro_batches, workload.num_stages
+        rows = [workload.stage_seconds(stage) for stage in range(self.num_stages)]
+        self.forward_s, self.whole_s, self.input_s, self.weight_s = map(list, zip(*rows, strict=True))
+        self.activation_link_s, self.gradient_link_s = (
+            [by_micro_batch(row, self.count) for row in links]
+            for links in (workload.activation_link_s, workload.gradient_link_s)
+        )
+        self.activation_bytes, self.weight_bytes = list(workload.activation_bytes), workload.weight_bytes
+        self.caps, self.frozen_boundaries = list(caps), workload.frozen_boundaries
+        self._limit_frozen()
+        first, has_backward = self.frozen_boundaries, list(map(any, self.whole_s))
+        # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
+        sends = [stage > first for stage in range(self.num_stages)]
+        self.is_prompt = [sent or not works for sent, works in zip(sends, has_backward, strict=True)]
+        self.splits = [sent and any(weight_s) for sent, weight_s in zip(sends, self.weight_s, strict=True)]
+        self.forward_first = [works and s < policy.forwards_until for s, works in enumerate(has_backward)]
+        self.patience = policy.patience
+        self.ran: list[list[Op]] = [[] for _ in sends]
+        self.whole: list[set[int]] = [set() for _ in sends]
+
+    def _limit_frozen(self) -> None:
+        """Let frozen stages be no further ahead than the first one that trains has room for.
+
+        Where layers are frozen they hold nothing, so what they may hold is counted in micro-batches.
+        """
         first = self.frozen_boundaries
-        most = first + _most(caps[first], workload.activation_bytes[first], count)
-        self.stages = [_Stage(workload, s, cap, policy, most - s) for s, cap in enumerate(caps)]
-        self.stages[0].activations = [0.0] * count
-        self.activation_link_s = [by_micro_batch(row, count) for row in workload.activation_link_s]
-        self.gradient_link_s = [by_micro_batch(row, count) for row in workload.gradient_link_s]
-        self.events = [(0.0, 0)]  # when to look at which stage
+        ahead = first + _most(self.caps[first], self.activation_bytes[first], self.count)
+        for stage in range(first):
+            self.caps[stage] = _most(self.caps[stage], self.activation_bytes[stage], ahead - stage)
+            self.activation_bytes[stage] = 1
 
     def to_the_end(self, limit_s: float) -> float:
-        end_s, events, stages = 0.0, self.events, self.stages
-        while events:
-            now_s, index = heappop(events)
-            stage = stages[index]
-            if stage.free_s > now_s:
+        """Run, and return the seconds; infinite when they are more than the limit."""
+        forward_s, whole_s, input_s, weight_s = self.forward_s, self.whole_s, self.input_s, self.weight_s
+        activation_link_s, gradient_link_s = self.activation_link_s, self.gradient_link_s
+        activation_bytes, weight_bytes, caps = self.activation_bytes, self.weight_bytes, self.caps
+        is_prompt, splits, forward_first = self.is_prompt, self.splits, self.forward_first
+        patience, frozen = self.patience, self.frozen_boundaries
+        last, count = self.num_stages - 1, self.count
+        # When messages come, by micro-batch, and of each wire when its newest does.
+        activations, gradients = ([[inf] * (count + 1) for _ in caps] for _ in range(2))
+        activations[0] = [*[0.0] * count, inf]
+        activation_wires_s, gradient_wires_s = [0.0] * len(caps), [0.0] * len(caps)
+        forwards, backwards, weights = [0] * len(caps), [0] * len(caps), [0] * len(caps)  # begun
+        held, free_s, end_s = [0] * len(caps), [0.0] * len(caps), 0.0
+        events = [(inf, 0)]  # when to look at which stage; one that never comes
+        now_s, s = 0.0, 0
+        while now_s < inf:
+            if free_s[s] > now_s:
+                now_s, s = heappop(events)
                 continue
-            op = stage.choose(now_s)
-            if op is None:
-                if stage.next_s < inf:
-                    heappush(events, (stage.next_s, index))
-                continue
-            done_s = stage.begin(op, now_s)
-            heappush(events, (done_s, index))
-            if op is Op.FORWARD:
-                self._pass_on(index, stage.forwards - 1, done_s)
-            elif op is Op.BACKWARD:
-                self._pass_back(index, stage.backwards - 1, done_s)
+            f, b, w = forwards[s], backwards[s], weights[s]
+            activation_s, gradient_s = activations[s][f], gradients[s][b]
+            room = caps[s] - held[s]
+            has_room = room >= activation_bytes[s]
+            can_split = splits[s] and room >= weight_bytes[s] - activation_bytes[s]
+            if gradient_s <= now_s and is_prompt[s] and not (forward_first[s] and activation_s <= now_s and has_room):
+                op = _WEIGHT if w < b and not can_split else _BACKWARD
+            elif activation_s <= now_s and has_room:
+                op = _FORWARD
+            else:  # work that nobody waits for, if nothing else is known to come soon
+                next_s = activation_s if has_room else inf
+                if now_s < gradient_s < next_s:
+                    next_s = gradient_s
+                if w < b:
+                    op, seconds = _WEIGHT, weight_s[s][w]
+                elif gradient_s <= now_s and not is_prompt[s]:
+                    op, seconds = _BACKWARD, whole_s[s][b]
+                else:
+                    now_s, s = heappushpop(events, (next_s, s))
+                    continue
+                if activation_s > now_s and next_s - now_s < patience * seconds:
+                    now_s, s = heappushpop(events, (next_s, s))
+                    continue
+            self.ran[s].append(op)
+            if op is _FORWARD:
+                done_s = now_s + forward_s[s][f]
+                forwards[s] = f + 1
+                held[s] += activation_bytes[s]
+                if s == last:
+                    gradients[s][f] = done_s
+                else:
+                    to = s + 1
+                    wire_s = activation_wires_s[to]
+                    arrive_s = (done_s if wire_s < done_s else wire_s) + activation_link_s[s][f]
+                    activation_wires_s[to] = activations[to][f] = arrive_s
+                    if free_s[to] <= arrive_s:
+                        heappush(events, (arrive_s, to))
+            elif op is _WEIGHT:
+                done_s = now_s + weight_s[s][w]
+                weights[s] = w + 1
+                held[s] -= weight_bytes[s]
+            else:
+                backwards[s] = b + 1
+                held[s] -= activation_bytes[s]
+                if can_split:
+                    done_s = now_s + input_s[s][b]
+                    held[s] += weight_bytes[s]
+                else:
+                    done_s = now_s + whole_s[s][b]
+                    self.whole[s].add(b)
+                    weights[s] = b + 1
+                if s:  # the previous stage's backward, also where that is nothing and no gradient is sent
+                    to = s - 1
+                    wire_s = gradient_wires_s[to]
+                    link_s = gradient_link_s[to][b] if s > frozen else 0.0
+                    arrive_s = (done_s if wire_s < done_s else wire_s) + link_s
+                    gradient_wires_s[to] = gradients[to][b] = arrive_s
+                    if free_s[to] <= arrive_s:
+                        heappush(events, (arrive_s, to))
+            free_s[s] = done_s
             if done_s > end_s:
                 end_s = done_s
                 if end_s > limit_s:
                     return inf
+            now_s, s = heappushpop(events, (done_s, s))
         return end_s
-
-    def _pass_on(self, index: int, micro_batch: int, done_s: float) -> None:
-        """What a forward brings about: the next stage's forward, or the backward of the last stage."""
-        if index == len(self.stages) - 1:
-            self.stages[index].gradients.append(done_s)
-        else:
-            receiver = self.stages[index + 1]
-            self._send(receiver, receiver.activations, done_s, self.activation_link_s[index][micro_batch])
-
-    def _pass_back(self, index: int, micro_batch: int, done_s: float) -> None:
-        """What a backward brings about: the previous stage's, also where that is nothing and no gradient is sent."""
-        if index:
-            receiver, is_sent = self.stages[index - 1], index > self.frozen_boundaries
-            link_s = self.gradient_link_s[index - 1][micro_batch] if is_sent else 0.0
-            self._send(receiver, receiver.gradients, done_s, link_s)
-
-    def _send(self, receiver: _Stage, messages: list[float], now_s: float, link_s: float) -> None:
-        """A message is under way; a wire carries them one after the other."""
-        arrive_s = (max(messages[-1], now_s) if messages else now_s) + link_s
-        messages.append(arrive_s)
-        if receiver.free_s <= arrive_s:
-            heappush(self.events, (arrive_s, receiver.index))
 
 
 def _most(cap: int, activation_bytes: int, otherwise: int) -> int:

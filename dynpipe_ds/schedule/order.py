@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -125,7 +126,11 @@ class Order:
         Returns:
             Numbers from 0 to M - 1; none for a stage that splits nothing.
         """
-        return frozenset(m for op, m in self.stages[stage] if op is Op.BACKWARD_WEIGHT)
+        return self._split[stage]
+
+    @cached_property
+    def _split(self) -> list[frozenset[int]]:
+        return [frozenset(m for op, m in stream if op is Op.BACKWARD_WEIGHT) for stream in self.stages]
 
     def may_wait(self, layer_stages: Sequence[int]) -> list[bool]:
         """Which layers' weight gradients are among those that ``W`` computes, where a stage splits a backward.

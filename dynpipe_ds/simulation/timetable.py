@@ -8,6 +8,7 @@ several times faster than :func:`~dynpipe_ds.simulation.streams.run_order`, and 
 from __future__ import annotations
 
 from collections import deque
+from functools import cached_property
 
 from dynpipe_ds.schedule import Op, Order
 from dynpipe_ds.simulation.workload import Workload, by_micro_batch
@@ -70,21 +71,27 @@ class Timetable:
             ValueError: for another one.
         """
         self._check(workload)
-        peaks = []
+        sizes = zip(self._held, workload.activation_bytes, workload.weight_bytes, strict=True)
+        return tuple(max(whole * held + half * waiting for whole, half in found) for found, held, waiting in sizes)
+
+    @cached_property
+    def _held(self) -> list[list[tuple[int, int]]]:
+        """Of each stage how many micro-batches it holds at a time: before their backward, and between its halves."""
+        found = []
         for stage, stream in enumerate(self.order.stages):
-            held_bytes, waiting_bytes = workload.activation_bytes[stage], workload.weight_bytes[stage]
-            split, held, most = self._split[stage], 0, 0
+            split, whole, half, most = self._split[stage], 0, 0, dict[int, int]()
             for op, m in stream:
                 if op is Op.FORWARD:
-                    held += held_bytes
-                    most = max(most, held)
+                    whole += 1
                 elif op is Op.BACKWARD:
-                    held += waiting_bytes * (m in split) - held_bytes
-                    most = max(most, held)
+                    whole -= 1
+                    half += m in split
                 elif op is Op.BACKWARD_WEIGHT:
-                    held -= waiting_bytes
-            peaks.append(most)
-        return tuple(peaks)
+                    half -= 1
+                if whole > most.get(half, -1):
+                    most[half] = whole
+            found.append([(whole, half) for half, whole in most.items()])
+        return found
 
     def _check(self, workload: Workload) -> None:
         order = self.order
