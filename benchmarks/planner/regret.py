@@ -157,6 +157,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """
     below = [row for row in rows if not row.holds]
     shares = [row.share for row in rows if row.share is not None]
+    planning = max(row.auto.planning_s / row.auto.wall_s for row in rows)
     return [
         f"`auto` reaches {LEAST} of the best static run and of the best interval, and {SHARE:.0%} of that interval's "
         f"gain, in {len(rows) - len(below)} of {len(rows)} rows.",
@@ -164,6 +165,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         f"{min(row.over_static for row in rows):.3f}. Over the best interval: median "
         f"{median(row.over_fixed for row in rows):.3f}, least {min(row.over_fixed for row in rows):.3f}. Share of its "
         f"gain: median {median(shares):.0%}, least {min(shares):.0%}." if shares else "No interval gains anything.",
+        f"Deciding and planning take at most {planning:.2%} of a run.",
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from benchmarks.replay.run import run_cases
 from dynpipe_ds.simulation import simulate
 
 BYTES_PER_S = 10e9
-COMPUTATIONS_PER_S = 250_000  # of planning, measured on one busy processor: 220,000 to 400,000
+COMPUTATIONS_PER_S = 300_000  # of planning, measured on one busy processor: 290,000 to 520,000 from 4 stages on
 _STEPS = 40  # of bisection
 _LONGEST_S = 0.1  # a message
 

@@ -10,9 +10,10 @@ from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.halves import Halves
 from dynpipe_ds.decide.history import History
 from dynpipe_ds.decide.judgement import Prospect
-from dynpipe_ds.decide.orders import OrderedBatch, Orders
+from dynpipe_ds.decide.orders import MOST_EFFORT, OrderedBatch, Orders
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
+from dynpipe_ds.planning.planner import EFFORT
 from dynpipe_ds.schedule import Order, split_at_once
 from dynpipe_ds.simulation import Workload
 
@@ -20,7 +21,7 @@ NEWS = 0.01
 """Share of the model's time that must have gone from some layers to others since all was decided."""
 
 MUCH_NEWS = 0.05
-"""The same, after which planning does not wait."""
+"""The same, after which planning does not wait, and may be paid for later."""
 
 DEEPER = 4
 """How many times as much may be looked at where all is planned once more without anything new."""
@@ -126,10 +127,12 @@ class Ordering:
             return self._orders.can_spend(newest, owes=True)
         news = self._news()
         if news > MUCH_NEWS:
-            return self._orders.can_spend(newest)
+            return self._orders.can_spend(newest, owes=True)
         if news > NEWS:
             return self._orders.can_spend(newest, self._needed)
-        return self._orders.can_spend(newest, DEEPER * max(self._needed, self._searched))
+        if self._searched >= EFFORT:
+            return False  # no search looks at more
+        return self._orders.can_spend(newest, min(MOST_EFFORT, DEEPER * max(self._needed, self._searched)))
 
     def _news(self) -> float:
         """How much of the time other layers take than when all was decided, as a share; orders that were corrected."""

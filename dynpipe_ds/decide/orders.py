@@ -26,7 +26,7 @@ from dynpipe_ds.simulation.timetable import Timetable
 LEAST_GAIN = 0.01
 """Share of a batch that a planned order must save for ``"auto"``."""
 
-RATE = 200_000
+RATE = 300_000
 """Computations that planning looks at in a second, until that is measured: ranks may share a processor."""
 
 _MEASURED_BY = 1_000  # computations at least: with fewer, something else takes the time
@@ -38,7 +38,7 @@ EFFORT_OF_ANY = 500
 """Computations that could be looked at in the time that a plan takes however few there are."""
 
 FIRST_EFFORT = 4_000
-"""Computations that may be looked at before any time was trained: 20 milliseconds."""
+"""Computations that may be looked at before any time was trained: 15 milliseconds."""
 
 MOST_EFFORT = 2 * EFFORT
 """Computations that may be looked at, however long nothing was planned."""
@@ -158,7 +158,7 @@ class Orders:
         Args:
             profile: of the newest batch.
             effort: computations.
-            owes: whether they may be paid for later, since no order was planned for what runs.
+            owes: whether they may be paid for later, since what runs was not planned for such layers.
         """
         return self.effort >= effort - owes * _OWED * _size(profile)
 

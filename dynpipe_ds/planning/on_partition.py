@@ -35,7 +35,7 @@ def plan_on_partition(
         activation_link_s: seconds of a micro-batch's activations over every boundary; None: as the profile has them.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
-        effort: how many computations to look at; 200,000 to 300,000 a second.
+        effort: how many computations to look at; 300,000 to 500,000 a second.
 
     Returns:
         The order; of equally short ones that in which all weight gradients are apart.

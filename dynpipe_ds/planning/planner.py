@@ -14,7 +14,7 @@ from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 EFFORT = 120_000
-"""Computations that a planning may look at, about 0.4 seconds; two policies are tried in any case."""
+"""Computations that a planning may look at, 0.2 to 0.4 seconds; two policies are tried in any case."""
 
 QUICK = 2
 """Policies that are tried in any case."""
@@ -93,7 +93,7 @@ def plan_order(
         workload: seconds and bytes of every stage; without ``weight_s`` no backward is split.
         activation_caps: most bytes of activations that a stage may hold, for all or for each; None: the most that
             any stage holds under 1F1B.
-        effort: how many computations to look at; 200,000 to 300,000 a second.
+        effort: how many computations to look at; 300,000 to 500,000 a second.
         late: of the order, see :class:`PlannedOrder`; the workload has to say the same.
 
     Returns:
