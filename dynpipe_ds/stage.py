@@ -9,7 +9,7 @@ from torch import nn
 
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
-from dynpipe_ds.migration.freeze import check_replicas, rebuild_optimizer, trainable_flags
+from dynpipe_ds.migration.freeze import Change, check_replicas, rebuild_optimizer, trainable_flags
 from dynpipe_ds.migration.hooks import remove_everywhere
 from dynpipe_ds.migration.migrate import Migration
 from dynpipe_ds.migration.packing import PackingError
@@ -17,7 +17,7 @@ from dynpipe_ds.migration.replace import ParameterReplacement, replace_parameter
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.ranks.agreement import anywhere, same_everywhere, together
+from dynpipe_ds.ranks.agreement import greatest, same_everywhere, together
 from dynpipe_ds.ranks.guard import Guard
 
 
@@ -105,7 +105,10 @@ class Stage:
     @property
     def has_news(self) -> bool:
         """Whether parameters were frozen, unfrozen or put in the place of others since the optimizer was told."""
-        return self._trainable != trainable_flags(self.module)
+        return self._change() is not Change.NONE
+
+    def _change(self) -> Change:
+        return Change.between(self._trainable, trainable_flags(self.module))
 
     # -- how it changes -----------------------------------------------------------------------
 
@@ -143,29 +146,30 @@ class Stage:
             replace_parameters(self, replacements)
             self.settle()
 
-    def notice_frozen_layers(self) -> bool:
+    def notice_frozen_layers(self) -> Change:
         """Rebuild the optimizer where the user froze or unfroze layers since the last batch; collective.
 
         Returns:
-            Whether that was so on some rank.
+            What has changed, the same on every rank.
 
         Raises:
             ValueError: on every rank, if the replicas of a stage differ in what they froze.
             MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
         """
         if self.optimizer is None:
-            return False
-        has_news, surroundings, layers = self.has_news, self.module.surroundings, self.local_layers()
-        if not anywhere(has_news or surroundings.hooks.has_removed(), self.device):
-            return False
+            return Change.NONE
+        mine, surroundings, layers = self._change(), self.module.surroundings, self.local_layers()
+        everywhere = Change(greatest(Change.OTHER if surroundings.hooks.has_removed() else mine, self.device))
+        if everywhere is Change.NONE:
+            return everywhere
         remove_everywhere(surroundings.hooks, layers)
         together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
         check_replicas(self)
         with self.guard.unless_undone("layers were frozen", MigrationError):
-            rebuild_optimizer(self, has_changed=has_news)
-            if has_news:
+            rebuild_optimizer(self, has_changed=mine is not Change.NONE)
+            if mine is not Change.NONE:
                 self.settle()
-        return True
+        return everywhere
 
     def settle(self) -> None:
         """Renew what is remembered of the layers after a change."""

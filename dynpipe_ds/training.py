@@ -24,6 +24,7 @@ from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
 from dynpipe_ds.messages.traffic import digest
+from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
@@ -315,11 +316,13 @@ class Training:
             MigrationError: on every rank, if any rank could not do its part; its optimizer is then as before.
         """
         with self.clock.work("freeze") as freezing:
-            freezing.was_needed = self.stage.notice_frozen_layers()
+            change = self.stage.notice_frozen_layers()
+            freezing.was_needed = change is not Change.NONE
         if freezing.was_needed:
             self.profiler.sizes_changed()
             self.balancer.expect_change()
-            self.balancer.ordering.adopt(None, self.stage.partition)  # it was planned for other backwards
+            if change is not Change.FROZEN:  # else the order that runs may hold too much, until another is planned
+                self.balancer.ordering.adopt(None, self.stage.partition)
             self.overhead.migrating_s += freezing.seconds
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:

@@ -248,11 +248,12 @@ def build_contender(
     """
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
     start = settings.dynamic_partition_method if dynamic else None
+    num_stages = settings.run.num_stages or dist.get_world_size()
     with silence():
         module = DynamicPipelineModule(
-            layers=build_layers(scenario, settings.model),
+            layers=build_layers(scenario, settings.model_on(num_stages)),
             loss_fn=scenario.loss_fn(),
-            num_stages=settings.run.num_stages or dist.get_world_size(),
+            num_stages=num_stages,
             partition_method=settings.partition_method if start is None else start,
             seed_layers=True,
             base_seed=settings.seed,

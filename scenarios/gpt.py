@@ -41,7 +41,7 @@ class GPTConfig:
         mlp_ratio: width of the MLP's middle over ``hidden``.
         dropout: probability, on the outputs of attention and MLP.
         tied: whether the head uses the embedding's weight (two layers of one ``TiedLayerSpec``).
-        split_blocks: whether attention and MLP of a block are two layers.
+        split_blocks: whether attention and MLP of a block are two layers; ``"auto"``: where a stage has few blocks.
     """
 
     depth: int = 12
@@ -53,7 +53,7 @@ class GPTConfig:
     mlp_ratio: int = 4
     dropout: float = 0.0
     tied: bool = False
-    split_blocks: bool = False
+    split_blocks: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         """Refuse sizes that no model can have, all problems at once."""

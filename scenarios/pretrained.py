@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from deepspeed.pipe import LayerSpec
 
@@ -16,12 +16,12 @@ class PretrainedModel:
     Attributes:
         path: the folder.
         seq_len: tokens a sample.
-        split_blocks: whether attention and MLP of a block are two layers.
+        split_blocks: whether attention and MLP of a block are two layers; ``"auto"``: where a stage has few blocks.
     """
 
     path: str | None
     seq_len: int = 128
-    split_blocks: bool = False
+    split_blocks: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
         """Refuse a missing path, and lengths that the model does not know."""

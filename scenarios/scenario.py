@@ -7,6 +7,7 @@ state of the scenario itself must be the same on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -144,7 +145,8 @@ def build_layers(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:
     """List the layers of a scenario's model; raises ``ValueError`` where its settings do not fit."""
     layers = _listed(scenario, model)
     if model.split_blocks:
-        layers = split_layers(layers)
+        with contextlib.suppress(*[ValueError] * (model.split_blocks == "auto")):  # blocks that can't be cut
+            layers = split_layers(layers)
     scenario.cut_into(whole_layers(layers))
     return layers
 

@@ -73,6 +73,10 @@ _LEAST = {
 }  # fmt: skip
 
 
+FEW_BLOCKS = 3
+"""Where a stage has no more blocks than these, cutting each into attention and MLP pays (docs/finer_layers.md)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """How long the job runs and how it is measured.
@@ -187,6 +191,18 @@ class Settings:
             output_dir=Path(config["output_dir"]),
             **{name: config[name] for name in _PLAIN},
         )
+
+    def model_on(self, num_stages: int) -> GPTConfig | PretrainedModel:
+        """Return the model, for so many stages: whether its blocks are cut where ``split_blocks`` leaves it open.
+
+        They stay whole where the job names layers by number, which it would do for whole blocks.
+        """
+        section = self.deepspeed.get(SECTION, {})
+        by_number = (self.partition_method, self.dynamic_partition_method, section.get("pinned_cuts") or None)
+        is_open = self.model.split_blocks == "auto"
+        if is_open and (self.model.depth > FEW_BLOCKS * num_stages or any(isinstance(one, list) for one in by_number)):
+            return replace(self.model, split_blocks=False)
+        return self.model
 
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the dynamic run, or for the static one.

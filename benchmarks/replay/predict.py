@@ -123,7 +123,8 @@ class _Run:
             kinds.append("replace")
         if moment.frozen_layers != self._told.frozen_layers:
             kinds.append("freeze")
-            self.balancer.ordering.adopt(None, self.boundaries)
+            if moment.frozen_layers < self._told.frozen_layers:
+                self.balancer.ordering.adopt(None, self.boundaries)
         self._told = moment
         for _ in kinds:
             self.balancer.expect_change()

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import IntEnum
+
 from torch import nn
 
 from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import Transaction, nothing
 from dynpipe_ds.ranks.agreement import difference_of_replicas
+
+
+class Change(IntEnum):
+    """What the user has done to parameters since the optimizer was told; of several the greatest counts.
+
+    Attributes:
+        NONE: nothing.
+        FROZEN: some were frozen, so that no stage computes or holds more than before.
+        OTHER: some were unfrozen, or stand in the place of others.
+    """
+
+    NONE = 0
+    FROZEN = 1
+    OTHER = 2
+
+    @classmethod
+    def between(cls, before: Sequence[tuple[int, bool]], now: Sequence[tuple[int, bool]]) -> Change:
+        """What lies between two answers of :func:`trainable_flags`."""
+        if before == now:
+            return cls.NONE
+        if [parameter for parameter, _ in before] != [parameter for parameter, _ in now]:
+            return cls.OTHER
+        trained = [was for (_, was), (_, is_trained) in zip(before, now, strict=True) if is_trained]
+        return cls.FROZEN if all(trained) else cls.OTHER
 
 
 def trainable_flags(module: nn.Module) -> list[tuple[int, bool]]:

@@ -36,9 +36,14 @@ def from_first(find: Callable[[], T]) -> T:
 
 def anywhere(condition: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Whether something is true on any rank; collective over the ranks of a group."""
-    flag = torch.tensor([int(condition)], device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag.item())
+    return bool(greatest(int(condition), device, group))
+
+
+def greatest(number: int, device: torch.device, group: dist.ProcessGroup | None = None) -> int:
+    """The greatest of the numbers that the ranks have; collective over the ranks of a group."""
+    box = torch.tensor([number], device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    return int(box.item())
 
 
 def first_error(

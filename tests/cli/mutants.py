@@ -27,6 +27,7 @@ from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
 from dynpipe_ds.migration import migrate
+from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
 
@@ -340,7 +341,7 @@ def trained_layer_freezes_by_moving(patches: Patches) -> None:
 
 @mutant("ZeRO-1", "weights")
 def freezing_not_noticed(patches: Patches) -> None:
-    patches.put(Stage, "notice_frozen_layers", lambda self: False)
+    patches.put(Stage, "notice_frozen_layers", lambda self: Change.NONE)
 
 
 @mutant("fp32", "gradient")

@@ -149,6 +149,37 @@ def test_thawed_layers_can_run_an_order_in_which_they_were_frozen() -> None:
     assert planned == usual and all(seen == [True] * 4 for *_, seen in planned)
 
 
+SPLIT = plan_order(Workload(
+    [1.0, 1.3, 1.1], [2.0, 2.2, 2.0], 6, weight_s=[1.0] * 3, activation_bytes=[1, 1, 1],
+)).order  # fmt: skip
+
+
+def freeze(_rank: int, run: Run, order: Order | None) -> tuple[list[float], dict[str, str], list[bool]]:
+    """Under one order: the middle is frozen, then a prefix, too; then all but the last stage is thawed again."""
+    engine = make_engine(run)
+    batches, losses, seen = data(0, run.micro_batches), [float(engine.train_batch(data(0, run.micro_batches)))], []
+    ordering = engine.dynamic.balancer.ordering
+    ordering.is_due = lambda: False
+    ordering.adopt(order, engine.partition)
+    for frozen in ((), (1,), (0, 1), (2,)):
+        for layer in engine.local_layers().values():
+            layer.requires_grad_(engine.stage_id not in frozen)
+        losses += [float(engine.train_batch(batches)) for _ in range(2)]
+        seen.append(engine.order == SPLIT)
+    return losses, digest(engine), seen
+
+
+def test_an_order_goes_on_where_layers_are_frozen_and_is_dropped_where_they_are_thawed() -> None:
+    """Frozen layers compute and hold less; thawed ones might hold too much under it."""
+    assert any(SPLIT.split(stage) for stage in range(3))
+    config = {**ADAMW, **CLIP, "dynamic_pipeline": PROFILED}
+    run = Run(3, 1, micro_batches=6, config=config)
+    usual, planned = (run_ranks(freeze, 3, run, order, timeout_s=60) for order in (None, SPLIT))
+    for (losses, weights, seen), (usual_losses, usual_weights, _) in zip(planned, usual, strict=True):
+        assert losses == usual_losses and weights == usual_weights
+        assert seen == [True, True, True, False]
+
+
 def by_itself(_rank: int, run: Run) -> tuple[list[float], Any, list[int], bool]:
     trials: list[int] = []
     kept = Ordering.next

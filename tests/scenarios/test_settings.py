@@ -47,13 +47,28 @@ def settings(*overrides: str) -> Settings:
     return Settings.from_mapping(values)
 
 
+@pytest.mark.parametrize("overrides, num_stages, num_layers", [
+    ((), 2, 14), ((), 3, 14), ((), 4, 26), ((), 12, 26),  # 12 blocks
+    (("model.split_blocks=false",), 4, 14), (("model.split_blocks=true",), 2, 26),
+    (("model.depth=24",), 4, 26), (("model.depth=24",), 8, 50),
+    (("partition_method=[0,3,6,9,14]",), 4, 14), (("dynamic_partition_method=[0,3,6,9,14]",), 4, 14),
+    (("ds.dynamic_pipeline.pinned_cuts=[4]",), 4, 14),
+    (("scenario=mod",), 4, 20),  # half of the blocks are routed around, and stay whole
+    (("scenario=early_exit",), 4, 26), (("scenario=moe",), 4, 26), (("scenario=sparse_attention",), 4, 26),
+])  # fmt: skip
+def test_blocks_are_cut_where_a_stage_has_few(overrides: tuple[str, ...], num_stages: int, num_layers: int) -> None:
+    found = settings(*overrides)
+    scenario = build_scenario(found.scenario, found.scenario_settings)
+    assert len(build_layers(scenario, found.model_on(num_stages))) == num_layers
+
+
 @pytest.mark.parametrize("deepspeed", names("deepspeed_json", "json"))
 @pytest.mark.parametrize("model", sorted(set(names("model")) - {"hf"}))  # see tests/hf/test_scenario.py
 @pytest.mark.parametrize("scenario", sorted(set(names("scenario")) - {"moe_continual"}))
 def test_every_configuration_composes(scenario: str, model: str, deepspeed: str) -> None:
     """Every file of conf/ with every other one: the scenario fits the model, the JSON is valid."""
     found = settings(f"scenario={scenario}", f"model={model}", f"deepspeed={deepspeed}")
-    specs = build_layers(build_scenario(found.scenario, found.scenario_settings), found.model)
+    specs = build_layers(build_scenario(found.scenario, found.scenario_settings), found.model_on(2))
     assert len(specs) == found.model.depth + 2
     for dynamic in (False, True):
         section = parse_config(found.deepspeed_config(dynamic=dynamic))
