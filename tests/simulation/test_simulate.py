@@ -31,27 +31,13 @@ from dynpipe_ds.simulation import (
 )
 from dynpipe_ds.simulation.streams import run_order
 from dynpipe_ds.simulation.timetable import Timetable
+from tests.simulation.workloads import SIZES, random_workload
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 3), (4, 1), (4, 8), (5, 3), (7, 9), (8, 16)]
 
 
 def reference(workload: Workload, schedule: ScheduleName) -> Simulation:
     return simulate(workload, order_of(schedule, workload.num_micro_batches, workload.num_stages))
-
-
-def random_workload(rng: np.random.Generator, num_stages: int, num_micro_batches: int, *, varying: bool) -> Workload:
-    columns = num_micro_batches if varying else 1
-
-    def table(rows: int, scale: float) -> np.ndarray:
-        return rng.exponential(scale, (rows, columns))
-
-    return Workload(
-        table(num_stages, 1.0), table(num_stages, 2.0), num_micro_batches,
-        activation_link_s=table(num_stages - 1, 0.3), gradient_link_s=table(num_stages - 1, 0.3),
-        step_s=rng.random(num_stages).tolist(), activation_bytes=rng.integers(0, 9, num_stages).tolist(),
-        frozen_boundaries=int(rng.integers(0, num_stages)),
-    )
 
 
 def intervals(simulation: Simulation, stage: int) -> list[tuple[str, int, float, float]]:
@@ -396,28 +382,6 @@ def test_split_backwards_add_up() -> None:
         timetable = Timetable(order)
         assert timetable.makespan_s(workload) == result.makespan_s
         assert timetable.peak_bytes(workload) == tuple(stage.peak_activation_bytes for stage in result.stages)
-
-
-@pytest.mark.parametrize("schedule", get_args(ScheduleName))
-def test_a_timetable_says_the_same_to_the_bit(schedule: ScheduleName) -> None:
-    """Made once for an order, used for other seconds, with links, varying micro-batches and frozen stages."""
-    rng = np.random.default_rng(8)
-    for num_stages, num_micro_batches in SIZES:
-        order = order_of(schedule, num_micro_batches, num_stages)
-        timetables = [Timetable(order, frozen) for frozen in range(num_stages)]
-        for varying in (False, True, True):
-            workload = random_workload(rng, num_stages, num_micro_batches, varying=varying)
-            timetable, result = timetables[workload.frozen_boundaries], run_order(workload, order)
-            assert timetable.makespan_s(workload) == result.makespan_s
-            assert timetable.peak_bytes(workload) == tuple(stage.peak_activation_bytes for stage in result.stages)
-
-
-def test_a_timetable_is_for_its_order() -> None:
-    workload = Workload([1.0, 1.0], [1.0, 1.0], 2)
-    with pytest.raises(ValueError, match="of 2 stages, 2 micro-batches and 1 frozen boundaries for a workload of 2, 2"):
-        Timetable(order_of("1f1b", 2, 2), 1).makespan_s(workload)
-    with pytest.raises(ValueError, match="stage 0 waits for ever in RG0"):
-        Timetable(Order.parse("F0 SA0 RG0 B0 F1 SA1 RG1 B1 | RA0 F0 RA1 F1 B0 SG0 B1 SG1"))
 
 
 def test_orders_that_do_not_fit_are_refused() -> None:
