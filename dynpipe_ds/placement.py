@@ -285,5 +285,5 @@ def _check_order(cuts: tuple[int, ...], allow_empty: bool) -> None:
         if end == first and not allow_empty:
             raise ValueError(
                 f"boundaries {cuts} leave stage {stage} empty ({first} to {end}); every stage "
-                "needs a layer unless empty stages are allowed"
+                "needs a layer unless allow_empty_stages is true"
             )
