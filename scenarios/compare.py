@@ -246,12 +246,13 @@ def build_contender(
     Raises:
         ValueError: if the scenario does not fit the model or the data is too short.
     """
+    num_stages = settings.run.num_stages or dist.get_world_size()
+    settings = settings.decided(num_stages)
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
     start = settings.dynamic_partition_method if dynamic else None
-    num_stages = settings.run.num_stages or dist.get_world_size()
     with silence():
         module = DynamicPipelineModule(
-            layers=build_layers(scenario, settings.model_on(num_stages)),
+            layers=build_layers(scenario, settings.model),
             loss_fn=scenario.loss_fn(),
             num_stages=num_stages,
             partition_method=settings.partition_method if start is None else start,

@@ -51,6 +51,24 @@ def in_words(trained: Sequence[int]) -> str:
     return " and ".join(dict.fromkeys(map(str, trained)))
 
 
+def begun_with(settings: Settings) -> bool | None:
+    """What an interrupted run in the output folder has decided on ``model.split_blocks``; collective over all ranks.
+
+    Args:
+        settings: the job.
+
+    Returns:
+        Its value; ``None`` where there is no such run, or one that :meth:`JobCheckpoints.resume` will refuse.
+    """
+    box: list[Any] = [None]
+    if settings.run.resume and dist.get_rank() == 0:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            stored = _read(Path(settings.output_dir) / FOLDER / _JOB)
+            box = [stored and stored["settings"]["model"].get("split_blocks", False)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 class InterruptedRunError(Exception):
     """The run was asked to end (SIGTERM), and its state is saved."""
 

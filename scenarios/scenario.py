@@ -7,7 +7,6 @@ state of the scenario itself must be the same on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -144,11 +143,19 @@ class Scenario:
 def build_layers(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:
     """List the layers of a scenario's model; raises ``ValueError`` where its settings do not fit."""
     layers = _listed(scenario, model)
-    if model.split_blocks:
-        with contextlib.suppress(*[ValueError] * (model.split_blocks == "auto")):  # blocks that can't be cut
-            layers = split_layers(layers)
+    if model.split_blocks is True:
+        layers = split_layers(layers)
     scenario.cut_into(whole_layers(layers))
     return layers
+
+
+def can_split_blocks(scenario: Scenario, model: AnyModel) -> bool:
+    """Whether any layer of a scenario's model can be cut."""
+    try:
+        split_layers(_listed(scenario, model))
+    except ValueError:
+        return False
+    return True
 
 
 def _listed(scenario: Scenario, model: AnyModel) -> list[LayerSpec]:

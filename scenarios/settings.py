@@ -13,6 +13,7 @@ from scenarios.checking import choices, read, type_problems
 from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.pretrained import PretrainedModel
+from scenarios.scenario import build_scenario, can_split_blocks
 
 SECTION = "dynamic_pipeline"
 
@@ -192,17 +193,26 @@ class Settings:
             **{name: config[name] for name in _PLAIN},
         )
 
-    def model_on(self, num_stages: int) -> GPTConfig | PretrainedModel:
-        """Return the model, for so many stages: whether its blocks are cut where ``split_blocks`` leaves it open.
+    def decided(self, num_stages: int, begun: bool | None = None) -> Settings:
+        """Return the same job for so many stages, with all decided that was left open: whether blocks are cut.
 
         They stay whole where the job names layers by number, which it would do for whole blocks.
+
+        Args:
+            num_stages: S.
+            begun: what was decided when the job began, on other stages perhaps; ``None``: it begins now.
         """
+        if self.model.split_blocks != "auto":
+            return self
         section = self.deepspeed.get(SECTION, {})
         by_number = (self.partition_method, self.dynamic_partition_method, section.get("pinned_cuts") or None)
-        is_open = self.model.split_blocks == "auto"
-        if is_open and (self.model.depth > FEW_BLOCKS * num_stages or any(isinstance(one, list) for one in by_number)):
-            return replace(self.model, split_blocks=False)
-        return self.model
+        if begun is None:
+            scenario = build_scenario(self.scenario, self.scenario_settings)
+            begun = (
+                self.model.depth <= FEW_BLOCKS * num_stages and not any(isinstance(one, list) for one in by_number)
+                and can_split_blocks(scenario, self.model)
+            )  # fmt: skip
+        return replace(self, model=replace(self.model, split_blocks=begun))
 
     def deepspeed_config(self, *, dynamic: bool) -> dict[str, Any]:
         """Return DeepSpeed's configuration for the dynamic run, or for the static one.

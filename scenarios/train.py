@@ -36,7 +36,7 @@ from scenarios.machine import Reading, as_values, busy_words, count, since
 from scenarios.ranks import hear_warnings, rank
 from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
-from scenarios.resume import InterruptedRunError, JobCheckpoints, in_words
+from scenarios.resume import InterruptedRunError, JobCheckpoints, begun_with, in_words
 from scenarios.settings import SECTION, Settings, merge
 
 
@@ -213,6 +213,7 @@ def run(settings: Settings) -> None:
         )
     choose_threads(settings.run.threads)
     start_distributed()
+    settings = settings.decided(settings.run.num_stages or dist.get_world_size(), begun_with(settings))
     contenders = build(settings)
     checkpoints = JobCheckpoints(settings, contenders)
     checkpoints.listen()

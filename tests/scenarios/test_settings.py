@@ -59,7 +59,16 @@ def settings(*overrides: str) -> Settings:
 def test_blocks_are_cut_where_a_stage_has_few(overrides: tuple[str, ...], num_stages: int, num_layers: int) -> None:
     found = settings(*overrides)
     scenario = build_scenario(found.scenario, found.scenario_settings)
-    assert len(build_layers(scenario, found.model_on(num_stages))) == num_layers
+    assert len(build_layers(scenario, found.decided(num_stages).model)) == num_layers
+
+
+def test_a_job_keeps_what_was_decided_when_it_began() -> None:
+    for begun in (False, True):
+        job = settings().decided(4, begun)
+        assert job.model.split_blocks is begun and job.decided(1) == job.decided(12) == job
+    assert settings("model.split_blocks=true").decided(2, False).model.split_blocks is True, "and is told of it"
+    whole = settings("scenario=mod", "model.depth=4", "scenario.blocks=all").decided(2)
+    assert whole.model.split_blocks is False, "all blocks are routed around"
 
 
 @pytest.mark.parametrize("deepspeed", names("deepspeed_json", "json"))
@@ -68,7 +77,7 @@ def test_blocks_are_cut_where_a_stage_has_few(overrides: tuple[str, ...], num_st
 def test_every_configuration_composes(scenario: str, model: str, deepspeed: str) -> None:
     """Every file of conf/ with every other one: the scenario fits the model, the JSON is valid."""
     found = settings(f"scenario={scenario}", f"model={model}", f"deepspeed={deepspeed}")
-    specs = build_layers(build_scenario(found.scenario, found.scenario_settings), found.model_on(2))
+    specs = build_layers(build_scenario(found.scenario, found.scenario_settings), found.decided(2).model)
     assert len(specs) == found.model.depth + 2
     for dynamic in (False, True):
         section = parse_config(found.deepspeed_config(dynamic=dynamic))
