@@ -195,7 +195,8 @@ def measured(
         if low < high:
             forward_s[low] += costs.forward_s
             if high > moment.frozen_layers:
-                for table, added_s in ((backward_s, costs.backward_s), (input_s, costs.backward_s),
+                first_half_s = costs.backward_s * (low > moment.frozen_layers)  # no gradient is sent: nothing is done
+                for table, added_s in ((backward_s, costs.backward_s), (input_s, first_half_s),
                                        (weight_s, costs.weight_s)):  # fmt: skip
                     table[high - 1] += added_s
         if order is not None:

@@ -191,7 +191,7 @@ def as_profile(
     """A profile as the engine would measure it, without noise.
 
     Activations are those of :class:`~benchmarks.replay.layers.ReplayLayer`: as many bytes as the dense layer's
-    parameters, none in frozen layers.
+    parameters. Frozen layers hold none, nor gradients and optimizer state.
 
     Args:
         trace: names the layers.
@@ -201,14 +201,13 @@ def as_profile(
         batch: number of the batch.
         weight_share: of every backward, what computes gradients of weights and may be done later.
     """
-    # fp32 parameters, as many gradients, AdamW's two moments.
-    layers = tuple(
-        LayerProfile(
-            name, f, b, size // 4, size, size, 2 * size, 0 if i < moment.frozen_layers else dense, weight_share * b
-        )
-        for i, (name, f, b, size, dense) in enumerate(zip(
-            trace.layers, moment.forward_s, moment.backward_s, moment.parameter_bytes,
-            trace.batches[0].parameter_bytes, strict=True,
-        ))
-    )
-    return PipelineProfile(batch, tuple(boundaries), num_micro_batches, layers, ())
+    layers = []
+    for i, (name, f, b, size, dense) in enumerate(zip(
+        trace.layers, moment.forward_s, moment.backward_s, moment.parameter_bytes,
+        trace.batches[0].parameter_bytes, strict=True,
+    )):  # fmt: skip
+        trains = i >= moment.frozen_layers
+        # fp32 parameters, as many gradients, AdamW's two moments.
+        held = (size, size * trains, 2 * size * trains, dense * trains)
+        layers.append(LayerProfile(name, f, b, size // 4, *held, weight_share * b))
+    return PipelineProfile(batch, tuple(boundaries), num_micro_batches, tuple(layers), ())

@@ -96,8 +96,10 @@ class Halves:
         if whole_s := sum(layer.backward_s for layer in compared):
             self._costs.append(1.0 + sum(layer.split_s for layer in compared) / whole_s)
             self.cost = max(1.0, median(self._costs))
+        silent = _num_silent(profile)
         layers = tuple(
-            layer if i not in split else self._noted(i, layer, split[i]) for i, layer in enumerate(profile.layers)
+            layer if i not in split else self._noted(i, layer, split[i], counts=i >= silent)
+            for i, layer in enumerate(profile.layers)
         )
         seconds = [layer.backward_s for layer in layers]
         self._backward_s, self._batch = seconds if profile.batch else [], profile.batch  # the first is slow in parts
@@ -118,17 +120,19 @@ class Halves:
         if self.num_trials >= TRIALS:
             self._pause *= 2
 
-    def _noted(self, i: int, layer: LayerProfile, share: float) -> LayerProfile:
+    def _noted(self, i: int, layer: LayerProfile, share: float, *, counts: bool) -> LayerProfile:
         """A layer's whole backward, once what its halves say is noted.
 
         Args:
             i: its index.
             layer: as measured.
             share: of the batch's micro-batches, those whose backward was split.
+            counts: whether the halves say anything.
         """
         both_s = layer.backward_s + layer.split_s
-        earlier = [] if self._is_stale else self._shares.get(i, [])
-        self._shares[i] = [*earlier, layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
+        if counts:
+            earlier = [] if self._is_stale else self._shares.get(i, [])
+            self._shares[i] = [*earlier, layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
         whole_s = layer.backward_s if share < 1.0 else both_s / self.cost
         return replace(layer, backward_s=whole_s, weight_s=0.0, split_s=0.0)
 
@@ -188,3 +192,13 @@ def _split_shares(profile: PipelineProfile, order: Order) -> dict[int, float]:
         i: split[stage] for i, stage in enumerate(placement.layer_stages)
         if split[stage] and waits[i] and profile.layers[i].seconds
     }  # fmt: skip
+
+
+def _num_silent(profile: PipelineProfile) -> int:
+    """Layers up to the end of the first stage that trains.
+
+    It sends no gradient. Where layers were frozen under an order by which it did, it may compute all of its backward in
+    the second half, as if that were of its last layer.
+    """
+    trains = [i for i, layer in enumerate(profile.layers) if layer.backward_s > 0]
+    return next((end for end in profile.boundaries[1:] if trains and end > trains[0]), 0)
