@@ -203,6 +203,23 @@ def test_layers_that_do_not_wait_say_nothing_of_their_halves() -> None:
     assert halves.fill(run.true()) == before
 
 
+def test_a_stage_that_sends_no_gradient_says_nothing_of_halves() -> None:
+    """Its first layers were frozen under an order by which it sent one: all of its backward is in the second half."""
+    run, halves = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), Halves()
+    order = split_at_once(8, 4, 1)
+    for batch, ran in enumerate([None, None, order]):
+        halves.observe(run.measured(batch, ran), ran, is_trial=ran is not None)
+    before = halves.fill(run.true())
+    halves.expect_change()
+    frozen = [replace(layer, backward_s=0.0, weight_s=0.0) for layer in run.measured(3, order).layers[:2]]
+    odd = [replace(layer, weight_s=share * layer.backward_s) for layer, share in zip(
+        run.measured(3, order).layers[2:4], (0.0, 1.0), strict=True,
+    )]  # fmt: skip
+    measured = run.measured(3, order)
+    halves.observe(replace(measured, layers=(*frozen, *odd, *measured.layers[4:])), order, is_trial=False)
+    assert halves.fill(run.true()) == before
+
+
 def test_halves_are_measured_anew_when_layers_change() -> None:
     run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8), split_cost=2.0)
     deciding = balancer()
