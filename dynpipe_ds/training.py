@@ -177,7 +177,7 @@ class Training:
             self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
             if seconds.move_s > 0:  # a clock that jumped back is no cost
                 self.balancer.record_cost(seconds.move_s)
-            believed = self.balancer.speeds
+            believed = self.balancer.unequal_workers
             self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
             self._tell_speeds(believed)
             has_order = self.balancer.ordering.order is not None
@@ -187,16 +187,11 @@ class Training:
         self.profiler.count_noting(noting.seconds)
         return True
 
-    def _tell_speeds(self, believed: list[float] | None) -> None:
+    def _tell_speeds(self, believed: list[str]) -> None:
         """Log once which workers are slow, when that is believed otherwise than before."""
-        speeds = self.balancer.speeds
-        if speeds == believed or self.stage.pipeline.rank != 0:
-            return
-        told = [
-            f"stage {stage} {'slower' if speed < 1 else 'faster'} by {max(speed, 1 / speed):.2f}x"
-            for stage, speed in enumerate(speeds or ()) if speed != 1.0
-        ]
-        log.info("dynamic_pipeline: workers after batch %d: %s", self.num_batches, ", ".join(told) or "all alike")
+        told = self.balancer.unequal_workers
+        if told != believed and self.stage.pipeline.rank == 0:
+            log.info("dynamic_pipeline: workers after batch %d: %s", self.num_batches, ", ".join(told) or "all alike")
 
     def _balance(self) -> None:
         """Decide, agree, move; what fails on every rank together leaves training going on as before."""

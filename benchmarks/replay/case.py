@@ -103,7 +103,7 @@ class Case:
         layer_ms: forward and backward milliseconds of a mean layer in the first batch, which all times are
             scaled to; 0: as the trace says.
         every: interval of methods that have one, in batches.
-        speeds: relative speed of every stage; empty for all alike.
+        speeds: relative speed of every stage, or of every worker, a stage's replicas side by side; empty for all alike.
         link_ms: mean delay of a message; 0 for the machine's own.
         link_spread: the delays of messages are ``link_ms`` x N(1, spread), within 0 and 4 (0: none vary).
         seed: of dispersion, jitter and links.
@@ -152,8 +152,9 @@ class Case:
             raise ValueError("sends = 'waited', clock = 'virtual': only sleeping replay can wait for sends")
         if not 0 <= self.weight_share <= 1:
             raise ValueError(f"weight_share = {self.weight_share}: must be from 0 to 1")
-        if len(self.speeds) != self.num_stages or not all(0 < speed < math.inf for speed in self.speeds):
-            raise ValueError(f"speeds = {self.speeds}: need one > 0 for each of {self.num_stages} stages")
+        fits = len(self.speeds) in (self.num_stages, self.num_stages * self.replicas)
+        if not fits or not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"speeds = {self.speeds}: need one > 0 for each of {self.num_stages} stages, or workers")
         if self.num_batches <= WARM_UP:
             raise ValueError(f"num_batches = {self.num_batches}: must be more than the {WARM_UP} untimed ones")
         self._check_leaves()
@@ -183,6 +184,17 @@ class Case:
     def told_costs(self) -> Costs:
         """Of these, what the simulator is told of: messages in virtual time, which the engine measures, too."""
         return Costs(message_s=self.known_costs().message_s) if self.clock == "virtual" else Costs()
+
+    @property
+    def worker_speeds(self) -> np.ndarray:
+        """``(S, R)`` relative speeds."""
+        speeds = np.array(self.speeds).reshape(self.num_stages, -1)
+        return np.broadcast_to(speeds, (self.num_stages, self.replicas))
+
+    @property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """Of each stage's workers, the slowest one's."""
+        return tuple(self.worker_speeds.min(1).tolist())
 
     def micro_batch_factors(self, moment: TraceBatch, batch: int, replica: int = 0) -> np.ndarray:
         """``(L, M)`` factors of the layers' seconds, log-normal with mean 1, the trace's dispersion and the jitter.
@@ -226,7 +238,7 @@ class Case:
         """
         costs = costs or self.known_costs()
         factors = self.micro_batch_factors(moment, batch, replica)
-        slow = 1.0 / np.array(self.speeds)[:, None]
+        slow = 1.0 / self.worker_speeds[:, replica, None]
         spans = list(pairwise(boundaries))
 
         def stages(seconds: Sequence[float]) -> np.ndarray:

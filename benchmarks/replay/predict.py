@@ -64,8 +64,8 @@ def ideal_s(case: Case) -> float:
         profile = measured(at_unit_speed, moment, anything, batch, None, Costs())
         costs = profile.costs("time")
         partitions = {
-            tuple(optimal(costs, case.num_stages, speeds=case.speeds).boundaries),
-            tuple(simulated(costs, case.num_stages, speeds=case.speeds, profile=profile).boundaries),
+            tuple(optimal(costs, case.num_stages, speeds=case.stage_speeds).boundaries),
+            tuple(simulated(costs, case.num_stages, speeds=case.stage_speeds, profile=profile).boundaries),
         }
         seconds += min(
             max(
@@ -83,7 +83,7 @@ class _Run:
     def __init__(self, case: Case) -> None:
         self.case, self.trace, method = case, case.load_trace(), METHODS[case.method]
         self.costs = case.known_costs()
-        self.balancer = Balancer.from_section(method.section(case.every, case.speeds))
+        self.balancer = Balancer.from_section(method.section(case.every, case.stage_speeds))
         self.boundaries = tuple(first_boundaries(method, self.trace, case.num_stages))
         self.result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(self.boundaries))
         self._told = self.trace.at(0, case.num_batches)
@@ -184,10 +184,12 @@ def measured(
         The profile, without stages.
     """
     trace, count = case.load_trace(), case.num_micro_batches
-    factors = np.mean([case.micro_batch_factors(moment, batch, r) for r in range(case.replicas)], axis=0)
     spans = list(pairwise(boundaries))
-    slow = np.repeat(1.0 / np.array(case.speeds), [high - low for low, high in spans])
-    forward_s, backward_s = ((slow * seconds)[:, None] * factors for seconds in (moment.forward_s, moment.backward_s))
+    slow = np.repeat(1.0 / case.worker_speeds, [high - low for low, high in spans], axis=0)
+    factors = np.mean([
+        slow[:, r, None] * case.micro_batch_factors(moment, batch, r) for r in range(case.replicas)
+    ], axis=0)  # fmt: skip
+    forward_s, backward_s = (np.array(s)[:, None] * factors for s in (moment.forward_s, moment.backward_s))
     weight_s = case.weight_share * backward_s
     input_s = backward_s - weight_s
     split = np.zeros((len(trace.layers), count), dtype=bool)
@@ -243,6 +245,7 @@ def _stages(runs: Sequence[Simulation]) -> tuple[StageProfile, ...]:
             busy_s=fmean(one.busy_s for one in row), fill_drain_s=fmean(one.fill_s + one.drain_s for one in row),
             waiting_s=fmean(one.waiting_s + one.transfer_s for one in row), step_s=fmean(one.step_s for one in row),
             batch_s=batch_s, peak_memory_bytes=0,
+            replicas_busy_s=tuple(one.busy_s for one in row) if len(row) > 1 else (),
         )
         for row in rows
     )

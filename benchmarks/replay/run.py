@@ -125,12 +125,13 @@ class Replay:
         config = {
             "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.num_micro_batches,
             "steps_per_print": 10**9, "optimizer": OPTIMIZER,
-            "dynamic_pipeline": method.section(case.every, case.speeds),
+            "dynamic_pipeline": method.section(case.every, case.stage_speeds),
         }
         self.engine: Any = deepspeed.initialize(model=module, config=config)[0]
         self.moves: list[Move] = []
         self.engine.on_rebalance(self._note)
-        self._speed, self._replica = case.speeds[self.engine.stage_id], self.engine.grid.get_data_parallel_id()
+        self._replica = self.engine.grid.get_data_parallel_id()
+        self._speed = float(case.worker_speeds[self.engine.stage_id, self._replica])
         self._counts = counts
         _tell_passes(self.engine, clock)
         self._links: _Links | None = None
@@ -379,7 +380,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--layer-ms", type=float, default=30.0)
     parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--speeds", type=float, nargs="+", default=[], help="relative speed of every stage")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[], help="relative speed of every stage or worker")
     parser.add_argument("--link-ms", type=float, default=0.0, help="mean delay of a message")
     parser.add_argument("--link-spread", type=float, default=0.0, help="relative spread of the delays")
     parser.add_argument("--jitter", type=float, default=0.0, help="relative, of every layer and micro-batch")

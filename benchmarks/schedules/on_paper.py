@@ -63,7 +63,7 @@ def on_paper(case: Case) -> dict[str, OnPaper]:
         workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
         tables = (workload.forward_s, workload.backward_s)
         total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
-        found[LEAST].append(OnPaper(total_s / sum(case.speeds), 0.0))
+        found[LEAST].append(OnPaper(total_s / sum(case.stage_speeds), 0.0))
     return {
         row: OnPaper(math.fsum(one.seconds for one in each), fmean(one.bubble_ratio for one in each))
         for row, each in found.items()
@@ -94,7 +94,7 @@ def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], O
     start = profile.boundaries
     usual = order_of("1f1b", count, num_stages)
     costs = profile.costs("time")
-    best = simulated(costs, num_stages, profile=profile, speeds=case.speeds).boundaries
+    best = simulated(costs, num_stages, profile=profile, speeds=case.stage_speeds).boundaries
     message_s = case.known_costs().message_s
     links = {"activation_link_s": message_s, "gradient_link_s": message_s}
     first = replace(profile_of(case, 0), boundaries=start)
@@ -102,17 +102,17 @@ def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], O
     yield UNIFORM, (start, usual, True)
     yield TODAY, (best, usual, True)
     yield MESSAGES, (best, usual, False)
-    workload = Workload.from_profile(profile, best, speeds=case.speeds, **links)
+    workload = Workload.from_profile(profile, best, speeds=case.stage_speeds, **links)
     yield SPLIT, (best, split_at_once(count, num_stages, workload.frozen_boundaries + 1), False)
     # The best cut under 1F1B may hold more than the fullest worker did at the start; it is let have that.
     most_there = max(most, worker_bytes_of_1f1b(profile, best))
     caps = activation_caps(profile, best, most_there)
     whole = replace(profile, layers=tuple(replace(layer, weight_s=0.0) for layer in profile.layers))
-    whole_workload = Workload.from_profile(whole, best, speeds=case.speeds, **links)
+    whole_workload = Workload.from_profile(whole, best, speeds=case.stage_speeds, **links)
     yield ORDER, (best, plan_order(whole_workload, caps).order, False)
     yield PLANNED, (best, plan_order(workload, caps).order, False)
     together = plan_batch(
-        profile, [best, optimal(costs, num_stages, speeds=case.speeds).boundaries], worker_bytes=most_there,
-        speeds=case.speeds, **links,
+        profile, [best, optimal(costs, num_stages, speeds=case.stage_speeds).boundaries], worker_bytes=most_there,
+        speeds=case.stage_speeds, **links,
     )
     yield TOGETHER, (together.placement.boundaries, together.planned.order, False)

@@ -41,6 +41,7 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
         "stage_seconds": torch.tensor(
             [(s.busy_s, s.fill_drain_s, s.waiting_s, s.step_s, s.batch_s) for s in stages], dtype=torch.float64
         ),
+        "replicas_busy_s": [stage.replicas_busy_s for stage in stages],
         "stage_bytes": torch.tensor([stage.peak_memory_bytes for stage in stages], dtype=torch.int64),
         "link_s": [profile.link_s for profile in profiles],
     }
@@ -49,8 +50,10 @@ def pack(profiles: Sequence[PipelineProfile]) -> dict[str, Any]:
 def unpack(packed: dict[str, Any]) -> list[PipelineProfile]:
     """The profiles that :func:`pack` was given."""
     names, sizes = packed["names"], packed["sizes"].tolist()
-    of_stages = zip(packed["stage_seconds"].tolist(), packed["stage_bytes"].tolist(), strict=True)
-    stages = iter([[*times, num_bytes] for times, num_bytes in of_stages])
+    seconds = packed["stage_seconds"].tolist()
+    replicas_s = packed.get("replicas_busy_s", [()] * len(seconds))  # older checkpoints have none
+    of_stages = zip(seconds, packed["stage_bytes"].tolist(), replicas_s, strict=True)
+    stages = iter([(*times, num_bytes, busy_s) for times, num_bytes, busy_s in of_stages])
     profiles, links = [], packed.get("link_s", [()] * len(packed["table_of"]))  # older checkpoints have none
     for i, (table, seconds) in enumerate(zip(packed["table_of"], packed["seconds"].tolist(), strict=True)):
         profiles.append(PipelineProfile(

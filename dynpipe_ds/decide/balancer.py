@@ -143,6 +143,11 @@ class Balancer:
         return self._history.speeds.values
 
     @property
+    def unequal_workers(self) -> list[str]:
+        """Which workers are slower or faster than others, a few words each."""
+        return self._history.speeds.describe()
+
+    @property
     def newest(self) -> list[PipelineProfile]:
         """The newest ``profile_batches`` profiles as measured, oldest first."""
         return self._history.newest

@@ -81,7 +81,8 @@ class History:
             profile: as measured.
             whole: the same as if all backwards had run whole.
         """
-        has_news = self.speeds.observe(whole.batch, whole.boundaries, whole.costs("time"))
+        replicas_s = [stage.replicas_busy_s for stage in whole.stages]
+        has_news = self.speeds.observe(whole.batch, whole.boundaries, whole.costs("time"), replicas_s)
         at_unit_speed = self._at_unit_speed(whole)
         self._newest.append(profile)
         self._measured.append(whole)
@@ -93,7 +94,7 @@ class History:
         self.has_changed = self._sees_change(profile.boundaries)
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
-        speeds = self.speeds.values
+        speeds = self.speeds.means
         return profile if speeds is None else profile.at_unit_speed(speeds)
 
     def _convert(self) -> None:

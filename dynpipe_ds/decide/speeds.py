@@ -1,7 +1,8 @@
 """How fast workers are, from layers that were measured on several of them.
 
 What a layer takes on one worker is the product of what the layer costs and of how slow the worker is. Where layers move
-between two workers, and no layer has changed, the second follows from what they took before and after.
+between two workers, and no layer has changed, the second follows from what they took before and after. Replicas of a
+stage run the same layers, so one that is slow shows without any move (``replicas.py``).
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from statistics import median, median_low
 from typing import Any
 
 from dynpipe_ds.decide.evidence import noise_of
+from dynpipe_ds.decide.replicas import LEAST_RATIO, Replicas
 from dynpipe_ds.placement import Placement
-
-LEAST_RATIO = 1.1
-"""Workers that differ by less count as alike: such a difference changes a cut by a small layer at most."""
 
 CONFIDENCE = 2.0
 """A difference must exceed so many standard deviations of what was measured.
@@ -40,11 +39,13 @@ class Speeds:
         given: by the section, for each stage; ``None``: all alike. What is measured corrects it.
 
     Attributes:
-        values: one for each stage, 1.0 for a normal worker; ``None`` where none was given and none differs.
+        values: one for each stage, 1.0 for a normal worker, of replicas the slowest one's, which all others wait for;
+            ``None`` where none was given and none differs.
     """
 
     def __init__(self, given: Sequence[float] | None) -> None:
         self._given = None if given is None else tuple(given)
+        self._replicas = Replicas()
         self._links: dict[tuple[int, int], float] = {}  # logarithm of how much slower the second of two workers is
         self._boundaries: tuple[int, ...] = ()
         self._costs: deque[_Batch] = deque(maxlen=_BATCHES)
@@ -52,10 +53,23 @@ class Speeds:
         self._num_stages = 0
         self.values = self._put_together()
 
+    @property
+    def means(self) -> list[float] | None:
+        """The same of a mean over each stage's replicas, as layers are measured."""
+        if self.values is None or not self._replicas.slowness:
+            return self.values
+        ratios = [self._replicas.slowest(stage) - self._replicas.mean(stage) for stage in range(len(self.values))]
+        return [speed * math.exp(ratio) for speed, ratio in zip(self.values, ratios, strict=True)]
+
     def _put_together(self) -> list[float] | None:
-        if not self._links:
+        replicas = self._replicas
+        if not self._links and not replicas.slowness:
             return None if self._given is None else list(self._given)
-        given = [-math.log(speed) for speed in self._given or [1.0] * self._num_stages]
+        given = [
+            # Of a worker that was said to be slow, what one replica explains is that one's.
+            max(0.0, -math.log(speed) - replicas.slowest(stage)) if speed < 1.0 else -math.log(speed)
+            for stage, speed in enumerate(self._given or [1.0] * self._num_stages)
+        ]
         found = list(given)
         for group in self._groups():
             slowness = self._relative(group)
@@ -64,30 +78,38 @@ class Speeds:
             for stage in group:
                 value = slowness[stage] - shift
                 found[stage] = value if abs(value - given[stage]) > math.log(LEAST_RATIO) / 2 else given[stage]
-        if found == given:
+        if found == given and not replicas.slowness:
             return None if self._given is None else list(self._given)
-        return [math.exp(-value) for value in found]
+        return [math.exp(-value - replicas.slowest(stage)) for stage, value in enumerate(found)]
 
-    def observe(self, batch: int, boundaries: Sequence[int], costs: Sequence[float]) -> bool:
+    def observe(
+        self, batch: int, boundaries: Sequence[int], costs: Sequence[float], busy_s: Sequence[Sequence[float]] = ()
+    ) -> bool:
         """Take in what layers took in a batch.
 
         Args:
             batch: its number.
             boundaries: the partition it ran on.
-            costs: L seconds of a micro-batch, as measured.
+            costs: L seconds of a micro-batch, as measured, means over the replicas.
+            busy_s: S stages x R replicas, seconds that workers computed for; empty where there is one replica.
 
         Returns:
             Whether :attr:`values` are others than before.
         """
-        cuts, known = tuple(boundaries), self.values
+        cuts, known = tuple(boundaries), (self.values, self.means)
         if len(cuts) - 1 != self._num_stages:
             self._num_stages, self._links, self._before = len(cuts) - 1, {}, None
             self._costs.clear()
+            self._replicas = Replicas()
         elif cuts != self._boundaries:
             self._before = self._boundaries, list(self._costs)
             self._costs.clear()
         self._boundaries = cuts
-        self._costs.append((batch, tuple(costs)))
+        if self._replicas.observe(busy_s):
+            self.expect_change()  # what layers took before was divided by other speeds
+        stages = Placement.from_boundaries(cuts).layer_stages
+        usual = [math.exp(-self._replicas.mean(stage)) for stage in range(self._num_stages)]
+        self._costs.append((batch, tuple(cost * usual[stage] for cost, stage in zip(costs, stages, strict=True))))
         if self._before is not None and len(self._costs) >= _LEAST_BATCHES:
             before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
             if len(before) >= _LEAST_BATCHES:
@@ -95,7 +117,19 @@ class Speeds:
             if len(self._costs) == _BATCHES:  # later on layers may have changed
                 self._before = None
         self.values = self._put_together()
-        return self.values != known
+        return (self.values, self.means) != known
+
+    def describe(self) -> list[str]:
+        """Which workers differ, a few words each."""
+        found = []
+        for stage, speed in enumerate(self.values or ()):
+            differing = self._replicas.differing(stage)
+            named = [(f"replica {replica} of stage {stage}", math.exp(log)) for replica, log in differing]
+            found += named or [(f"stage {stage}", 1 / speed)]
+        return [
+            f"{name} {'slower' if slowness > 1 else 'faster'} by {max(slowness, 1 / slowness):.2f}x"
+            for name, slowness in found if slowness != 1.0
+        ]
 
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed: what they took before tells nothing of workers."""
@@ -164,7 +198,7 @@ class Speeds:
         """All of it, plain values."""
         return {
             "links": [(a, b, slower) for (a, b), slower in self._links.items()], "boundaries": self._boundaries,
-            "costs": list(self._costs), "before": self._before,
+            "costs": list(self._costs), "before": self._before, "replicas": self._replicas.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,6 +211,7 @@ class Speeds:
         self._boundaries = tuple(state.get("boundaries", ()))
         self._num_stages = max(0, len(self._boundaries) - 1)
         self._costs = deque(map(_batch, state.get("costs", ())), maxlen=_BATCHES)
+        self._replicas.load_state_dict(state.get("replicas", {}))
         before = state.get("before")
         self._before = None if before is None else (tuple(before[0]), list(map(_batch, before[1])))
         self.values = self._put_together()

@@ -87,7 +87,7 @@ def gather_profile(
     """Put all ranks' measurements together; collective over all ranks.
 
     Every rank adds the same numbers in the same order, so that all end with the same profile. Replicas
-    of a stage are averaged.
+    of a stage are averaged, but for what each computed.
 
     Args:
         times: this rank's times.
@@ -129,14 +129,16 @@ def gather_profile(
     end_s = float(rows[:, 4].max())
     stages = []
     for s in range(num_stages):
-        mean = rows[rows[:, 0] == s].mean(0)
+        workers = rows[rows[:, 0] == s]
+        mean = workers.mean(0)
         stages.append(StageProfile(
             busy_s=float(mean[1]),
             fill_drain_s=float(mean[2] + end_s - mean[4]),
             waiting_s=float(mean[3]),
             step_s=float(mean[5]),
             batch_s=float(mean[6]),
-            peak_memory_bytes=int(rows[rows[:, 0] == s][:, 7].max()),
+            peak_memory_bytes=int(workers[:, 7].max()),
+            replicas_busy_s=tuple(workers[:, 1].tolist()) if len(workers) > 1 else (),
         ))
     profile = PipelineProfile(
         batch=batch,

@@ -106,6 +106,8 @@ class StageProfile:
         step_s: seconds of gradient reduction and optimizer step.
         batch_s: seconds of the whole batch.
         peak_memory_bytes: most bytes allocated during the batch.
+        replicas_busy_s: ``busy_s`` of each of R data-parallel replicas, of which the other seconds are means; empty
+            where there is one.
 
     Raises:
         ValueError: for a negative or non-finite number.
@@ -117,9 +119,13 @@ class StageProfile:
     step_s: float
     batch_s: float
     peak_memory_bytes: int
+    replicas_busy_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas_busy_s", tuple(self.replicas_busy_s))
         _check_fields(self, "stage")
+        if not all(0 <= seconds < math.inf for seconds in self.replicas_busy_s):
+            raise ValueError(f"stage: replicas_busy_s = {self.replicas_busy_s}: must be finite seconds >= 0")
 
     @property
     def idle_s(self) -> float:

@@ -125,3 +125,16 @@ def test_a_slow_worker_need_not_be_told() -> None:
     assert measured.wall_s < 1.05 * told.wall_s
     assert measured.last_throughput() > 0.97 * told.last_throughput()
     assert len(measured.moves) <= len(told.moves) + 2
+
+
+@pytest.mark.parametrize("worker", [0, 3, 6])
+def test_one_slow_replica_is_found_within_ten_batches(worker: int) -> None:
+    """Four stages of two replicas: the partition is soon within 95% of the best one for the worker that paces all."""
+    speeds = tuple(1 / 1.5 if number == worker else 1.0 for number in range(8))
+    case = Case("model:dense:24", "optimal:time, auto, speeds measured", 4, 16, 24, 15.0, speeds=speeds, replicas=2)
+    measured = predict(case)
+    assert [move for move in measured.moves if move.batch > 10] == []
+    told = predict(replace(case, method="optimal:time, auto"))
+    assert measured.last_throughput() > 0.95 * told.last_throughput()
+    mean = predict(replace(case, method="static uniform"))
+    assert measured.last_throughput() > 1.1 * mean.last_throughput()

@@ -138,3 +138,17 @@ def test_a_run_on_paper_is_that_of_the_engine() -> None:
         assert told.moves and told.num_orders > 1
         assert told.wall_s == pytest.approx(result.wall_s, rel=0.005)
         assert told.planning_s == pytest.approx(result.planning_s, rel=0.2)
+
+
+# One of four workers is slow; nobody says so.
+UNEQUAL = Case(
+    "model:dense:12", "optimal:time, auto, speeds measured", 2, 8, 14, 10.0, replicas=2, speeds=(1.0, 1.0, 1.0, 0.5)
+)
+
+
+def test_one_slow_replica_is_found_on_ranks() -> None:
+    [(result, _)] = run_ranks(_replay_all, 4, [UNEQUAL])[0]
+    told = predict(UNEQUAL)
+    assert [(m.batch, m.boundaries) for m in result.moves] == [(m.batch, m.boundaries) for m in told.moves]
+    best = predict(replace(UNEQUAL, method="optimal:time, auto")).moves[-1].boundaries
+    assert result.moves[-1].boundaries == best and result.moves[-1].batch <= 10

@@ -51,3 +51,13 @@ def test_halves_of_backwards_are_kept() -> None:
     layers = [replace(layer, weight_s=layer.backward_s / 3, split_s=0.125) for layer in whole.layers]
     mixed = [whole, replace(whole, layers=layers)]
     assert unpack(pack(mixed)) == mixed
+
+
+def test_seconds_of_replicas_are_kept() -> None:
+    (alone,) = profiles(1, 3, 2)
+    stages = [replace(stage, replicas_busy_s=(stage.busy_s, 2.0)) for stage in alone.stages]
+    mixed = [alone, replace(alone, stages=stages)]
+    assert unpack(pack(mixed)) == mixed
+    old = pack([alone])
+    del old["replicas_busy_s"]
+    assert unpack(old) == [alone]
