@@ -93,6 +93,7 @@ class Orders:
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
         self._kept: Timetable | None = None
         self._newest_batch = self._looked_at = -1
+        self._ran_on: tuple[int, ...] = ()
         self._batch_s = 0.0
 
     # -- observing ----------------------------------------------------------------------------
@@ -108,7 +109,8 @@ class Orders:
         """
         self._known.clear()
         self.gain = 0.0
-        if cost_s > 0 and self.spent >= _MEASURED_BY:
+        moved, self._ran_on = profile.boundaries != self._ran_on, profile.boundaries
+        if cost_s > 0 and self.spent >= _MEASURED_BY and not moved:  # else deciding counts with the move
             self._rates.append(self.spent / cost_s)
         self.spent = 0
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
@@ -361,7 +363,7 @@ class Orders:
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
             "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
-            "spent": self.spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
+            "ran_on": self._ran_on, "spent": self.spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -379,6 +381,7 @@ class Orders:
         self._start = None if state.get("start") is None else tuple(state["start"])
         self._worker_bytes = state.get("worker_bytes", 0)
         self._newest_batch = state.get("newest_batch", -1)
+        self._ran_on = tuple(state.get("ran_on", ()))
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
         self._rates, self.spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()

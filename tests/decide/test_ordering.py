@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.decide.halves import Halves
-from dynpipe_ds.decide.orders import FIRST_EFFORT, RATE, SHARE_OF_TIME
+from dynpipe_ds.decide.orders import FIRST_EFFORT, RATE, SHARE_OF_TIME, Orders
+from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.planning import plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
 from dynpipe_ds.simulation import Workload, simulate
@@ -318,6 +320,19 @@ def test_planning_keeps_within_its_share() -> None:
         run.train(deciding, 1, first=batch)
         looked_at += deciding.ordering.num_looked_at
     assert 0 < looked_at / RATE < 1.5 * SHARE_OF_TIME * sum(run.seconds) + FIRST_EFFORT / RATE
+
+
+def test_what_deciding_took_before_a_move_says_nothing_of_planning() -> None:
+    """It counts with the move, so what is left of it is too little for what was looked at."""
+    run = OnPaper(UNEQUAL, (0, 2, 4, 6, 8))
+    orders, earned = Orders(DynamicPipelineConfig(enabled=True), Speeds(None)), []
+    for batch, second_cut in enumerate([2, 2, 3, 2, 3]):
+        moved = run.boundaries[1] != second_cut
+        run.boundaries = (0, second_cut, 4, 6, 8)
+        orders.effort, orders.spent = 0.0, 10**6
+        orders.observe(run.measured(batch, None), None, is_trial=False, cost_s=1e-9 if moved else 20 * 10**6 / RATE)
+        earned.append(orders.effort / run.measured(batch, None).stages[0].batch_s)
+    assert earned[1:] == pytest.approx([RATE * SHARE_OF_TIME / 20] * 4)
 
 
 def test_another_cut_is_taken_at_a_glance_when_planning_is_spent() -> None:
