@@ -66,6 +66,8 @@ class Layout:
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a tensor that lies so."""
+        if not self.offset:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         return self._in(torch.empty(self.offset + self.span, dtype=self.dtype, device=device))
 
     def zeros(self, device: torch.device) -> Tensor:

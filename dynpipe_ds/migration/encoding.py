@@ -67,6 +67,7 @@ class Encoder:
         built: what only the template has, and where.
         built_hooks: the same, of hooks, without which a layer can move.
         lost: hooks and attributes that can't be carried, one sentence each.
+        runs_code: whether decoding runs code that may read tensors, so that they must have come.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Encoder:
         self.built: list[str] = []
         self.built_hooks: list[str] = []
         self.lost: list[str] = []
+        self.runs_code = False
 
     def encode(self, obj: Any, path: str = "") -> Any:
         """Encode a value; messages say where it is.
@@ -183,6 +185,7 @@ class Encoder:
             return ("method", self._class(cls, path), obj.name)
         if cls is torch.Generator:
             state = (obj.device.type, _number(self._tensors, obj.get_state(), path))
+            self.runs_code = True
             return ("generator", self._remember(obj, path), *state)
         if cls is torch.device and obj == self._device:
             return ("own_device",)
@@ -256,6 +259,7 @@ class Encoder:
             # Made for this call, so no path leads to them: looking for one would search all of the script's globals.
             nodes = [self._by_kind(given, f"{path}[{i}]") for i, given in enumerate(plain)]
             made_by = ("object", self._class(arguments[0], path), ("tuple", nodes))
+            self.runs_code = self.runs_code or any(plain)
         elif isinstance(maker, type) and issubclass(cls, maker):
             made_by = ("call", self._class(maker, path), self.encode(tuple(arguments), path))
         elif full_name(maker) in MAKERS:
@@ -266,6 +270,10 @@ class Encoder:
 
     def _made(self, obj: Any, path: str, made_by: tuple[Any, ...], state: Any, items: Any, pairs: Any) -> Any:
         kind, *how = made_by
+        setter = getattr(type(obj), "__setstate__", None)
+        is_plain = setter in (None, nn.Module.__setstate__) and type(state) in (dict, types.NoneType)
+        is_plain = is_plain and (kind, items, pairs) == ("object", None, None)
+        self.runs_code = self.runs_code or not (is_plain or type(obj) is OrderedDict)
         return (
             kind, self._remember(obj, path), *how, self._state(obj, state, path),
             None if items is None else self._items(items, path), None if pairs is None else self._pairs(pairs, path),

@@ -1,9 +1,8 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases: pack what leaves, tell what comes, allocate for it, and vote; transfer weights; put the layers together, take
-them into module and optimizer, and vote, while optimizer state travels; fill it in, and vote. Until the last vote every
-rank can go back. What fails while data travels can't be voted on, since others wait for it: that ends all ranks
-(``fatal.py``).
+Phases: pack what leaves, tell what comes, allocate for it, and vote; put the layers together and take them into module
+and optimizer while weights and optimizer state travel, and vote. Until the last vote every rank can go back. What fails
+while data travels can't be voted on, since others wait for it: that ends all ranks (``fatal.py``).
 """
 
 from __future__ import annotations
@@ -103,24 +102,31 @@ class Migration:
             error = caught
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
 
-        def get_ready() -> tuple[_Coming, Transfer, Transfer] | None:
+        def get_ready() -> tuple[tuple[_Coming, Transfer, Transfer] | None, int]:
             if error is not None:
                 raise error
             if len(skeletons) < len(self._coming):
-                return None  # the rank that did not send says why
+                return None, 0  # the rank that did not send says why
             coming = self._allocate(skeletons)
             journeys = self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
-            return coming, *journeys
+            return (coming, *journeys), int(any(package.encoder.runs_code for package in packages.values()))
 
-        ready = change.together(get_ready)
+        ready, some_read = change.together_with_news(get_ready)
         assert ready is not None
         coming, weights, states = ready
         weights.start()
         states.start()
-        weights.finish()
+        if some_read:
+            weights.finish()
+
+        def arrive() -> None:
+            if not some_read:
+                weights.finish()
+            states.finish()
+
         change.run(
             lambda: self._take_in(skeletons, coming), self._put_back,
-            {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=states.finish,
+            {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=arrive,
         )
         self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
         for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):

@@ -1,7 +1,8 @@
 """One change of what a stage's optimizer works on: all ranks change, or none does.
 
 Moving layers, replacing parameters and freezing are such changes. Each has the same steps: every rank takes in its
-new parameters, all vote; the optimizer's state is filled in, all vote; then what was kept for going back is dropped.
+new parameters and their optimizer state, all vote; then what was kept for going back is dropped. An optimizer that
+copies what travels does so when it has come, and all vote again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
-from dynpipe_ds.ranks.agreement import together
+from dynpipe_ds.ranks.agreement import together_with_news
 
 T = TypeVar("T")
 
@@ -53,7 +54,11 @@ class Transaction:
         Raises:
             MigrationError: on every rank, with the same text, if any rank's action raised.
         """
-        return together(action, self._device, self._failure)
+        return self.together_with_news(lambda: (action(), 0))[0]
+
+    def together_with_news(self, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+        """As :meth:`together`, and the greatest of the small numbers that the ranks' actions return as well."""
+        return together_with_news(action, self._device, self._failure)
 
     def run(
         self, take_in: Callable[[], object], undo: Callable[[], object], states: Mapping[nn.Parameter, State], *,
@@ -62,10 +67,11 @@ class Transaction:
         """Carry it out; collective over all ranks.
 
         Args:
-            take_in: this rank's part without optimizer state; may run out of memory, does not communicate.
+            take_in: this rank's part without optimizer state; may run out of memory, does not communicate, and reads
+                nothing that still travels.
             undo: puts back what ``take_in`` changed outside the optimizer, however far it came.
             states: complete optimizer state of the parameters that come.
-            meanwhile: communication that ends between the votes, into memory that nobody uses if the change fails.
+            meanwhile: waits for what travels while ``take_in`` works; into memory that nobody uses if the change fails.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank could not do its part; all is as before.
@@ -83,16 +89,27 @@ class Transaction:
     def _vote_and_fill(
         self, take_in: Callable[[], object], states: Mapping[nn.Parameter, State], meanwhile: Callable[[], object]
     ) -> None:
+        is_filled = True
+
+        def change() -> tuple[None, int]:
+            nonlocal is_filled
+            take_in()
+            is_filled = self._optimizer is None or not (self._optimizer.is_changing and self._optimizer.copies)
+            if is_filled:
+                self._fill(states)
+            return None, int(not is_filled)
+
         refused: MigrationError | None = None
+        some_copy = 0
         try:
-            self.together(take_in)
+            some_copy = self.together_with_news(change)[1]
         except MigrationError as error:
             refused = error
         meanwhile()
         if refused is not None:
             raise refused
-        # It communicates, but only among replicas, which fail together.
-        self.together(lambda: self._fill(states))
+        if some_copy:  # it communicates, but only among replicas, which fail together
+            self.together(lambda: None if is_filled else self._fill(states))
 
     def _fill(self, states: Mapping[nn.Parameter, State]) -> None:
         if self._optimizer is not None and self._optimizer.is_changing:

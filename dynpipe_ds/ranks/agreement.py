@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_FAILED = 2**62
+"""Greater than all news."""
+
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every rank has, by rank; collective over the ranks of a group."""
@@ -80,15 +83,34 @@ def together(
     Raises:
         Exception: what ``failure`` made, on every rank, if any rank's action raised.
     """
+    return together_with_news(lambda: (action(), 0), device, failure, group)[0]
+
+
+def together_with_news(
+    action: Callable[[], tuple[T, int]], device: torch.device, failure: Callable[[str], Exception],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[T, int]:
+    """As :func:`together`, and tell the others a small number in the same message.
+
+    Args:
+        action: returns its result, and the number.
+        device: as there.
+        failure: as there.
+        group: as there.
+
+    Returns:
+        What this rank's action returned, and the greatest of the ranks' numbers.
+    """
     error: Exception | None = None
+    news = _FAILED
     try:
-        result = action()
+        result, news = action()
     except Exception as caught:
         error = caught
-    message = first_error(error, device, group)
-    if message is not None:
-        raise failure(message) from error
-    return result
+    news = greatest(news, device, group)
+    if news == _FAILED:
+        raise failure(_all_errors(error, group)) from error
+    return result, news
 
 
 def disagreement(

@@ -47,7 +47,7 @@ class FlatOptimizer(StageOptimizer):
 
     def _forget_change(self) -> None:
         self._sources: dict[nn.Parameter, Source] = {}
-        self._new_made: NewBuffers = {}
+        self._received: dict[nn.Parameter, Tensor] = {}  # memory of those that come
         self._taken: NewBuffers = {}  # of these, what DeepSpeed took
         self._before = None
 
@@ -108,9 +108,13 @@ class FlatOptimizer(StageOptimizer):
         self._sources = {
             p: self._source(p) for p in self.groups.index if p.requires_grad and p not in gone and self._is_flat(p)
         }
+        self._received = {p: p.data for p in arrived}
         for parameter in involved:
             _forget_wrapper(parameter)
         self.groups.replace(gone, arrived)
+        for parameter in self.groups.index.keys() - arrived:
+            if not parameter.requires_grad and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()  # a view would keep the old flat buffer alive
         self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=True)
         basic.state = defaultdict(dict)
@@ -145,9 +149,24 @@ class FlatOptimizer(StageOptimizer):
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
 
+    @property
+    @override
+    def copies(self) -> bool:
+        return bool(self._to_fill() or self._elsewhere())
+
+    def _to_fill(self) -> list[nn.Parameter]:
+        """Parameters whose buffers DeepSpeed made."""
+        return [p for p, i in self.groups.index.items() if i not in self._taken and self._is_flat(p)]
+
+    def _elsewhere(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights of parameters that come, and where they are received, if these are two."""
+        return [(p.data, d) for p, d in self._received.items() if p.numel() and p.data_ptr() != d.data_ptr()]
+
     @override
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        to_fill = [p for p, i in self.groups.index.items() if i not in self._taken and self._is_flat(p)]
+        for weights, received in self._elsewhere():
+            weights.copy_(received)
+        to_fill = self._to_fill()
         arrived = ((p, states.get(p, {})) for p in to_fill if p not in self._sources)
         kept = _full_states({p: self._sources[p] for p in to_fill if p in self._sources})
         error: Exception | None = None
@@ -264,8 +283,6 @@ def _forget_wrapper(parameter: nn.Parameter) -> None:
     for name in PARAMETER_MARKS & vars(parameter).keys():
         delattr(parameter, name)
     parameter.grad = None
-    if not parameter.requires_grad:
-        parameter.data = parameter.data.clone()  # a view would keep the old flat buffer alive
 
 
 def _like(value: Any, flat: Tensor) -> Any:

@@ -39,6 +39,11 @@ class StageOptimizer(ABC):
         """Whether ``prepare`` has begun a change that is neither final nor undone."""
         return self._before is not None
 
+    @property
+    def copies(self) -> bool:
+        """Whether ``fill``, after ``prepare``, reads what comes; else it may be called while that travels."""
+        return False
+
     @abstractmethod
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
@@ -72,13 +77,15 @@ class StageOptimizer(ABC):
 
         Args:
             departed: parameters that leave.
-            arrived: group index of each parameter that comes.
+            arrived: group index of each parameter that comes; its weights may still travel.
             buffers: what ``make_buffers`` returned for these.
         """
 
     @abstractmethod
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        """Write the state of all parameters into what ``prepare`` made; collective over replicas, which fail together.
+        """Give all parameters their state, and weights where ``prepare`` put them elsewhere.
+
+        Collective over replicas, which fail together, if it :attr:`copies`.
 
         Args:
             states: what ``export`` gave for the parameters that came.
