@@ -102,8 +102,10 @@ class Decoder:
 
     def _make_named(self, _twin: Any, module: str, name: str) -> Any:
         try:
-            importlib.import_module(module)
             obj = named(module, name)
+            if obj is None:
+                importlib.import_module(module)
+                obj = named(module, name)
         except ImportError as error:
             raise DecodingError(f"{module}.{name} can't be imported here ({error})") from error
         if obj is None:
@@ -289,7 +291,9 @@ def _set_state(made: Any, state: Any, is_raw: bool) -> None:
 
 def _item(twin: Any, key: Any) -> Any:
     """What a container of the template has at a place."""
+    if twin is _ABSENT:
+        return _ABSENT
     try:
-        return twin[key] if isinstance(twin, list | tuple | dict) else _ABSENT
+        return twin[key] if isinstance(twin, (list, tuple, dict)) else _ABSENT
     except (LookupError, TypeError):
         return _ABSENT

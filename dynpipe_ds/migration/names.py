@@ -209,8 +209,10 @@ _seen_packages: set[str] = set()
 
 def _new_modules() -> Iterator[tuple[Path, types.ModuleType]]:
     """The script's own modules, with their paths; others are noted."""
-    for name, module in sys.modules.copy().items():
-        if not is_a(module, types.ModuleType) or name in _seen_packages:
+    modules = sys.modules.copy()
+    for name in [name for name in modules if name not in _seen_packages]:
+        module = modules[name]
+        if not is_a(module, types.ModuleType):
             continue
         path = (GLOBALS, name)
         if name == "__main__" or _is_script(name, module):

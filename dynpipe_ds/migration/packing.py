@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from dynpipe_ds.migration.encoding import CantCarryError, Encoder, Taken
 from dynpipe_ds.migration.hooks import TENSOR_HOOKS, hook_tables, is_optimizers
 from dynpipe_ds.migration.names import Names, no_names
 from dynpipe_ds.migration.transport import memory_order
+
+_dtype_name = cache(dtype_name)  # looking it up takes longer than all else that is asked of a tensor
 
 _OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
 
@@ -67,8 +70,8 @@ class TensorSpec(NamedTuple):
         """The kind of a tensor."""
         data = _bare(source)
         return cls(
-            tuple(data.shape), _dense_stride(data), dtype_name(data.dtype), data.device.type == "cpu",
-            isinstance(source, nn.Parameter), source.requires_grad and source.is_leaf,
+            tuple(data.shape), _dense_stride(data), _dtype_name(data.dtype), data.device.type == "cpu",
+            type(source) is nn.Parameter, source.requires_grad and source.is_leaf,
             0 if data.is_meta or not data.numel() else data.data_ptr() % LINE_BYTES // data.element_size(),
         )
 
