@@ -180,7 +180,7 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group mpu"),
     "deepspeed.accelerator": _needed("get_accelerator"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
-        "Event communication_backend_name current_device_name device_count device_name get_rng_state "
+        "Event available_memory communication_backend_name current_device_name device_count device_name get_rng_state "
         "is_synchronized_device manual_seed_all max_memory_allocated set_rng_state total_memory"
     ),
 }

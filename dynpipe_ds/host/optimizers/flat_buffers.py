@@ -11,11 +11,13 @@ import contextlib
 import functools
 import io
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import torch as torch_helpers
@@ -39,7 +41,8 @@ _REPORTS = (
     (bf16_optimizer, "see_memory_usage"), (stage_1_and_2, "see_memory_usage"), (stage_1_and_2, "empty_cache"),
 )
 
-_ASKED_OFTEN = "required_torch_version"  # once a parameter, which takes longer than all else that is done with it
+_asked_once = functools.cache(torch_helpers.required_torch_version)
+"""DeepSpeed asks once a parameter, which takes longer than all else that is done with it."""
 
 
 @dataclass(frozen=True)
@@ -227,8 +230,11 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         for module, name in _REPORTS:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_, **__: None)
-        stack.callback(setattr, torch_helpers, _ASKED_OFTEN, getattr(torch_helpers, _ASKED_OFTEN))
-        setattr(torch_helpers, _ASKED_OFTEN, functools.cache(getattr(torch_helpers, _ASKED_OFTEN)))
+        stack.callback(setattr, torch_helpers, "required_torch_version", torch_helpers.required_torch_version)
+        torch_helpers.required_torch_version = _asked_once
+        if (accelerator := get_accelerator()).device_name() == "cpu":  # whatever is left, buffers are made there
+            stack.callback(delattr, accelerator, "available_memory")
+            accelerator.available_memory = lambda *_: math.inf  # asking the system takes long
         logger.addFilter(_is_warning)  # setting a level makes every logger of the process forget what it knows
         stack.callback(logger.removeFilter, _is_warning)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
