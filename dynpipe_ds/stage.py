@@ -110,18 +110,21 @@ class Stage:
     def _change(self) -> Change:
         return Change.between(self._trainable, trainable_flags(self.module))
 
+    def _unnoticed(self) -> Change:
+        """What the other ranks need to know of, hooks that were removed included."""
+        return Change.OTHER if self.module.surroundings.hooks.has_removed() else self._change()
+
     # -- how it changes -----------------------------------------------------------------------
 
-    def move(self, placement: Placement) -> int:
+    def move(self, placement: Placement) -> int | None:
         """Let layers and their optimizer state move; collective over all ranks.
-
-        What was frozen must have been noticed.
 
         Args:
             placement: checked, the same on every rank.
 
         Returns:
-            Bytes that this rank sent or received, whichever is more.
+            Bytes that this rank sent or received, whichever is more; ``None`` on every rank, and nothing has moved, if
+            what was frozen on some rank has to be noticed first.
 
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
@@ -132,8 +135,10 @@ class Stage:
                 "engine._configure_optimizer"
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
-            num_bytes = Migration(self, placement, buffer_bytes=self._buffer_bytes).run()
-            self.settle()
+            has_news = self._unnoticed() is not Change.NONE
+            num_bytes = Migration(self, placement, buffer_bytes=self._buffer_bytes).run(has_news=has_news)
+            if num_bytes is not None:
+                self.settle()
         return num_bytes
 
     def replace(self, replacements: Sequence[ParameterReplacement]) -> None:
@@ -159,7 +164,7 @@ class Stage:
         if self.optimizer is None:
             return Change.NONE
         mine, surroundings, layers = self._change(), self.module.surroundings, self.local_layers()
-        everywhere = Change(greatest(Change.OTHER if surroundings.hooks.has_removed() else mine, self.device))
+        everywhere = Change(greatest(self._unnoticed(), self.device))
         if everywhere is Change.NONE:
             return everywhere
         remove_everywhere(surroundings.hooks, layers)

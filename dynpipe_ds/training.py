@@ -298,8 +298,11 @@ class Training:
         Raises:
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        self.notice_frozen_layers()
         num_bytes = self.stage.move(placement)
+        if num_bytes is None:
+            self.notice_frozen_layers()
+            num_bytes = self.stage.move(placement)
+            assert num_bytes is not None
         self.profiler.sizes_changed()
         return num_bytes
 
@@ -361,8 +364,7 @@ class Training:
         """
         stage = self.stage
         with stage.guard.naming_lost_ranks("boundaries were compared"):
-            same_everywhere(boundaries, "the boundaries to move to", stage.device)
-            num_batches = self._agreed_hold(hold)
+            num_batches = self._agreed_hold(boundaries, hold)
         names = stage.module.layer_names()
         check_cuts(boundaries, self.profiler.obstacles, names)
         checked = check_boundaries(
@@ -373,17 +375,18 @@ class Training:
         self.balancer.hold(self.num_batches, num_batches)
         return event
 
-    def _agreed_hold(self, hold: Hold | None) -> Hold:
-        """What a call says of how long it holds, checked and the same on every rank."""
+    def _agreed_hold(self, boundaries: Sequence[int], hold: Hold | None) -> Hold:
+        """How long boundaries hold, checked; as the boundaries, the same on every rank."""
         error: ValueError | None = None
         num_batches = self.config.hold_batches
         try:
             num_batches = num_batches if hold is None else checked_hold(hold)
         except ValueError as caught:
             error = caught
-        number = 0 if num_batches == "forever" else num_batches
-        problem = disagreement([number], "how many batches the boundaries hold (0: forever)", self.stage.device, error)
-        if problem is not None:
+        number, device = 0 if num_batches == "forever" else num_batches, self.stage.device
+        if disagreement([number, *boundaries], "hold and boundaries", device, error) is not None:
+            same_everywhere(boundaries, "the boundaries to move to", device)
+            problem = disagreement([number], "how many batches the boundaries hold (0: forever)", device, error)
             raise error or ValueError(problem)
         return num_batches
 

@@ -33,6 +33,8 @@ from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.telling import warn
 
+_NEWS = 2
+
 
 @dataclass
 class _Coming:
@@ -83,11 +85,15 @@ class Migration:
         self._warnings: list[str] = []
         self._journal: Journal = []
 
-    def run(self) -> int:
+    def run(self, *, has_news: bool = False) -> int | None:
         """Carry it out; collective over all ranks.
 
+        Args:
+            has_news: whether the optimizer has to be told of something on this rank before anything moves.
+
         Returns:
-            Bytes that this rank sent or received, whichever is more.
+            Bytes that this rank sent or received, whichever is more; ``None`` on every rank, and nothing has moved, if
+            any rank has news.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
@@ -103,6 +109,8 @@ class Migration:
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
 
         def get_ready() -> tuple[tuple[_Coming, Transfer, Transfer] | None, int]:
+            if has_news:
+                return None, _NEWS
             if error is not None:
                 raise error
             if len(skeletons) < len(self._coming):
@@ -112,6 +120,8 @@ class Migration:
             return (coming, *journeys), int(any(package.encoder.runs_code for package in packages.values()))
 
         ready, some_read = change.together_with_news(get_ready)
+        if some_read == _NEWS:
+            return None
         assert ready is not None
         coming, weights, states = ready
         weights.start()
