@@ -27,11 +27,13 @@ from dynpipe_ds.simulation import Simulation, Timetable, Workload, simulate
 Table = Any  # of numbers: layer x micro-batch
 
 
-def predict(case: Case) -> Result:
+def predict(case: Case, start: Sequence[int] | None = None, until: int | None = None) -> Result:
     """Simulate a run.
 
     Args:
         case: the run; its clock does not matter. A batch of several replicas ends with the slowest.
+        start: the first partition; ``None``: the method's.
+        until: how many of its batches to run; ``None``: all.
 
     Returns:
         Its result, of kind ``"simulation"``.
@@ -41,8 +43,8 @@ def predict(case: Case) -> Result:
     """
     if case.leaves:
         raise ValueError(f"leaves = {case.leaves}: workers that drop out can be replayed, not simulated")
-    run = _Run(case)
-    for batch in range(case.num_batches):
+    run = _Run(case, start)
+    for batch in range(until or case.num_batches):
         run.train_batch(batch)
     return run.result
 
@@ -142,11 +144,11 @@ class _Simulated:
 class _Run:
     """One run, batch after batch, as :meth:`dynpipe_ds.training.Training.train_batch` goes through it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, start: Sequence[int] | None) -> None:
         self.case, self.trace, method = case, case.load_trace(), METHODS[case.method]
         self.costs = case.known_costs()
         self.balancer = Balancer.from_section(method.section(case.every, case.stage_speeds))
-        self.boundaries = tuple(first_boundaries(method, self.trace, case.num_stages))
+        self.boundaries = tuple(start or first_boundaries(method, self.trace, case.num_stages))
         self.result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(self.boundaries))
         self._told = self.trace.at(0, case.num_batches)
         self._simulated = _Simulated(case)
