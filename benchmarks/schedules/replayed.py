@@ -140,7 +140,7 @@ def _text(rows: Sequence[Row], what: str) -> str:
             "one.\n\n"
         )
     return (
-        f"Medians over {len({row.case.trace for row in rows})} load models, of {case.num_batches - WARM_UP} batches: "
+        f"Medians over {len({scenario_of(row.case.trace) for row in rows})} load models, of {case.num_batches - WARM_UP} batches: "
         f"how many times as fast as *{TODAY}* on paper, the best until now, and the mean bubble in brackets. The "
         "first rows are simulated: each batch has the best cut and order for it, with hindsight; *waited for* are "
         f"messages whose sender goes on when they are received. The last rows are {what}, which profiles, "
