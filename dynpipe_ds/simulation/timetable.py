@@ -35,10 +35,13 @@ class Timetable:
         self._sequence = list(self._in_sequence())
 
     def makespan_s(self, workload: Workload) -> float:
-        """Seconds of all forwards and backwards.
+        """How long a batch takes.
 
         Args:
             workload: of as many stages, micro-batches and frozen boundaries.
+
+        Returns:
+            Seconds of all forwards and backwards.
 
         Raises:
             ValueError: for another one.
@@ -61,10 +64,13 @@ class Timetable:
         return max(clocks_s)
 
     def simulation(self, workload: Workload) -> Simulation:
-        """A batch in full, as :func:`~dynpipe_ds.simulation.simulate` has it.
+        """A batch in full.
 
         Args:
             workload: of as many stages, micro-batches and frozen boundaries.
+
+        Returns:
+            What :func:`~dynpipe_ds.simulation.simulate` gives, to the bit.
 
         Raises:
             ValueError: for another one.
@@ -100,10 +106,13 @@ class Timetable:
         return account(workload, counted, list(map(Held, most, self.peak_bytes(workload))))
 
     def peak_bytes(self, workload: Workload) -> tuple[int, ...]:
-        """Most bytes of activations that every stage holds.
+        """What stages hold.
 
         Args:
             workload: as above.
+
+        Returns:
+            Most bytes of activations that every stage holds.
 
         Raises:
             ValueError: for another one.
