@@ -88,7 +88,7 @@ class DynamicPipelineConfig(Section):
         example='"median"',
     )
     min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
-        0.01,
+        0.003,
         "Least predicted gain that justifies a move, as a share of the bottleneck's cost. A plan that keeps the "
         "bottleneck is judged by the share of the batch that it saves.",
         rule="a number from 0 up to, but not including, 1",

@@ -171,11 +171,18 @@ class Case:
 
     def load_trace(self) -> Trace:
         """Read or make the trace, its seconds scaled."""
-        trace = load_trace(self.trace)
-        num_blocks = len(trace.layers) - 2  # without embedding and head
+        num_blocks = len(load_trace(self.trace).layers) - 2  # without embedding and head
         if num_blocks < self.num_stages:
             raise ValueError(f"num_stages = {self.num_stages}: {self.trace} has only {num_blocks} blocks")
-        return trace.scaled(self.layer_ms / 1e3 / trace.mean_layer_s()) if self.layer_ms else trace
+        return _scaled(self.trace, self.layer_ms)
+
+    def varies_in(self, moment: TraceBatch) -> bool:
+        """Whether batches differ although the trace's batch is the same: micro-batches, or delays of messages.
+
+        Args:
+            moment: the trace's batch.
+        """
+        return bool(moment.dispersion or self.jitter or (self.link_ms and self.link_spread))
 
     def known_costs(self) -> Costs:
         """What all but the layers takes in virtual time."""
@@ -263,6 +270,12 @@ class Case:
 def kept_costs() -> Costs:
     """The constants that were measured once, with the machine that they were measured on beside them."""
     return Costs(**json.loads(CALIBRATION.read_text(encoding="utf-8"))["costs"])
+
+
+@cache
+def _scaled(spec: str, layer_ms: float) -> Trace:
+    trace = load_trace(spec)
+    return trace.scaled(layer_ms / 1e3 / trace.mean_layer_s()) if layer_ms else trace
 
 
 @cache

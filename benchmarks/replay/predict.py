@@ -22,16 +22,18 @@ from dynpipe_ds import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.partition import Placement, Plan, optimal, simulated
 from dynpipe_ds.schedule import Order
-from dynpipe_ds.simulation import Simulation, simulate
+from dynpipe_ds.simulation import Simulation, Timetable, Workload, simulate
 
 Table = Any  # of numbers: layer x micro-batch
 
 
-def predict(case: Case) -> Result:
+def predict(case: Case, start: Sequence[int] | None = None, until: int | None = None) -> Result:
     """Simulate a run.
 
     Args:
         case: the run; its clock does not matter. A batch of several replicas ends with the slowest.
+        start: the first partition; ``None``: the method's.
+        until: how many of its batches to run; ``None``: all.
 
     Returns:
         Its result, of kind ``"simulation"``.
@@ -41,8 +43,8 @@ def predict(case: Case) -> Result:
     """
     if case.leaves:
         raise ValueError(f"leaves = {case.leaves}: workers that drop out can be replayed, not simulated")
-    run = _Run(case)
-    for batch in range(case.num_batches):
+    run = _Run(case, start)
+    for batch in range(until or case.num_batches):
         run.train_batch(batch)
     return run.result
 
@@ -77,16 +79,79 @@ def ideal_s(case: Case) -> float:
     return seconds
 
 
+class _Simulated:
+    """A case's batches; what is the same in the next batch, too, is not worked out again."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.costs = case, (case.known_costs(), case.told_costs())
+        self._ran: tuple[tuple[object, ...], list[list[Simulation]]] | None = None
+        self._profile: tuple[tuple[object, ...], PipelineProfile] | None = None
+        self._timetable: Timetable | None = None
+
+    def batch(
+        self, moment: TraceBatch, boundaries: tuple[int, ...], batch: int, order: Order | None
+    ) -> list[list[Simulation]]:
+        """What ran, and what the simulator would say of it; all replicas of each.
+
+        Args:
+            moment: the trace's batch.
+            boundaries: S + 1 layer indices.
+            batch: number of the batch.
+            order: that it runs; ``None``: 1F1B.
+        """
+        key = self._key(moment, boundaries, batch, order)
+        if self._ran is None or self._ran[0] != key:
+            self._ran = key, [
+                [
+                    self._simulate(self.case.workload(moment, boundaries, batch, replica=r, costs=costs), order)
+                    for r in range(self.case.replicas)
+                ]
+                for costs in self.costs
+            ]
+        return self._ran[1]
+
+    def profile(
+        self, moment: TraceBatch, boundaries: tuple[int, ...], batch: int, order: Order | None
+    ) -> PipelineProfile:
+        """What the engine would have profiled, see :func:`measured`.
+
+        Args:
+            moment: the trace's batch.
+            boundaries: S + 1 layer indices.
+            batch: number of the batch.
+            order: that it ran; ``None``: 1F1B.
+        """
+        key = self._key(moment, boundaries, batch, order)
+        if self._profile is None or self._profile[0] != key:
+            self._profile = key, measured(self.case, moment, boundaries, batch, order, self.costs[0])
+        return replace(self._profile[1], batch=batch)
+
+    def _key(
+        self, moment: TraceBatch, boundaries: tuple[int, ...], batch: int, order: Order | None
+    ) -> tuple[object, ...]:
+        varying = batch if self.case.varies_in(moment) else None
+        return moment.batch, boundaries, varying, id(order)
+
+    def _simulate(self, workload: Workload, order: Order | None) -> Simulation:
+        if order is None:
+            return simulate(workload)
+        kept = self._timetable
+        if kept is None or kept.order is not order or kept.frozen_boundaries != workload.frozen_boundaries:
+            self._timetable = kept = Timetable(order, workload.frozen_boundaries)
+        return kept.simulation(workload)
+
+
 class _Run:
     """One run, batch after batch, as :meth:`dynpipe_ds.training.Training.train_batch` goes through it."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, start: Sequence[int] | None) -> None:
         self.case, self.trace, method = case, case.load_trace(), METHODS[case.method]
         self.costs = case.known_costs()
         self.balancer = Balancer.from_section(method.section(case.every, case.stage_speeds))
-        self.boundaries = tuple(first_boundaries(method, self.trace, case.num_stages))
+        self.boundaries = tuple(start or first_boundaries(method, self.trace, case.num_stages))
         self.result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(self.boundaries))
         self._told = self.trace.at(0, case.num_batches)
+        self._simulated = _Simulated(case)
         self._orders: set[Order | None] = set()
         self._own_s = self._move_s = 0.0
 
@@ -98,20 +163,14 @@ class _Run:
         order = self.balancer.ordering.next(is_profiled=is_profiled)
         self._orders.add(order)
         result.num_orders = len(self._orders)
-        ran, told = (
-            [
-                simulate(case.workload(moment, self.boundaries, batch, replica=r, costs=costs), order or "1f1b")
-                for r in range(case.replicas)
-            ]
-            for costs in (self.costs, case.told_costs())
-        )
+        ran, told = self._simulated.batch(moment, self.boundaries, batch, order)
         result.told_s.append(max(run.batch_s for run in told))
         result.engine_s.append(max(run.batch_s for run in ran))
         result.bubbles.append(fmean(run.bubble_ratio for run in ran))
         result.stages_s.append([fmean(s) for s in zip(*([t.busy_s for t in r.stages] for r in ran), strict=True)])
         batch_s += result.engine_s[-1] + self.costs.batch_s
         if is_profiled:
-            profile = measured(case, moment, self.boundaries, batch, order, self.costs)
+            profile = self._simulated.profile(moment, self.boundaries, batch, order)
             batch_s += self._balance(batch, replace(profile, stages=_stages(ran)))
         result.batches_s.append(batch_s)
         result.wall_s += batch_s * (batch >= WARM_UP)

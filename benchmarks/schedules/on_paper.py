@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 from benchmarks.replay.case import METHODS, WARM_UP, Case, first_boundaries
 from benchmarks.replay.clocks import Costs
-from benchmarks.schedules.waited import waited_for
+from benchmarks.schedules.waited import Waited, waited_for
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.planning import activation_caps, plan_batch, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
-from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation import Simulation, Timetable, Workload
 
 UNIFORM = "uniform cut, 1F1B, messages waited for"
 TODAY = "best cut, 1F1B, messages waited for"
@@ -41,33 +41,65 @@ class OnPaper:
     bubble_ratio: float
 
 
-def on_paper(case: Case) -> dict[str, OnPaper]:
+def on_paper(case: Case, rows: Collection[str] = ROWS) -> dict[str, OnPaper]:
     """Simulate a run in every way; each batch has the best cut and order for it, chosen with hindsight.
 
     Args:
         case: the run; its messages take what they are known to take, everything else but the layers nothing.
+        rows: the ways.
 
     Returns:
         By row.
     """
-    found: dict[str, list[OnPaper]] = {row: [] for row in ROWS}
-    planned: dict[int, dict[str, tuple[Sequence[int], Order, bool]]] = {}
+    found: dict[str, list[OnPaper]] = {row: [] for row in ROWS if row in rows}
+    moments: dict[int, tuple[_Ways, dict[str, OnPaper]]] = {}  # and what they gave the last time
     for batch in range(WARM_UP, case.num_batches):
         moment = case.load_trace().at(batch, case.num_batches)
-        if moment.batch not in planned:
-            planned[moment.batch] = dict(_plans(case, batch))
-        for row, (cuts, order, is_waited_for) in planned[moment.batch].items():
-            there = _workload(case, cuts, batch)
-            told = waited_for(there) if is_waited_for else simulate(there, order)
-            found[row].append(OnPaper(told.makespan_s, told.bubble_ratio))
-        workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
-        tables = (workload.forward_s, workload.backward_s)
-        total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
-        found[LEAST].append(OnPaper(total_s / sum(case.stage_speeds), 0.0))
+        if moment.batch not in moments:
+            ways = {row: _timed(way) for row, way in _plans(case, batch, rows)}
+            moments[moment.batch] = ways, dict(_ran(case, ways, batch, rows))
+        elif case.varies_in(moment):
+            ways = moments[moment.batch][0]
+            moments[moment.batch] = ways, dict(_ran(case, ways, batch, rows))
+        for row, one in moments[moment.batch][1].items():
+            found[row].append(one)
     return {
         row: OnPaper(math.fsum(one.seconds for one in each), fmean(one.bubble_ratio for one in each))
         for row, each in found.items()
     }
+
+
+_Way = tuple[Sequence[int], Order | None]
+"""A cut and an order; ``None``: 1F1B whose messages are waited for."""
+_Ways = dict[str, tuple[Sequence[int], Callable[[Workload], Simulation | Waited]]]
+
+
+def _timed(way: _Way) -> tuple[Sequence[int], Callable[[Workload], Simulation | Waited]]:
+    """The cut, and what times its batches."""
+    cuts, order = way
+    if order is None:
+        return cuts, waited_for
+    timetables: dict[int, Timetable] = {}
+
+    def timed(workload: Workload) -> Simulation:
+        frozen = workload.frozen_boundaries
+        if frozen not in timetables:
+            timetables[frozen] = Timetable(order, frozen)
+        return timetables[frozen].simulation(workload)
+
+    return cuts, timed
+
+
+def _ran(case: Case, ways: _Ways, batch: int, rows: Collection[str]) -> Iterator[tuple[str, OnPaper]]:
+    """A batch in every way."""
+    for row, (cuts, timed) in ways.items():
+        told = timed(_workload(case, cuts, batch))
+        yield row, OnPaper(told.makespan_s, told.bubble_ratio)
+    if LEAST in rows:
+        workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
+        tables = (workload.forward_s, workload.backward_s)
+        total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
+        yield LEAST, OnPaper(total_s / sum(case.stage_speeds), 0.0)
 
 
 def _workload(case: Case, cuts: Sequence[int], batch: int) -> Workload:
@@ -88,8 +120,8 @@ def profile_of(case: Case, batch: int) -> PipelineProfile:
     return as_profile(trace, moment, start, case.num_micro_batches, batch, case.weight_share)
 
 
-def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], Order, bool]]]:
-    """Cut, order, and whether messages are waited for, of every row but the last."""
+def _plans(case: Case, batch: int, rows: Collection[str]) -> Iterator[tuple[str, _Way]]:
+    """Cut and order of every row that is wanted but the last."""
     profile, count, num_stages = profile_of(case, batch), case.num_micro_batches, case.num_stages
     start = profile.boundaries
     usual = order_of("1f1b", count, num_stages)
@@ -98,21 +130,27 @@ def _plans(case: Case, batch: int) -> Iterator[tuple[str, tuple[Sequence[int], O
     message_s = case.known_costs().message_s
     links = {"activation_link_s": message_s, "gradient_link_s": message_s}
     first = replace(profile_of(case, 0), boundaries=start)
-    most = worker_bytes_of_1f1b(first, start)
-    yield UNIFORM, (start, usual, True)
-    yield TODAY, (best, usual, True)
-    yield MESSAGES, (best, usual, False)
-    workload = Workload.from_profile(profile, best, speeds=case.stage_speeds, **links)
-    yield SPLIT, (best, split_at_once(count, num_stages, workload.frozen_boundaries + 1), False)
     # The best cut under 1F1B may hold more than the fullest worker did at the start; it is let have that.
-    most_there = max(most, worker_bytes_of_1f1b(profile, best))
-    caps = activation_caps(profile, best, most_there)
-    whole = replace(profile, layers=tuple(replace(layer, weight_s=0.0) for layer in profile.layers))
-    whole_workload = Workload.from_profile(whole, best, speeds=case.stage_speeds, **links)
-    yield ORDER, (best, plan_order(whole_workload, caps).order, False)
-    yield PLANNED, (best, plan_order(workload, caps).order, False)
-    together = plan_batch(
-        profile, [best, optimal(costs, num_stages, speeds=case.stage_speeds).boundaries], worker_bytes=most_there,
-        speeds=case.stage_speeds, **links,
-    )
-    yield TOGETHER, (together.placement.boundaries, together.planned.order, False)
+    most = max(worker_bytes_of_1f1b(first, start), worker_bytes_of_1f1b(profile, best))
+    caps = activation_caps(profile, best, most)
+    workload = Workload.from_profile(profile, best, speeds=case.stage_speeds, **links)
+
+    def whole() -> Workload:
+        layers = tuple(replace(layer, weight_s=0.0) for layer in profile.layers)
+        return Workload.from_profile(replace(profile, layers=layers), best, speeds=case.stage_speeds, **links)
+
+    def together() -> _Way:
+        starts = [best, optimal(costs, num_stages, speeds=case.stage_speeds).boundaries]
+        found = plan_batch(profile, starts, worker_bytes=most, speeds=case.stage_speeds, **links)
+        return found.placement.boundaries, found.planned.order
+
+    ways: dict[str, Callable[[], _Way]] = {
+        UNIFORM: lambda: (start, None),
+        TODAY: lambda: (best, None),
+        MESSAGES: lambda: (best, usual),
+        SPLIT: lambda: (best, split_at_once(count, num_stages, workload.frozen_boundaries + 1)),
+        ORDER: lambda: (best, plan_order(whole(), caps).order),
+        PLANNED: lambda: (best, plan_order(workload, caps).order),
+        TOGETHER: together,
+    }
+    yield from ((row, way()) for row, way in ways.items() if row in rows)

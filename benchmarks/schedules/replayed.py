@@ -134,13 +134,14 @@ def report(rows: Sequence[Row], folder: Path, kind: str, machine: dict[str, Any]
 
 def _text(rows: Sequence[Row], what: str) -> str:
     case, whole = rows[0].case, ""
+    num_models = len({scenario_of(row.case.trace) for row in rows})
     if case.trace.endswith(HALVES):
         whole = (
             f"A block counts as one layer. Attention and MLP of a block are two layers, but in *{TODAY}* they are "
             "one.\n\n"
         )
     return (
-        f"Medians over {len({row.case.trace for row in rows})} load models, of {case.num_batches - WARM_UP} batches: "
+        f"Medians over {num_models} load models, of {case.num_batches - WARM_UP} batches: "
         f"how many times as fast as *{TODAY}* on paper, the best until now, and the mean bubble in brackets. The "
         "first rows are simulated: each batch has the best cut and order for it, with hindsight; *waited for* are "
         f"messages whose sender goes on when they are received. The last rows are {what}, which profiles, "

@@ -109,7 +109,7 @@ class Balancer:
         """
         self._sampling.restart()
         if of_layers:
-            self._history.speeds.expect_change()
+            self._history.expect_change()
             self.ordering.expect_change()
 
     def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:

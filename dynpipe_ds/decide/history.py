@@ -60,6 +60,8 @@ class History:
     Attributes:
         speeds: how fast the workers are on which layers were measured.
         has_changed: whether layers have become faster in the newest batch, beyond doubt.
+        num_comparable: profiles since layers were frozen, replaced or thawed, at most so many as are remembered.
+            What the others tell is of another model.
         seconds_until: of each batch, the seconds of the first 0, 1, … L layers at unit speed: a stage is one
             subtraction.
     """
@@ -67,7 +69,7 @@ class History:
     def __init__(self, config: DynamicPipelineConfig) -> None:
         self._config = config
         self.speeds = Speeds(config.stage_speeds)
-        self.has_changed = False
+        self.has_changed, self.num_comparable = False, 0
         self._measured: deque[PipelineProfile] = deque(maxlen=HISTORY)  # of as many stages as now, backwards whole
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
@@ -91,7 +93,13 @@ class History:
         if has_news:
             self._convert()
         self._kept.clear()
+        self.num_comparable = min(HISTORY, self.num_comparable + 1)
         self.has_changed = self._sees_change(profile.boundaries)
+
+    def expect_change(self) -> None:
+        """Layers were frozen, replaced or thawed: what was measured before tells nothing of what they take now."""
+        self.speeds.expect_change()
+        self.num_comparable = 0
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
         speeds = self.speeds.means
@@ -126,15 +134,19 @@ class History:
         """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
         return self._combined(2, "least")
 
+    def _comparable(self, count: int = HISTORY) -> list[PipelineProfile]:
+        """So many of the newest profiles, if there were so many since layers were known to change; one at least."""
+        return list(self._profiles)[-min(count, max(1, self.num_comparable)) :]
+
     def _combined(self, count: int, how: Smoothing) -> PipelineProfile:
-        """So many of the newest profiles as one, kept until another comes."""
+        """So many of the newest profiles as one, if they can be compared; kept until another comes."""
         if (count, how) not in self._kept:
-            self._kept[count, how] = smooth(list(self._profiles)[-count:], how)
+            self._kept[count, how] = smooth(self._comparable(count), how)
         return self._kept[count, how]
 
     def _sees_change(self, boundaries: Sequence[int]) -> bool:
         """Whether layers have become faster in the newest batch, so that stages are less alike than they were."""
-        if len(self._profiles) < 2:
+        if self.num_comparable < 2:
             return False
         gains = self.gains(boundaries, None)
         more = gains.sure - median(gains.by_batch[-1 - _USUAL : -1])
@@ -143,8 +155,12 @@ class History:
     # -- what would have been -----------------------------------------------------------------
 
     def gains(self, present: Sequence[int], planned: Sequence[int] | None) -> Gains:
-        """What a partition would have saved of each batch's bottleneck; ``None`` stands for perfect balance."""
-        batches = [*self.seconds_until, _seconds_until(self._least())]
+        """What a partition would have saved of each batch's bottleneck; ``None`` stands for perfect balance.
+
+        Of each batch since layers were known to change, as below.
+        """
+        num_batches = len(self._comparable())
+        batches = [*list(self.seconds_until)[-num_batches:], _seconds_until(self._least())]
         before = [max(loads) for loads in self._loads(batches, present)]
         if planned is None:
             total_speed = math.fsum(self._speeds(len(present) - 1))
@@ -155,7 +171,7 @@ class History:
 
     def batch_gains(self, present: Sequence[int], planned: Sequence[int]) -> Gains:
         """What a partition would have saved of each batch's simulated seconds."""
-        profiles = [*self._profiles, self._least()]
+        profiles = [*self._comparable(), self._least()]
         seconds = predicted_batches_s(
             [(profile, cut) for cut in (present, planned) for profile in profiles], speeds=self.speeds.values
         )
@@ -177,7 +193,7 @@ class History:
             profile: that the prediction was made by, with halves.
             gain: predicted by it.
         """
-        profiles = [*map(fill, [*list(self._profiles)[-_PLANNED_FOR:], self._least()]), profile]
+        profiles = [*map(fill, [*self._comparable(_PLANNED_FOR), self._least()]), profile]
         before, after = (
             [least_seconds(Workload.from_profile(p, cut, speeds=self.speeds.values)) for p in profiles]
             for cut in (present, planned)
@@ -221,7 +237,7 @@ class History:
             measured["measured"] = list(self._measured)
         return {
             "profiles": list(self._profiles), "num_newest": len(self._newest), "speeds": self.speeds.state_dict(),
-            "has_changed": self.has_changed,
+            "has_changed": self.has_changed, "num_comparable": self.num_comparable,
             **measured,
         }  # fmt: skip
 
@@ -245,6 +261,7 @@ class History:
         self.seconds_until = deque(map(tuple, seconds_until), maxlen=HISTORY)
         newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
         self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
+        self.num_comparable = state.get("num_comparable", len(profiles))
         self._kept.clear()
 
 

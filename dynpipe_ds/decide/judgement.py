@@ -97,7 +97,7 @@ def judge(
     if every == "never":
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":
-        rebalance, reason = _pays(config, gains, noise, saved_s, cost_s)
+        rebalance, reason = _pays(config, gains, noise, saved_s, cost_s, history.num_comparable)
     else:
         rebalance = gain > 0 and gain >= config.min_gain
         compared = "reaches" if rebalance else "is less than"
@@ -106,14 +106,19 @@ def judge(
 
 
 def _pays(
-    config: DynamicPipelineConfig, gains: Gains, noise: float, saved_s: float, cost_s: float
+    config: DynamicPipelineConfig, gains: Gains, noise: float, saved_s: float, cost_s: float, num_comparable: int
 ) -> tuple[bool, str]:
-    """The rule of 'auto': the move pays for itself and the gain is real."""
+    """The rule of 'auto': the move pays for itself and the gain is real.
+
+    Where layers were known to change, a difference is expected: all batches since then, how few they are, show it if
+    it is beyond the noise.
+    """
     money = f"{saved_s:.3g} s saved over {config.horizon_batches} batches, {cost_s:.3g} s to move"
     if saved_s <= cost_s or saved_s <= 0:
         return False, f"does not pay: {money}"
     is_sure = gains.sure > max(config.min_gain, SURE * noise)
     evidence = 1 if is_sure else evidence_for(saved_s / config.horizon_batches, cost_s)
+    evidence = max(1, min(evidence, num_comparable))
     num_batches = confirming_batches(gains.by_batch, noise, config.min_gain, evidence)
     if not num_batches:
         seen = median(gains.by_batch[-evidence:]) if gains.by_batch else 0.0

@@ -27,7 +27,8 @@ ranks, one of 1.1 is claimed by mistake in one of forty moves; the next move cor
 _BATCHES = 4  # before and after a move
 _SPAN = 12  # batches that all of these must lie within: layers change slowly, too
 _LEAST_BATCHES = 2
-
+_UNUSUAL = 3.0  # times what usually goes from some layers to others between two batches
+_LEAST_CHANGE = 0.02  # of the time: less is no change
 
 _Batch = tuple[int, tuple[float, ...]]  # its number, and what its layers took
 
@@ -49,6 +50,7 @@ class Speeds:
         self._links: dict[tuple[int, int], float] = {}  # logarithm of how much slower the second of two workers is
         self._boundaries: tuple[int, ...] = ()
         self._costs: deque[_Batch] = deque(maxlen=_BATCHES)
+        self._shifts: deque[float] = deque(maxlen=2 * _BATCHES)
         self._before: tuple[tuple[int, ...], list[_Batch]] | None = None
         self._num_stages = 0
         self.values = self._put_together()
@@ -109,7 +111,10 @@ class Speeds:
             self.expect_change()  # what layers took before was divided by other speeds
         stages = Placement.from_boundaries(cuts).layer_stages
         usual = [math.exp(-self._replicas.mean(stage)) for stage in range(self._num_stages)]
-        self._costs.append((batch, tuple(cost * usual[stage] for cost, stage in zip(costs, stages, strict=True))))
+        newest = tuple(cost * usual[stage] for cost, stage in zip(costs, stages, strict=True))
+        if self._costs and self._is_change(newest):
+            self._costs.clear()
+        self._costs.append((batch, newest))
         if self._before is not None and len(self._costs) >= _LEAST_BATCHES:
             before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
             if len(before) >= _LEAST_BATCHES:
@@ -137,6 +142,20 @@ class Speeds:
         self._before = None
 
     # -- measuring ----------------------------------------------------------------------------
+
+    def _is_change(self, newest: tuple[float, ...]) -> bool:
+        """Whether layers have changed since the batch before, which ran on the same workers.
+
+        Layers are often moved because they have changed, so what they took before must not be compared with what they
+        take afterwards.
+        """
+        before = self._costs[-1][1]
+        totals = sum(newest) or 1.0, sum(before) or 1.0
+        shift = sum(abs(new / totals[0] - old / totals[1]) for new, old in zip(newest, before, strict=True))
+        known = bool(self._shifts)
+        unusual = max(_LEAST_CHANGE, _UNUSUAL * median(self._shifts)) if known else math.inf
+        self._shifts.append(min(shift, unusual))
+        return shift > unusual
 
     def _compare(self, boundaries: tuple[int, ...], costs: list[tuple[float, ...]]) -> None:
         """What layers took on their old and their new worker; those that stayed tell how the old one has changed."""
@@ -198,7 +217,8 @@ class Speeds:
         """All of it, plain values."""
         return {
             "links": [(a, b, slower) for (a, b), slower in self._links.items()], "boundaries": self._boundaries,
-            "costs": list(self._costs), "before": self._before, "replicas": self._replicas.state_dict(),
+            "costs": list(self._costs), "before": self._before, "shifts": list(self._shifts),
+            "replicas": self._replicas.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -211,6 +231,7 @@ class Speeds:
         self._boundaries = tuple(state.get("boundaries", ()))
         self._num_stages = max(0, len(self._boundaries) - 1)
         self._costs = deque(map(_batch, state.get("costs", ())), maxlen=_BATCHES)
+        self._shifts = deque(state.get("shifts", ()), maxlen=2 * _BATCHES)
         self._replicas.load_state_dict(state.get("replicas", {}))
         before = state.get("before")
         self._before = None if before is None else (tuple(before[0]), list(map(_batch, before[1])))

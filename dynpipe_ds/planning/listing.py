@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heappushpop
-from math import inf
+from math import fsum, inf
 
 from dynpipe_ds.schedule import Instruction, Op, Order
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import by_micro_batch
+
+SAME = 1e-9
+"""Seconds that differ by a smaller share are the same: sums round."""
 
 _FORWARD, _BACKWARD, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
 
@@ -140,7 +143,10 @@ class _Run:
             self.activation_bytes[stage] = 1
 
     def to_the_end(self, limit_s: float) -> float:
-        """Run, and return the seconds; infinite when they are more than the limit."""
+        """Run, and return the seconds; infinite when they are more than the limit.
+
+        That is seen early on: no stage may be idle for longer than what the limit leaves beside its work.
+        """
         forward_s, whole_s, input_s, weight_s = self.forward_s, self.whole_s, self.input_s, self.weight_s
         activation_link_s, gradient_link_s = self.activation_link_s, self.gradient_link_s
         activation_bytes, weight_bytes, caps = self.activation_bytes, self.weight_bytes, self.caps
@@ -153,6 +159,8 @@ class _Run:
         activation_wires_s, gradient_wires_s = [0.0] * len(caps), [0.0] * len(caps)
         forwards, backwards, weights = [0] * len(caps), [0] * len(caps), [0] * len(caps)  # begun
         held, free_s, end_s = [0] * len(caps), [0.0] * len(caps), 0.0
+        whole_work_s = [fsum(forward_s[s]) + fsum(whole_s[s]) for s in range(self.num_stages)]
+        may_idle_s = [limit_s * (1 + SAME) - seconds for seconds in whole_work_s]
         events = [(inf, 0)]  # when to look at which stage; one that never comes
         now_s, s = 0.0, 0
         while now_s < inf:
@@ -183,6 +191,10 @@ class _Run:
                     now_s, s = heappushpop(events, (next_s, s))
                     continue
             self.ran[s].append(op)
+            if now_s > free_s[s]:
+                may_idle_s[s] -= now_s - free_s[s]
+                if may_idle_s[s] < 0:
+                    return inf
             if op is _FORWARD:
                 done_s = now_s + forward_s[s][f]
                 forwards[s] = f + 1

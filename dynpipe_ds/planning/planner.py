@@ -9,7 +9,7 @@ from itertools import islice, product
 from math import inf
 
 from dynpipe_ds.planning.bounds import least_seconds
-from dynpipe_ds.planning.listing import Listing, Policy, list_order
+from dynpipe_ds.planning.listing import SAME, Listing, Policy, list_order
 from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
@@ -18,9 +18,6 @@ EFFORT = 120_000
 
 QUICK = 2
 """Policies that are tried in any case."""
-
-SAME = 1e-9
-"""Seconds that differ by a smaller share are the same: sums round."""
 
 _PATIENCES = (0.25, 0.0, 0.5, 1.0)
 _SHARES = (0.0, 0.5, 1.0, 0.25, 0.75)  # of the stages that prefer forwards

@@ -15,9 +15,10 @@ from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds
+from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.on_partition import go_on_planning_on
-from dynpipe_ds.planning.planner import EFFORT, QUICK, SAME, PlannedOrder, Tried, first_policies, fits, num_computations
+from dynpipe_ds.planning.planner import EFFORT, QUICK, PlannedOrder, Tried, first_policies, fits, num_computations
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 

@@ -11,6 +11,7 @@ from collections import deque
 from functools import cached_property
 
 from dynpipe_ds.schedule import Op, Order
+from dynpipe_ds.simulation.outcome import Counted, Held, Simulation, account
 from dynpipe_ds.simulation.workload import Workload, by_micro_batch
 
 _COMPUTE, _SEND, _RECEIVE = range(3)
@@ -34,19 +35,20 @@ class Timetable:
         self._sequence = list(self._in_sequence())
 
     def makespan_s(self, workload: Workload) -> float:
-        """Seconds of all forwards and backwards.
+        """How long a batch takes.
 
         Args:
             workload: of as many stages, micro-batches and frozen boundaries.
+
+        Returns:
+            Seconds of all forwards and backwards.
 
         Raises:
             ValueError: for another one.
         """
         self._check(workload)
-        num_stages, count = workload.num_stages, workload.num_micro_batches
-        seconds = [each for s in range(num_stages) for table in workload.stage_seconds(s) for each in table]
-        links = (workload.activation_link_s, workload.gradient_link_s)
-        links_s = [each for table in links for row in table for each in by_micro_batch(row, count)]
+        num_stages = workload.num_stages
+        seconds, links_s = _seconds(workload), _links_s(workload)
         clocks_s, wires_s = [0.0] * num_stages, [0.0] * (2 * (num_stages - 1))
         arrive_s = [0.0] * len(links_s)
         for code, where, index, wire in self._sequence:
@@ -61,11 +63,56 @@ class Timetable:
                 clocks_s[where] = arrive_s[index]
         return max(clocks_s)
 
+    def simulation(self, workload: Workload) -> Simulation:
+        """A batch in full.
+
+        Args:
+            workload: of as many stages, micro-batches and frozen boundaries.
+
+        Returns:
+            What :func:`~dynpipe_ds.simulation.simulate` gives, to the bit.
+
+        Raises:
+            ValueError: for another one.
+        """
+        self._check(workload)
+        num_stages, links_s = workload.num_stages, _links_s(workload)
+        seconds, arrive_s, depart_s = _seconds(workload), [0.0] * len(links_s), [0.0] * len(links_s)
+        clocks_s, busy_s, waiting_s, travelling_s, fills_s = ([0.0] * num_stages for _ in range(5))
+        has_begun, wires_s = [False] * num_stages, [0.0] * (2 * (num_stages - 1))
+        until_end = [(0.0, 0.0, 0.0)] * num_stages  # of the last computation: its waits, those for messages, its end
+        for code, where, index, wire in self._sequence:
+            clock_s = clocks_s[where]
+            if code == _COMPUTE:
+                if not has_begun[where]:
+                    has_begun[where], fills_s[where] = True, clock_s
+                    waiting_s[where] = travelling_s[where] = 0.0
+                clocks_s[where] = clock_s = clock_s + seconds[index]
+                busy_s[where] += seconds[index]
+                until_end[where] = waiting_s[where], travelling_s[where], clock_s
+            elif code == _SEND:
+                depart_s[index] = at_s = max(wires_s[wire], clock_s)
+                wires_s[wire] = arrive_s[index] = at_s + links_s[index]
+            else:
+                begin_s = max(clock_s, depart_s[index])
+                clocks_s[where] = max(clock_s, arrive_s[index])
+                waiting_s[where] += begin_s - clock_s
+                travelling_s[where] += clocks_s[where] - begin_s
+        counted = [
+            Counted(busy, fill, *until, clock)
+            for busy, fill, until, clock in zip(busy_s, fills_s, until_end, clocks_s, strict=True)
+        ]
+        most = [max(whole + half for whole, half in found) for found in self._held]
+        return account(workload, counted, list(map(Held, most, self.peak_bytes(workload))))
+
     def peak_bytes(self, workload: Workload) -> tuple[int, ...]:
-        """Most bytes of activations that every stage holds.
+        """What stages hold.
 
         Args:
             workload: as above.
+
+        Returns:
+            Most bytes of activations that every stage holds.
 
         Raises:
             ValueError: for another one.
@@ -146,3 +193,14 @@ class Timetable:
         if op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION):
             return boundary
         return None if boundary < self.frozen_boundaries else self.order.num_stages - 1 + boundary
+
+
+def _seconds(workload: Workload) -> list[float]:
+    """Of all computations, by stage, table and micro-batch."""
+    return [each for s in range(workload.num_stages) for table in workload.stage_seconds(s) for each in table]
+
+
+def _links_s(workload: Workload) -> list[float]:
+    """Of all messages, by wire and micro-batch."""
+    links = (workload.activation_link_s, workload.gradient_link_s)
+    return [each for table in links for row in table for each in by_micro_batch(row, workload.num_micro_batches)]

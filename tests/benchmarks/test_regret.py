@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import regret
-from benchmarks.replay.case import Case
+from benchmarks.planner import first_cut, regret
+from benchmarks.replay.case import ORDERS, OURS, Case, Method
+from benchmarks.replay.predict import predict
+from benchmarks.schedules.on_paper import TOGETHER, on_paper
 
 
 def rows() -> list[regret.Row]:
@@ -48,3 +50,27 @@ def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.argv", [*arguments.split(), str(tmp_path)])
     regret.main()
     assert "| 1F1B | 2 | mod |" in (tmp_path / "regret_6.md").read_text()
+
+
+@pytest.mark.parametrize("trace", ["model:pruning:8", "model:early_exit:8"])
+def test_what_is_the_same_in_the_next_batch_is_worked_out_once(
+    trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the run is the same to the last bit."""
+    case = Case(trace, ORDERS[1].label, 2, 8, 24, 15.0)
+    first, paper = predict(case), on_paper(case)
+    monkeypatch.setattr(Case, "varies_in", lambda self, moment: True)
+    again = predict(case)
+    assert (again.batches_s, again.bubbles, again.moves) == (first.batches_s, first.bubbles, first.moves)
+    assert on_paper(case) == paper
+    assert on_paper(case, (TOGETHER,)) == {TOGETHER: paper[TOGETHER]}
+
+
+@pytest.mark.parametrize("method", [OURS[1], ORDERS[1]], ids=["1f1b", "planned"])
+@pytest.mark.parametrize("scenario", ["pruning", "freezing", "mod"])
+def test_a_bad_first_cut_is_left_after_three_batches(scenario: str, method: Method) -> None:
+    """DeepSpeed's cut by parameters, with an embedding as large as four blocks."""
+    row = first_cut.measure(Case(f"model:{scenario}:24", method.label, 4, 16, 60, 30.0))
+    assert row.first_s > 0.15, "else the cut would not be bad"
+    assert row.left_after == 3 and row.lost_batches < 1.0
+    assert "| 4 |" in first_cut.text_of([row])

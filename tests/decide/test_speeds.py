@@ -134,3 +134,20 @@ def test_layers_that_change_after_a_move_tell_of_no_worker() -> None:
     cheaper = [1.0, 1.0, 0.4, 0.4]
     assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), [1.0] * 4), ((0, 3, 4), cheaper)).values is None
     assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), cheaper)).values is None, "the last layer stayed, and changed"
+
+
+def test_layers_that_changed_just_before_they_moved_tell_of_no_worker() -> None:
+    """They moved because they had changed: the batches before are those of another model, all but the newest."""
+    speeds, cheaper = Speeds(None), [1.0] * 6 + [0.4, 0.4]
+    for batch in range(8):
+        speeds.observe(batch, (0, 4, 8), [1.0 + 0.001 * (batch % 2)] * 4 + [1.0] * 4)
+    speeds.observe(8, (0, 4, 8), cheaper)
+    for batch in range(9, 13):
+        speeds.observe(batch, (0, 3, 6, 8)[:1] + (3, 8), cheaper)
+    assert speeds.values is None
+    changed = Speeds(None)
+    for batch in range(9):
+        changed.observe(batch, (0, 7, 8), [1.0] * 6 + ([1.0, 1.0] if batch < 8 else [0.4, 0.4]))
+    for batch in range(9, 13):
+        changed.observe(batch, (0, 6, 8), cheaper)
+    assert changed.values is None, "layer 6 takes 0.4 of what it took, and so does layer 7, which stayed"

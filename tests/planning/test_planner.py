@@ -233,3 +233,17 @@ def test_nobody_waits_for_the_backward_of_the_first_stage_that_trains() -> None:
     first, second = list_order(workload, (8, 8), Policy(forwards_until=0, patience=0.0)).ran
     assert list(first) == [Op.FORWARD] * 8 + [Op.BACKWARD] * 8
     assert list(second[:4]) == [Op.FORWARD, Op.BACKWARD] * 2
+
+
+def test_a_listing_that_takes_too_long_is_given_up_early_and_no_other() -> None:
+    """At its own seconds as a limit it is the same listing; below, it is given up before it has come to its end."""
+    looked_at, whole = 0, 0
+    for workload in workloads(seed=6, each=8):
+        for policy, times in product(first_policies(workload.num_stages, 6), (1, 3)):
+            caps = [times * size for size in workload.activation_bytes]
+            free = list_order(workload, caps, policy)
+            assert list_order(workload, caps, policy, limit_s=free.seconds) == free
+            tight = list_order(workload, caps, policy, limit_s=0.95 * free.seconds)
+            assert tight.seconds == float("inf") and tight.num_computations <= free.num_computations
+            looked_at, whole = looked_at + tight.num_computations, whole + free.num_computations
+    assert looked_at < 0.9 * whole

@@ -382,6 +382,7 @@ def test_split_backwards_add_up() -> None:
         timetable = Timetable(order)
         assert timetable.makespan_s(workload) == result.makespan_s
         assert timetable.peak_bytes(workload) == tuple(stage.peak_activation_bytes for stage in result.stages)
+        assert timetable.simulation(workload) == simulate(workload, order)
 
 
 def test_orders_that_do_not_fit_are_refused() -> None:

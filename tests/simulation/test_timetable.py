@@ -26,6 +26,7 @@ def test_a_timetable_says_the_same_to_the_bit(schedule: ScheduleName) -> None:
             timetable, result = timetables[workload.frozen_boundaries], run_order(workload, order)
             assert timetable.makespan_s(workload) == result.makespan_s
             assert timetable.peak_bytes(workload) == tuple(stage.peak_activation_bytes for stage in result.stages)
+            assert timetable.simulation(workload) == result
 
 
 def test_a_timetable_is_for_its_order() -> None:

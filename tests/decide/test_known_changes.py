@@ -1,0 +1,79 @@
+"""Layers that are known to change: what was measured before says nothing of them, and a decision needs no proof."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dynpipe_ds.decide import Balancer
+from tests.decide.synthetic import QUIET, Boundaries, Noise, controller, profile
+
+EVEN: Boundaries = (0, 3, 6, 9, 12)
+BEFORE = [0.010] * 12
+CHEAPER = [0.010] * 3 + [0.004] * 9
+DEARER = [0.010] * 9 + [0.020] * 3
+
+
+def observed(
+    balancer: Balancer, seconds: list[float], batches: range, noise: Noise = QUIET, seed: int = 0
+) -> list[int]:
+    """Train on one partition; returns the batches after which layers were to move."""
+    rng, moves = random.Random(seed), []
+    for batch in batches:
+        balancer.observe(profile(noise.apply(seconds, EVEN, rng), EVEN, batch=batch))
+        decided = balancer.decide(batch, EVEN)
+        if decided is not None and decided[1].rebalance:
+            moves.append(batch)
+    return moves
+
+
+def test_only_what_was_measured_since_is_combined() -> None:
+    balancer = controller()
+    observed(balancer, BEFORE, range(8))
+    balancer.expect_change()
+    smoothed = []
+    for batch in range(8, 12):
+        observed(balancer, DEARER, range(batch, batch + 1))
+        combined = balancer.smoothed()
+        assert combined is not None
+        smoothed.append(combined.costs("time")[-1])
+    assert smoothed == [pytest.approx(0.020)] * 4, "the batches before are not in the median"
+
+
+@pytest.mark.parametrize("after", [CHEAPER, DEARER], ids=["faster", "slower"])
+def test_a_known_change_is_answered_at_once(after: list[float]) -> None:
+    """Also where layers have become slower, which otherwise could be one odd batch."""
+    told, untold = controller(), controller()
+    for balancer in (told, untold):
+        assert observed(balancer, BEFORE, range(8)) == []
+    told.expect_change()
+    first, later = (observed(balancer, after, range(8, 20)) for balancer in (told, untold))
+    assert first[0] == 8
+    if after is DEARER:
+        assert later[0] > 8, "else the test would tell nothing"
+
+
+def test_a_known_change_under_noise_is_no_reason_to_move() -> None:
+    """Each batch is told to have changed, and none has: what is beyond the noise decides as ever."""
+    balancer, noise = controller(), Noise(layer=0.02, rank=0.02)
+    rng, moves = random.Random(3), 0
+    for batch in range(300):
+        balancer.expect_change()
+        balancer.observe(profile(noise.apply(BEFORE, EVEN, rng), EVEN, batch=batch))
+        decided = balancer.decide(batch, EVEN)
+        moves += decided is not None and decided[1].rebalance
+    assert moves == 0
+
+
+def test_a_copy_knows_what_can_be_compared() -> None:
+    first, second = controller(), controller()
+    observed(first, BEFORE, range(8))
+    first.expect_change()
+    observed(first, DEARER, range(8, 9))
+    second.load_state_dict(first.state_dict())
+    assert second.smoothed() == first.smoothed()
+    older = {key: value for key, value in first.state_dict().items() if key != "num_comparable"}
+    second.load_state_dict(older)
+    combined = second.smoothed()
+    assert combined is not None and combined.costs("time")[-1] == pytest.approx(0.010), "as older checkpoints were read"
