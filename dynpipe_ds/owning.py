@@ -44,6 +44,9 @@ class Replica:
         Args:
             num_rows: of the whole, over all replicas.
 
+        Returns:
+            Their numbers.
+
         Raises:
             ValueError: if they can't be cut evenly.
         """

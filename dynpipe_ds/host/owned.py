@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -87,6 +88,8 @@ def refuse_unmanaged(module: Any) -> None:
     Raises:
         ValueError: on every rank, if replicas own something.
     """
+    if not dist.is_initialized():
+        return  # no pipeline was built
     start = module._local_start
     owned = {
         start + i: names for i, function in enumerate(module.forward_funcs)
