@@ -23,6 +23,7 @@ from dynpipe_ds.host.differences import warn_of_differences
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.owned import refuse_unmanaged
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.migration.replace import ParameterReplacement
@@ -280,6 +281,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         self._INSTRUCTION_MAP = instruction_map(type(self))
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())
+        if module.owned:
+            check_hooks(type(self), owns=True)
         stage = Stage(pipeline, module, checkpoints.newest, buffer_bytes=config.transfer_buffer_bytes)
         self.dynamic: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
         super().__init__(*args, **kwargs)
@@ -342,10 +345,16 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             tag and no ``latest``.
 
         Raises:
-            ValueError: on every rank, if the tag can't name a checkpoint.
+            ValueError: on every rank, if the tag can't name a checkpoint, or it is a universal one and replicas own
+                parameters.
             CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
         """
         if self.load_universal_checkpoint():
+            if self.module.owned:
+                raise ValueError(
+                    "universal checkpoints know one value of every parameter, and replicas own some here "
+                    "(own_by_replica); load a checkpoint of this library"
+                )
             found: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
@@ -369,12 +378,16 @@ def _pinned(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> set
     return pinned
 
 
-def engine_class(called: type, deepspeed_config: Any) -> type:
+def engine_class(called: type, deepspeed_config: Any, model: Any = None) -> type:
     """The class of an engine whose model is a :class:`DynamicPipelineModule`.
 
     Args:
         called: DeepSpeed's class, or one of the user's that derives from it.
         deepspeed_config: DeepSpeed's ``DeepSpeedConfig``; ``None`` if none was given.
+        model: the model; without it, it is not looked at.
+
+    Raises:
+        ValueError: on every rank, if replicas own parameters of the model, and the engine would be DeepSpeed's.
     """
     try:
         enabled = deepspeed_config is not None and parse_config(deepspeed_config._param_dict).enabled
@@ -382,6 +395,8 @@ def engine_class(called: type, deepspeed_config: Any) -> type:
         enabled = True  # its constructor says what is wrong
     if enabled:
         return _enabled(called)
+    if model is not None:
+        refuse_unmanaged(model)
     return DynamicPipelineEngine if issubclass(DynamicPipelineEngine, called) else called
 
 

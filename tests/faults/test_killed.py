@@ -17,6 +17,7 @@ from _pytest.mark import ParameterSet
 from dynpipe_ds.ranks.fatal import RankLostError
 from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import data, make_engine
+from tests.distributed.owned import Own, Shared
 from tests.distributed.ranks import run_ranks
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
 from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, TRANSFER, Point, kill
@@ -31,6 +32,11 @@ OTHERS = {
     "bf16": Job(config={**ADAMW, **BF16_FP32_SUMS}),
     "ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}),
 }
+OWNED = {
+    "owned on 2x2": Job(4, 2, special={1: Shared, 4: Own}),
+    "owned, ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}, special={1: Shared, 4: Own}),
+}
+OF_OWNED = ["saving: before what single replicas own", "loading: before rows are cut"]
 TYPICAL = {
     "profiling: before the backward",
     "planning: before ranks compare their plans",
@@ -118,6 +124,10 @@ def cases() -> Iterator[ParameterSet]:
     for name, job in OTHERS.items():
         for point in (p for p in POINTS if p.name in ON_OTHERS):
             yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=pytest.mark.exhaustive)
+    for name, job in OWNED.items():
+        for point in (p for p in POINTS if p.name in (*ON_OTHERS, *OF_OWNED)):
+            marks = () if point.name in OF_OWNED and not job.config else pytest.mark.exhaustive
+            yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=marks)
     for point in (p for p in POINTS if p.name in ON_OTHERS):
         for stages in (2, 4):
             other = replace(JOB, num_ranks=stages, num_stages=stages)
@@ -171,7 +181,7 @@ def test_a_rank_lost_in_a_call_of_the_users(call: str, tmp_path: Path) -> None:
 
 
 def test_every_phase_is_covered() -> None:
-    assert TYPICAL | set(ON_OTHERS) <= {point.name for point in POINTS}
+    assert TYPICAL | {*ON_OTHERS, *OF_OWNED} <= {point.name for point in POINTS}
     assert len({point.name for point in POINTS}) == len(POINTS)
     for points in (TRAINING, SAVING, LOADING):
         assert {victim_of(point, JOB.num_ranks) for point in points} == {0, 1, 2}
