@@ -1,0 +1,1 @@
+"""Tests of where experts are placed."""
