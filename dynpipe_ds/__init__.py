@@ -29,6 +29,7 @@ from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfi
 from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
 from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
 from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
+from dynpipe_ds.owning import Replica, building_replica, own_by_replica  # noqa: E402
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.ranks.fatal import FatalError, RankLostError  # noqa: E402
 from dynpipe_ds.repacking.live import RepackError  # noqa: E402
@@ -52,9 +53,12 @@ __all__ = [
     "RebalanceEvent",
     "RepackError",
     "RepackEvent",
+    "Replica",
     "StageProfile",
+    "building_replica",
     "init_distributed",
     "keep_in_checkpoints",
+    "own_by_replica",
     "register_partitioner",
     "split_layers",
     "whole_layers",

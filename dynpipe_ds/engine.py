@@ -23,6 +23,7 @@ from dynpipe_ds.host.differences import warn_of_differences
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.owned import refuse_unmanaged
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.migration.replace import ParameterReplacement
@@ -369,12 +370,16 @@ def _pinned(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> set
     return pinned
 
 
-def engine_class(called: type, deepspeed_config: Any) -> type:
+def engine_class(called: type, deepspeed_config: Any, model: Any = None) -> type:
     """The class of an engine whose model is a :class:`DynamicPipelineModule`.
 
     Args:
         called: DeepSpeed's class, or one of the user's that derives from it.
         deepspeed_config: DeepSpeed's ``DeepSpeedConfig``; ``None`` if none was given.
+        model: the model; without it, it is not looked at.
+
+    Raises:
+        ValueError: on every rank, if replicas own parameters of the model, and the engine would be DeepSpeed's.
     """
     try:
         enabled = deepspeed_config is not None and parse_config(deepspeed_config._param_dict).enabled
@@ -382,6 +387,8 @@ def engine_class(called: type, deepspeed_config: Any) -> type:
         enabled = True  # its constructor says what is wrong
     if enabled:
         return _enabled(called)
+    if model is not None:
+        refuse_unmanaged(model)
     return DynamicPipelineEngine if issubclass(DynamicPipelineEngine, called) else called
 
 

@@ -12,6 +12,7 @@ from dynpipe_ds.coupling import Coupling, find_couplings
 from dynpipe_ds.decide.methods import PartitionMethod, profile_from_parameters
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.host.module import MovableModule
+from dynpipe_ds.host.owned import agree_on_owned
 from dynpipe_ds.host.specs import layer_name, tied_key
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.migration.surroundings import Held, Surroundings
@@ -116,7 +117,8 @@ class DynamicPipelineModule(MovableModule):
             Pairs of (shared parameter, its new copy), for optimizers that hold the shared one.
 
         Raises:
-            ValueError: on every rank, if layers share a parameter that is trained, or a tied layer can't be copied.
+            ValueError: on every rank, if layers share a parameter that is trained, a tied layer can't be copied, or a
+                replica owns what it can't.
         """
         if self._is_dynamic:
             return []
@@ -126,11 +128,12 @@ class DynamicPipelineModule(MovableModule):
         self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
         self.surroundings.agree_on_shared(held, self.layer_names())
         self.install(self.placement, layers)
+        self.owned = agree_on_owned(self)
         return copies
 
     def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:
         """This stage's layers, with copies of tied ones, and what they hold; can fail on one rank alone."""
-        surroundings = Surroundings(self, self._layer_specs)
+        surroundings = Surroundings(self, self._layer_specs, self.replica)
         copies: Copies = []
         layers: dict[int, nn.Module] = {}
         seen: set[str] = set()

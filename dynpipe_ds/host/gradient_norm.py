@@ -2,7 +2,8 @@
 
 DeepSpeed's own norms depend on the cut: with a plain fp32 optimizer only the first stage is counted, with
 ZeRO-1 and bf16 the order of summation follows the stages. Here each layer's sum of squares is taken in
-float64, the layers' sums are added in layer order, and only the result is rounded to float32.
+float64, the layers' sums are added in layer order, and only the result is rounded to float32. What single
+replicas own counts on each of them: a layer then has one sum a replica, added in their order.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from dynpipe_ds.owning import is_owned
+
 Gradients = Iterable[tuple[nn.Parameter, Tensor]]
 Squares = Iterable[tuple[nn.Parameter, Tensor]]  # float64 scalars
 
@@ -27,6 +30,7 @@ class GradientNorm:
     Args:
         layer_of: layer index of every parameter of this stage; read anew at each call.
         num_layers: L, over all stages.
+        owns: whether single replicas own parameters, on any stage.
         grid: DeepSpeed's pipeline grid.
         device: where the communication back-end works.
     """
@@ -36,11 +40,13 @@ class GradientNorm:
         layer_of: Callable[[], dict[nn.Parameter, int]],
         *,
         num_layers: int,
+        owns: bool,
         grid: Any,
         device: torch.device,
     ) -> None:
         self._layer_of = layer_of
         self._num_layers = num_layers
+        self._owns = owns
         self._grid = grid
         self._device = device
 
@@ -48,25 +54,32 @@ class GradientNorm:
         """Euclidean norm of all gradients of the model; collective over all ranks.
 
         Args:
-            squares: parameters of this stage and the sums of their gradients' squares, the same on all replicas.
+            squares: parameters of this stage and the sums of their gradients' squares, the same on all replicas but
+                for what single ones own.
 
         Returns:
             A float32 scalar on this rank's device, equal on all ranks.
         """
-        sums = [0.0] * self._num_layers
-        if self._grid.get_data_parallel_id() == 0:
+        replica = int(self._grid.get_data_parallel_id())
+        num_columns = int(self._grid.get_data_parallel_world_size()) if self._owns else 1
+        sums = [0.0] * (self._num_layers * num_columns)
+        if replica < num_columns:
             layer_of = self._layer_of()
-            counted = [(layer_of[p], square) for p, square in squares if p in layer_of and self._counts(p)]
+            place = {parameter: i for i, parameter in enumerate(layer_of)}  # whatever group it is in
+            counted = [(p, square) for p, square in squares if p in layer_of and self._counts(p, replica)]
+            counted.sort(key=lambda pair: place[pair[0]])
             # Python adds float64 as torch does, but in one go: a tensor operation each would cost more than the norms.
             values = torch.stack([square.to(self._device) for _, square in counted]).tolist() if counted else []
-            for (layer, _), value in zip(counted, values, strict=True):
-                sums[layer] += value
+            for (parameter, _), value in zip(counted, values, strict=True):
+                sums[layer_of[parameter] * num_columns + replica] += value
         by_layer = torch.tensor(sums, dtype=torch.float64).to(self._device)
-        # A layer is on one stage: the others add zeros, which is exact in any order.
+        # A layer is on one stage, and a column is one replica's: the others add zeros, which is exact in any order.
         dist.all_reduce(by_layer)
         return by_layer.sum().sqrt().float()
 
-    def _counts(self, parameter: nn.Parameter) -> bool:
+    def _counts(self, parameter: nn.Parameter, replica: int) -> bool:
+        if replica and not is_owned(parameter):
+            return False  # the first replica has the same
         if getattr(parameter, "ds_pipe_replicated", False):
             return False  # a tied copy, counted where its key first occurs
         return bool(self._grid.get_slice_parallel_rank() == 0 or is_model_parallel_parameter(parameter))
@@ -130,7 +143,7 @@ def _zero_squares(optimizer: DeepSpeedZeroOptimizer, device: torch.device) -> Sq
     """
     squares: list[tuple[nn.Parameter, Tensor]] = []
     for i, members in enumerate(optimizer.bit16_groups):
-        pieces, group = _zero_pieces(optimizer, i), optimizer.real_dp_process_group[i]
+        pieces, group = zero_pieces(optimizer, i), optimizer.real_dp_process_group[i]
         found = torch.zeros(len(members), dtype=torch.float64, device=device)
         for j, parameter in enumerate(members):
             piece = pieces.get(parameter)
@@ -144,8 +157,13 @@ def _zero_squares(optimizer: DeepSpeedZeroOptimizer, device: torch.device) -> Sq
     return squares
 
 
-def _zero_pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> dict[nn.Parameter, Tensor]:
-    """What this rank holds of the gradients of a parameter group, by parameter."""
+def zero_pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> dict[nn.Parameter, Tensor]:
+    """What this rank holds of the gradients of a parameter group, by parameter.
+
+    Args:
+        optimizer: after it has reduced them.
+        group: index of the parameter group.
+    """
     parameters = optimizer.params_in_partition[group]
     if optimizer.cpu_offload:
         pairs = zip(parameters, optimizer.offload_gradient_dict[group], strict=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import planned
+from dynpipe_ds.host.owned import not_broadcast, without_owned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
@@ -131,16 +132,30 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         self.dynamic.pipeline.configure_optimizer(client_optimizer, model_parameters, super()._configure_optimizer)
         self.dynamic.optimizer_was_made()
 
+    def _configure_lr_scheduler(self) -> None:
+        with self.dynamic.pipeline.twins_hidden():
+            super()._configure_lr_scheduler()
+        self.dynamic.pipeline.show_users_groups(self.lr_scheduler)
+
+    def _broadcast_model(self) -> None:
+        with not_broadcast(self.module):
+            super()._broadcast_model()
+
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with whole_lanes(optimizer, on_host=self._steps_on_host()):
+        pipeline = self.dynamic.pipeline
+        with whole_lanes(optimizer, on_host=self._steps_on_host()), pipeline.twins_apart():
             wrapper = super()._configure_zero_optimizer(optimizer)
+        pipeline.leave_out_of_sums(wrapper)
         if isinstance(wrapper, DeepSpeedZeroOptimizer):
             install_order(wrapper)
         return wrapper
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        with whole_lanes(optimizer, on_host=self._steps_on_host()):
-            return super()._configure_bf16_optimizer(optimizer)
+        pipeline = self.dynamic.pipeline
+        with whole_lanes(optimizer, on_host=self._steps_on_host()), pipeline.twins_apart():
+            wrapper = super()._configure_bf16_optimizer(optimizer)
+        pipeline.leave_out_of_sums(wrapper)
+        return wrapper
 
     def _steps_on_host(self) -> bool:
         return self.device.type == "cpu" or bool(self.zero_use_cpu_optimizer())
@@ -156,6 +171,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         super()._take_model_step(lr_kwargs)
         if optimizer is not None and self.skipped_steps == num_skipped:
             optimizer.after_step()
+
+    def _get_gradients_for_reduction(self) -> tuple[list[Any], dict[str, list[Any]]]:
+        found, of_experts = super()._get_gradients_for_reduction()
+        return without_owned(self.module, found), of_experts
 
     def _reduce_non_expert_gradients(self, grads: Sequence[Any], elements_per_buffer: int) -> None:
         if not self._changes_nothing(grads):
@@ -173,7 +192,8 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
 _MUST_RUN = (
     "_exec_schedule", "_configure_optimizer", "_configure_zero_optimizer", "_configure_bf16_optimizer",
-    "clip_fp32_gradients", "_take_model_step", "_reduce_non_expert_gradients",
+    "clip_fp32_gradients", "_take_model_step", "_reduce_non_expert_gradients", "_get_gradients_for_reduction",
+    "_broadcast_model", "_configure_lr_scheduler",
 )
 """Methods without which losses would depend on the cut; a class of the user's may add to them."""
 

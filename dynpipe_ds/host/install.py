@@ -59,19 +59,19 @@ def check_version() -> None:
         )
 
 
-def install(module_class: type, choose: Callable[[type, Any], type]) -> None:
+def install(module_class: type, choose: Callable[[type, Any, Any], type]) -> None:
     """Make ``PipelineEngine(model=m, ...)`` an engine of another class whenever ``m`` is a ``module_class``.
 
     Args:
         module_class: the pipeline module class that asks for it.
-        choose: maps the class that was called, and DeepSpeed's configuration (``None`` if none was given), to the
-            class of the engine, which derives from it.
+        choose: maps the class that was called, DeepSpeed's configuration (``None`` if none was given) and the model to
+            the class of the engine, which derives from it.
     """
 
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(kwargs.get("model"), module_class):
             return object.__new__(cls)
-        return object.__new__(choose(cls, kwargs.get("config_class")))
+        return object.__new__(choose(cls, kwargs.get("config_class"), kwargs["model"]))
 
     PipelineEngine.__new__ = construct
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dynpipe_ds.host.halves import backward_input, backward_pass, backward_weight, in_flight_of, wants_backward
 from dynpipe_ds.host.order import BackwardInput, BackwardWeight
+from dynpipe_ds.host.owned import finishing_owned
 from dynpipe_ds.host.passing import (
     BatchRefused,
     HandedOver,
@@ -209,7 +210,7 @@ _GUARDS: dict[type, tuple[Callable[[Callable[..., None]], Callable[..., None]], 
     schedule.BackwardPass: (unless_given_up,),
     BackwardInput: (unless_given_up,),
     BackwardWeight: (unless_given_up,),
-    schedule.ReduceGrads: (unless_replica_refuses,),
+    schedule.ReduceGrads: (finishing_owned, unless_replica_refuses),
     schedule.OptimizerStep: (unless_refused, unless_incomplete),
 }
 

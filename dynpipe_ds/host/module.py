@@ -17,6 +17,7 @@ from dynpipe_ds.host.seeds import seed_streams
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec, layer_name, tied_key
 from dynpipe_ds.measure.recorder import BatchRecorder
 from dynpipe_ds.migration.transport import exchange
+from dynpipe_ds.owning import Replica, building
 from dynpipe_ds.placement import Placement
 
 Layers = Mapping[int, nn.Module]
@@ -48,6 +49,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         self._layers: dict[int, nn.Module] = {}
         self.parts: list[int] = []
         self._whole_layers: tuple[int, ...] | None = None
+        self.owned: dict[int, tuple[str, ...]] = {}  # names of what single replicas own, by layer, once it is dynamic
         super().__init__(*args, **kwargs)
 
     # -- building -----------------------------------------------------------------------------
@@ -64,9 +66,15 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         if wholes[-1:] != (len(wholes) - 1,):  # parts of a layer are built as the layer would be, with its seed
             self.seed_fn: Any = lambda seed: (given or seed_streams)(base + wholes[seed - base])
         try:
-            super()._build()
+            with building(self.replica):
+                super()._build()
         finally:
             self.seed_fn = given
+
+    @property
+    def replica(self) -> Replica:
+        """Which data-parallel replica of its stage this rank is."""
+        return Replica(self._grid.get_data_parallel_id(), self._grid.get_data_parallel_world_size())
 
     # -- the first partition ------------------------------------------------------------------
 
@@ -75,7 +83,8 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         """Boundaries to begin with: by ``partition_method``, or as DeepSpeed's own method gives them."""
 
     def _partition_layers(self, method: Any = "uniform") -> None:
-        self._set_parts(self._first_partition(method, partial(self._deepspeeds_partition, method)))
+        with building(self.replica):  # some methods build layers, to count their parameters
+            self._set_parts(self._first_partition(method, partial(self._deepspeeds_partition, method)))
 
     def _deepspeeds_partition(self, method: Any) -> list[int]:
         super()._partition_layers(method=method)

@@ -80,7 +80,8 @@ NEEDED: dict[str, Needed] = {
         ),
         hooks=(
             "_INSTRUCTION_MAP _exec_schedule _configure_optimizer _configure_zero_optimizer _configure_bf16_optimizer "
-            "_reduce_non_expert_gradients clip_fp32_gradients _take_model_step"
+            "_reduce_non_expert_gradients clip_fp32_gradients _take_model_step _get_gradients_for_reduction "
+            "_broadcast_model _configure_lr_scheduler"
         ),
         begins="__init__ train_batch",
         optional="checkpoint_mp_rank",
@@ -108,7 +109,8 @@ NEEDED: dict[str, Needed] = {
             "bit16_groups_flat clip_grad cpu_data cpu_offload custom_loss_scaler dp_process_group dynamic_loss_scale "
             "external_loss_scale grad_accum grad_start_offset loss_scaler model_parallel_world_size "
             "nccl_start_alignment_factor norm_for_param_grads offload_gradient_dict optimizer overflow "
-            "param_idx_in_group param_to_partition_ids params_in_partition partition_count real_dp_process_group"
+            "param_idx_in_group param_to_partition_ids params_in_partition partition_count real_dp_process_group "
+            "use_grad_accum_attribute"
         ),
         hooks="scaled_global_norm allreduce_bucket gradient_reduction_w_predivide",
         begins="__init__ step",
@@ -120,13 +122,14 @@ NEEDED: dict[str, Needed] = {
         attributes=(
             "_grad_acc_hooks _hp_grad _hp_optimizer_states_linked bf16_groups bf16_groups_flat clip_grad "
             "fp32_groups_gradients fp32_groups_gradients_flat fp32_groups_has_gradients nccl_start_alignment_factor "
-            "optimizer partition_count"
+            "non_expert_gradients optimizer partition_count real_dp_process_group"
         ),
         hooks="get_grads_for_norm",
         begins="step",
     ),
     "deepspeed.runtime.zero.stage_1_and_2": _needed(hooks="see_memory_usage empty_cache"),
     "deepspeed.runtime.bf16_optimizer": _needed(hooks="see_memory_usage"),
+    "deepspeed.linear.optimized_linear:LoRAOptimizedLinear": _needed(attributes="ds_optim_param"),
     "deepspeed.utils.torch": _needed("required_torch_version"),
     "deepspeed.utils.mixed_precision_linkage": _needed(
         attributes=(

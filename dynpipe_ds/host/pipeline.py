@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch import nn
 from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
+from dynpipe_ds.host.optimizers import twins as owned_groups
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import OrderFor, ordered
+from dynpipe_ds.host.owned import OwnedGradients
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -38,6 +41,7 @@ class Pipeline:
         data: where this stage is in the data.
         order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
+        owned: gradients of what this replica owns.
         channels: what carries activations and gradients.
     """
 
@@ -47,6 +51,7 @@ class Pipeline:
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
+        self.owned = OwnedGradients(engine)
         self._tied_copies = tied_copies
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
@@ -66,7 +71,10 @@ class Pipeline:
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
         self.connect()
-        self._norm = GradientNorm(layer_of, num_layers=num_layers, grid=self.engine.grid, device=self.device)
+        owns = bool(self.engine.module.owned)
+        self._norm = GradientNorm(
+            layer_of, num_layers=num_layers, owns=owns, grid=self.engine.grid, device=self.device
+        )
 
     def connect(self) -> None:
         """Open the channels to the neighbouring stages; collective over all ranks, again when there are fewer."""
@@ -185,8 +193,10 @@ class Pipeline:
         basic = together(lambda: self._basic_optimizer(client, given), self.device, ValueError)
         agree_on_groups(basic)
         check_scheduler(engine.client_lr_scheduler, len(basic.param_groups))
-        self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0])
-        self._groups.install(trainable_only=engine.zero_optimization() or engine.bfloat16_enabled())
+        is_flat = engine.zero_optimization() or engine.bfloat16_enabled()
+        twins = owned_groups.add_twins(basic) if is_flat and engine.module.owned else None
+        self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0], twins=twins)
+        self._groups.install(trainable_only=is_flat)
         self.name_parameters()
         configure(basic, given)
 
@@ -196,6 +206,37 @@ class Pipeline:
         make = self.engine._configure_basic_optimizer if client is None else client
         optimizer: torch.optim.Optimizer = make(parameters or [{"params": []}])
         return optimizer
+
+    # What single replicas own has parameter groups of its own; see twins.py.
+
+    @property
+    def _twins(self) -> owned_groups.Twins:
+        return {} if self._groups is None else self._groups.twins
+
+    def twins_hidden(self) -> AbstractContextManager[None]:
+        """Let a scheduler that is made within see the user's parameter groups alone."""
+        return nullcontext() if not self._twins else owned_groups.twins_hidden(self._basic, self._twins)
+
+    def show_users_groups(self, scheduler: Any) -> None:
+        """Let a scheduler go on seeing them alone."""
+        if self._twins:
+            owned_groups.show_users_groups(scheduler, self._basic, self._twins)
+
+    @property
+    def _basic(self) -> torch.optim.Optimizer:
+        assert self._groups is not None
+        return self._groups.optimizer
+
+    def _apart(self) -> owned_groups.Twins:
+        return self._twins if self.engine.module.replica.count > 1 else {}
+
+    def twins_apart(self) -> AbstractContextManager[None]:
+        """Let an optimizer that is wrapped within share out no parameters that single replicas own."""
+        return owned_groups.kept_apart(self._apart(), self.engine.module._grid.slice_proc_group)
+
+    def leave_out_of_sums(self, wrapper: Any) -> None:
+        """Let an optimizer that was wrapped so add up no such gradients."""
+        owned_groups.leave_out_of_sums(wrapper, self._apart())
 
     def name_parameters(self) -> None:
         """Renew the table of parameter names that DeepSpeed's optimizers and checkpoints use."""
@@ -241,6 +282,7 @@ class Pipeline:
     def drop_batch(self) -> None:
         """Let the next batch, or a move, begin as if the one that was refused had not been there."""
         self.forget_batch()
+        self.owned.drop()
         timer = self.engine.timers(TRAIN_BATCH_TIMER)
         if getattr(timer, "started_", False):  # a client's own train_batch need not use it
             timer.stop()

@@ -24,6 +24,7 @@ from dynpipe_ds.migration.names import Names, Values
 from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
 from dynpipe_ds.migration.references import Path, shared_by, spell
 from dynpipe_ds.migration.transport import flat_view
+from dynpipe_ds.owning import Replica, building
 from dynpipe_ds.telling import warn
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ class Surroundings:
     Args:
         module: the pipeline module, with its layers built as DeepSpeed builds them.
         specs: its layer list.
+        replica: which replica of its stage this rank is.
     """
 
-    def __init__(self, module: nn.Module, specs: Sequence[Any]) -> None:
+    def __init__(self, module: nn.Module, specs: Sequence[Any], replica: Replica) -> None:
         self._module = module
+        self._replica = replica
         live = [spec for spec in specs if isinstance(spec, nn.Module)]
         self._specs = [None if isinstance(spec, nn.Module) else spec for spec in specs]
         self._live = shared_by(live)
@@ -212,7 +215,7 @@ class Surroundings:
         numbers, more = random.getstate(), np.random.get_state()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
-            with torch.random.fork_rng(devices=devices):
+            with torch.random.fork_rng(devices=devices), building(self._replica):
                 made: nn.Module = spec.build()
         finally:
             random.setstate(numbers)

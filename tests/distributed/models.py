@@ -81,6 +81,7 @@ class Run:
     first: tuple[int, ...] | None = None
     plain: bool = False  # DeepSpeed's own PipelineModule
     micro_batches: int = 4
+    special: dict[int, type] = field(default_factory=dict)  # block -> a class that stands in its place
     width: int = 16  # of the narrowest block; odd ones leave parameters that fill no vector register
 
 
@@ -90,7 +91,10 @@ def layers_of(run: Run) -> list[Any]:
         TiedLayerSpec("embed", Embed, forward_fn=as_head, tied_weight_attr="weight")
         if run.tied else LayerSpec(Head)
     )
-    blocks: list[Any] = [LayerSpec(Block, run.width * (1 + i % 3), run.dropout) for i in range(run.num_blocks)]
+    blocks: list[Any] = [
+        LayerSpec(run.special[i]) if i in run.special else LayerSpec(Block, run.width * (1 + i % 3), run.dropout)
+        for i in range(run.num_blocks)
+    ]
     if run.functions:
         blocks.insert(1, double)
         blocks.insert(4, double)

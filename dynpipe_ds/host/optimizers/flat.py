@@ -183,6 +183,19 @@ class FlatOptimizer(StageOptimizer):
         return parameter.grad if accumulated is None else accumulated
 
     @override
+    def put_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        wrapper, gradient = self.engine.optimizer, gradient.detach()
+        if not self.engine.using_bf16_optimizer:
+            copied = gradient.to(self.engine.get_data_types()[1], copy=True)
+            setattr(parameter, "grad_accum" if wrapper.use_grad_accum_attribute else "grad", copied)
+            return
+        i = self.groups.index[parameter]
+        j = next(j for j, member in enumerate(wrapper.bf16_groups[i]) if member is parameter)
+        parameter._hp_grad = wrapper.fp32_groups_gradients[i][j]  # type: ignore[attr-defined]
+        wrapper.fp32_groups_gradients[i][j].copy_(gradient.view(-1))
+        wrapper.fp32_groups_has_gradients[i][j] = True
+
+    @override
     def state_bytes(self, parameter: nn.Parameter) -> int:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None or not parameter.requires_grad:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dynpipe_ds.host.optimizers.twins import Twins, follow
+
 State = dict[str, Any]
 Snapshot = tuple[dict[nn.Parameter, int], list[list[nn.Parameter]]]
 
@@ -45,10 +47,15 @@ class ParameterGroups:
         optimizer: the optimizer whose ``param_groups`` are canonical from now on.
         device: where placeholders live.
         dtype: dtype of the model's parameters.
+        twins: indices of groups that hold what single replicas own, and of those that they follow.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, device: torch.device, dtype: torch.dtype,
+        twins: Twins | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self.twins: Twins = twins or {}
         self.placeholders = [
             nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for _ in optimizer.param_groups
         ]
@@ -68,6 +75,10 @@ class ParameterGroups:
             self.optimizer.param_groups, members, self.placeholders, strict=True
         ):
             group["params"] = parameters or [placeholder]
+
+    def follow(self) -> None:
+        """Give what single replicas own the settings that the user, or a scheduler, has given to its group."""
+        follow(self.optimizer, self.twins)
 
     def replace(self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int]) -> None:
         """Take note of parameters that left this stage, and of the groups of those that came."""

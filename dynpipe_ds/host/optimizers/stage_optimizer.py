@@ -97,11 +97,21 @@ class StageOptimizer(ABC):
         """The gradient that the next step will use, before it is reduced over replicas."""
 
     @abstractmethod
+    def put_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Replace what :meth:`gradient` gives.
+
+        Args:
+            parameter: one that is trained.
+            gradient: of its shape; it is copied, into the dtype that gradients are summed in.
+        """
+
+    @abstractmethod
     def state_bytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state, master weights included, that this rank holds for a parameter."""
 
     def before_step(self) -> None:
         """Get ready for an optimizer step, which follows at once."""
+        self.groups.follow()
         prime_native_adam(self.groups.optimizer)
 
     def after_step(self) -> None:
@@ -150,6 +160,10 @@ class PlainOptimizer(StageOptimizer):
     @override
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad
+
+    @override
+    def put_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        parameter.grad = gradient.detach().to(parameter.dtype, copy=True)
 
     @override
     def state_bytes(self, parameter: nn.Parameter) -> int:
