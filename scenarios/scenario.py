@@ -52,6 +52,14 @@ class Engine(Protocol):
         """Micro-batches a batch."""
         ...
 
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What the model computes in, and what gradients are summed in."""
+        ...
+
+    def expect_change(self) -> None:
+        """Let layers be measured anew, since they will take other times from now on; the same on every rank."""
+        ...
+
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give layers parameters of another shape, with their optimizer state; collective."""
         ...
@@ -100,6 +108,14 @@ class Scenario:
     def loss_fn(self) -> Callable[[Activation, Tensor], Tensor]:
         """Return the loss of (output of the last layer, labels)."""
         return loss_fn
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Refuse settings that do not fit the number of data-parallel replicas (``ValueError``); called before layers
+        are built.
+
+        Args:
+            num_replicas: of each stage.
+        """
 
     def repeats_after(self, num_batches: int | None) -> None:
         """Take note of how the data repeats; called once, before the first batch.

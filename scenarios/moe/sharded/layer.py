@@ -99,7 +99,7 @@ class SharedExperts(nn.Module):
         if sharing is None:
             raise RuntimeError(
                 "this replica holds a share of the experts and does not know who holds the others: train with a "
-                "scenario (its before_batch says so), or call scenarios.moe.sharded.share_experts before the first batch"
+                "scenario (its before_batch says so), or call scenarios.moe.sharded.share_experts before"
             )
         own = self.expert_weights()
         exchange, state = sharing.forward(Experts(self, own), counts, is_training=self.training)

@@ -39,6 +39,10 @@ SUMMING = 16
 """Topics of meetings: counts of a forward; the sums of a layer, by index from there on."""
 
 Reroute = Callable[[Lanes, list[list[int]]], Lanes]
+"""From a placement and the rows ``[R][E]`` of a batch's first micro-batch to a placement with no new copies."""
+
+Planner = Callable[[list[list[int]]], Lanes]
+"""From rows of each rank for each expert in a whole batch, ``[R][E]``, to who is to compute them in the next one."""
 
 
 class Experts(NamedTuple):
@@ -77,11 +81,13 @@ class LayerBatch:
         lanes: who has computed what.
         rows: of each rank for each expert, ``[R][E]``.
         travelled: weights and sums.
+        plan: a placement for the next batch, if this rank was to make one.
     """
 
     lanes: Lanes
     rows: list[list[int]]
     travelled: Travelled
+    plan: Job[Lanes] | None
 
 
 @dataclass
@@ -98,6 +104,8 @@ class LayerState:
         sums: for each weight by name.
         trans: copies on their way here or from here, and bytes received.
         agg: sums on their way, with the finished gradients and bytes received.
+        num_forwards: trained so far.
+        plan: a placement for the next batch, in the making.
     """
 
     index: int
@@ -109,6 +117,8 @@ class LayerState:
     lanes: Lanes | None = None
     trans: Job[int] | None = None
     agg: Job[tuple[dict[str, Tensor], int] | None] | None = None
+    num_forwards: int = 0
+    plan: Job[Lanes] | None = None
 
 
 class Sharing:
@@ -135,6 +145,8 @@ class Sharing:
         self.num_experts, self.device, self.sum_dtype = num_experts, device, sum_dtype
         self.meetings = Meetings(meetings, num_experts)
         self._relay, self._relay_meetings = Relay(), Meetings(relay, 0, _where(relay, device))
+        self._planning = Relay()
+        self._planner: Planner | None = None
         self._reroute, self._limit_s = reroute, limit_s
         self._static = Lanes.static(self.num_ranks, num_experts)
         self._states: dict[nn.Module, LayerState] = {}
@@ -152,7 +164,8 @@ class Sharing:
     # -- a batch ------------------------------------------------------------------------------
 
     def begin(
-        self, layers: Mapping[int, Experts], lanes: Mapping[int, Lanes], micro_batches: int | None = None
+        self, layers: Mapping[int, Experts], lanes: Mapping[int, Lanes], micro_batches: int | None = None,
+        planner: Planner | None = None,
     ) -> None:
         """Begin a batch: who computes what, and copies are on their way.
 
@@ -160,12 +173,13 @@ class Sharing:
             layers: with experts, by index; the same indices on all ranks.
             lanes: of these; static for one that is not there.
             micro_batches: backwards that each layer will run; ``None``: not known.
+            planner: makes the placement of the next batch, on a thread.
         """
         if self.meetings.is_closed:  # a batch was given up where nobody drops it for all ranks
             self.drop()
         self._wait_for_copies()
         self._states, self._unposted, self._done = {}, [], {}
-        self._micro_batches = micro_batches
+        self._micro_batches, self._planner = micro_batches, planner
         for index, experts in sorted(layers.items()):
             chosen = lanes.get(index, self._static)
             chosen.check(self.num_ranks, self.num_experts)
@@ -191,6 +205,9 @@ class Sharing:
             if torch.is_grad_enabled():
                 pairs = zip(state.rows, table, strict=True)
                 state.rows = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+                state.num_forwards += 1
+                if state.num_forwards == self._micro_batches:
+                    self._post_plan(state)
             if state.trans is not None and lanes.copies(self.rank):
                 state.trans.wait(self._limit_s)
         return plan_lanes(table, lanes, self.rank, self.group, self.meetings, counts.device), state
@@ -224,13 +241,15 @@ class Sharing:
         found = state.agg.wait(self._limit_s)
         trans_bytes = 0 if state.trans is None else state.trans.wait(self._limit_s)
         del self._states[module]
+        if state.plan is None:
+            self._post_plan(state)
         if found is None:
             raise PartnerGaveUpError("a rank that shares the experts has given the batch up")
         gradients, agg_bytes = found
         jobs = [job for job in (state.trans, state.agg) if job is not None]
         seconds, hidden_s = sum(job.seconds for job in jobs), sum(job.hidden_s for job in jobs)
         travelled = Travelled(trans_bytes, agg_bytes, seconds, hidden_s)
-        self._done[state.index] = LayerBatch(state.lanes or state.planned, state.rows, travelled)
+        self._done[state.index] = LayerBatch(state.lanes or state.planned, state.rows, travelled, state.plan)
         return gradients
 
     def take_done(self) -> dict[int, LayerBatch]:
@@ -257,7 +276,8 @@ class Sharing:
         self._relay.post(self._relay_meetings.reopen).wait(self._limit_s)
         self._unposted = list(self._states.values())
         for state in self._unposted:
-            state.agg, state.lanes, state.rows = None, None, self._no_rows()
+            state.agg, state.lanes, state.rows, state.plan = None, None, self._no_rows(), None
+            state.num_forwards = 0
             for sums in state.sums.values():
                 sums.clear()
 
@@ -265,6 +285,7 @@ class Sharing:
         """End the thread; of this rank alone."""
         self._wait_for_copies()
         self._relay.close()
+        self._planning.close()
 
     # -- what travels -------------------------------------------------------------------------
 
@@ -287,6 +308,12 @@ class Sharing:
         num_pieces = len(pieces_of([weight[0] for weight in own.values()]))
         state.trans = self._relay.post(lambda: run_chains(chains, loads, num_pieces, self._relay_group))
         self._jobs.append(state.trans)
+
+    def _post_plan(self, state: LayerState) -> None:
+        """Plan on one of the ranks, others other layers; what is planned may be changed by nobody meanwhile."""
+        planner, rows = self._planner, state.rows
+        if planner is not None and state.index % self.num_ranks == self.rank:
+            state.plan = self._planning.post(lambda: planner(rows))
 
     def _post_complete_sums(self) -> None:
         """Post the sums of layers that have all gradients, later layers first."""
