@@ -91,7 +91,7 @@ def whole_layers(engine: Any) -> dict[int, str]:
             state = {"weight": parameter.detach(), **engine.stage_optimizer.export([parameter])[0]}
             for key, value in sorted(state.items()):
                 value = value if isinstance(value, Tensor) else torch.tensor(float(value or 0))
-                if is_owned(parameter) and value.shape == parameter.shape:
+                if is_owned(parameter) and value.numel() == parameter.numel():
                     parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
                     dist.all_gather(parts, value.contiguous(), group=group)
                     value = torch.cat(parts)
