@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import ParameterReplacement, split_layers, whole_layers
+from dynpipe_ds import ParameterReplacement, PipelineProfile, split_layers, whole_layers
 from scenarios.checking import type_problems
 from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
 from scenarios.pretrained import PretrainedModel
@@ -54,6 +54,11 @@ class Engine(Protocol):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """What the model computes in, and what gradients are summed in."""
+        ...
+
+    @property
+    def last_batch_profile(self) -> PipelineProfile | None:
+        """The newest profile."""
         ...
 
     def expect_change(self) -> None:

@@ -8,65 +8,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from scenarios.moe.placing import Lanes
-from scenarios.moe.sharded import Experts, LayerBatch, Planner, Reroute, SharedExperts, Sharing, share_experts
-from scenarios.scenario import Engine, Report, gather_by_layer
-
-PLANNERS = ("fastermoe", "pro_prophet", "lanes")
-"""Placements that are planned anew; of the others, ``"static"`` is all at home and ``"local"`` none anywhere else."""
+from scenarios.moe.measuring import measured_constants, renewed, samples_of
+from scenarios.moe.placing import Constants, LayerModel, Lanes, WhenToPlan, balance, check_planner, plan, reroute
+from scenarios.moe.sharded import Experts, SharedExperts, Sharing, share_experts
+from scenarios.moe.telling import SharedBatch, tell, width
+from scenarios.scenario import Engine, Report, State, gather_by_layer
 
 Placement = Literal["static", "local", "fastermoe", "pro_prophet", "lanes"]
 
-DRIFT = 1.1
-"""By how much more than planned the busiest rank may have to do, over the mean, before another plan is made."""
+FIXED = ("static", "local")
+"""Placements that are no plans."""
 
 CHANGE = 0.1
 """By how much a placement must change what the busiest rank of a layer has to do, for its profiles to be forgotten."""
 
-VARYING = ("busiest rank", "copies", "copied", "summed", "hidden", "measured")
+VARYING = ("busiest rank", "copies", "copied", "summed", "hidden", "planning")
 """Entries of the report that may differ between two runs with the same bits: plans depend on measured seconds."""
-
-
-@dataclass(frozen=True)
-class SharedBatch:
-    """What the last batch was for the layers with experts, the same on every rank.
-
-    Attributes:
-        layers: their indices.
-        rows: of each rank for each expert, ``[layers, R, E]``.
-        computed: rows that each rank has computed, ``[layers, R]``.
-        copies: experts that are no rank's own, of all ranks together.
-        trans_bytes: weights that travelled, of all ranks.
-        agg_bytes: sums of gradients that travelled, of all ranks.
-        travelled_s: seconds that both took, of all ranks together.
-        hidden_s: those of them for which nobody waited.
-        plan_s: seconds of planning, of all ranks together.
-        waited_s: those of them for which a rank waited.
-    """
-
-    layers: tuple[int, ...]
-    rows: Tensor
-    computed: Tensor
-    copies: int
-    trans_bytes: int
-    agg_bytes: int
-    travelled_s: float
-    hidden_s: float
-    plan_s: float
-    waited_s: float
-
-    @property
-    def at_home(self) -> Tensor:
-        """Rows that each rank would have computed if all were computed at home, ``[layers, R]``."""
-        num_layers, num_ranks, num_experts = self.rows.shape
-        return self.rows.sum(1).view(num_layers, num_ranks, num_experts // num_ranks).sum(2)
 
 
 def placement_problems(placement: str, *, sharded: bool, plan_every: int, max_copies: int | None) -> list[str]:
@@ -93,47 +54,45 @@ def placement_problems(placement: str, *, sharded: bool, plan_every: int, max_co
     return problems
 
 
-def balancing(num_experts: int, placement: str, *, plan_every: int, max_copies: int | None) -> ExpertBalancing:
-    """What shares experts out as a scenario's settings say.
-
-    Args:
-        num_experts: of each layer.
-        placement: a name.
-        plan_every: batches between two plans.
-        max_copies: of a rank.
-    """
-    return ExpertBalancing(num_experts, placement, plan_every=plan_every)
-
-
-def imbalance(computed: Tensor) -> float:
-    """Rows of the busiest rank over the mean, averaged over the layers that have any; ``[layers, R]``."""
-    computed = computed[computed.sum(1) > 0]
-    return float((computed.max(dim=1).values / computed.mean(dim=1)).mean()) if len(computed) else 1.0
-
-
 class ExpertBalancing:
     """Lets the replicas of a stage share experts out, batch by batch; all methods are collective over all ranks.
 
     Args:
         num_experts: of each layer.
+        shapes: of an expert's matrices, ``(out, in)``; the first one's ``in`` is a row's size.
         placement: a name.
-        plan: makes a placement, for :data:`PLANNERS`.
-        plan_every: batches between two plans; there are more where the balance drifts.
-        reroute: see :class:`~scenarios.moe.sharded.Sharing`.
+        plan_every: batches between two plans of a layer; there are more where its balance drifts.
+        max_copies: most experts of others that a rank may hold; ``None``: any number.
     """
 
     def __init__(
-        self, num_experts: int, placement: str, *, plan: Planner | None = None, plan_every: int = 1,
-        reroute: Reroute | None = None,
+        self, num_experts: int, shapes: Sequence[tuple[int, int]], placement: str, *, plan_every: int = 1,
+        max_copies: int | None = None,
     ) -> None:
-        self._num_experts, self._placement, self._plan, self._plan_every = num_experts, placement, plan, plan_every
-        self._reroute = reroute
+        self._num_experts, self._shapes, self._placement = num_experts, tuple(shapes), placement
+        self._plan_every, self._max_copies = plan_every, max_copies
         self._group: dist.ProcessGroup | None = None
         self._sharing: Sharing | None = None
         self._lanes: dict[int, Lanes] = {}
-        self._promised: float | None = None
-        self._has_drifted = self._has_warned = False
+        self._when: dict[int, WhenToPlan] = {}
+        self._is_due: dict[int, bool] = {}
+        self._constants: Constants | None = None
+        self._warned: set[str] = set()
         self.last: SharedBatch | None = None
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Refuse what can't be placed on so many ranks.
+
+        Args:
+            num_replicas: that share the experts.
+
+        Raises:
+            ValueError: if there can be no placement.
+        """
+        if num_replicas > 1:
+            check_planner(
+                self._placement, num_ranks=num_replicas, num_experts=self._num_experts, max_copies=self._max_copies
+            )
 
     def take_part(self, engine: Engine) -> None:
         """Make the ranks of this stage known; quick where they are known already.
@@ -150,12 +109,11 @@ class ExpertBalancing:
                 self._sharing = self._make(engine, group)
         share_experts(self._sharing)
 
-    def before_batch(self, engine: Engine, batch: int) -> None:
-        """Begin a batch.
+    def before_batch(self, engine: Engine) -> None:
+        """Begin a batch: copies are on their way.
 
         Args:
             engine: of this rank.
-            batch: counted from 0.
         """
         self.take_part(engine)
         if self._sharing is None:
@@ -166,11 +124,9 @@ class ExpertBalancing:
             for module in layer.modules()
             if isinstance(module, SharedExperts) and (own := module.expert_weights())
         }
-        num_ranks = self._sharing.num_ranks
-        first = Lanes.local if self._placement == "local" else Lanes.static
-        lanes = {index: self._lanes.get(index, first(num_ranks, self._num_experts)) for index in layers}
-        is_due = self._plan is not None and (batch % self._plan_every == 0 or self._has_drifted)
-        self._sharing.begin(layers, lanes, engine.gradient_accumulation_steps(), self._plan if is_due else None)
+        lanes = {index: self._lanes_of(index, self._sharing.num_ranks) for index in layers}
+        due = [] if self._placement in FIXED else [index for index in layers if self._is_due.get(index, True)]
+        self._sharing.begin(layers, lanes, engine.gradient_accumulation_steps(), due, self._plan)
 
     def after_batch(self, engine: Engine) -> None:
         """Hear of all layers what the batch was, and who computes what in the next one.
@@ -178,16 +134,25 @@ class ExpertBalancing:
         Args:
             engine: of this rank.
         """
-        if self._sharing is None:
-            self.take_part(engine)
-            return
-        done, num_ranks, rank = self._sharing.take_done(), self._sharing.num_ranks, self._sharing.rank
+        sharing = self._sharing
         self.take_part(engine)  # re-packing may have changed the ranks
-        rows_of = {index: _Row.of(layer, rank, num_ranks, self._num_experts) for index, layer in done.items()}
-        width = _Row.width(num_ranks, self._num_experts)
-        table = gather_by_layer(engine, {index: row.numbers for index, row in rows_of.items()}, width)
-        self.last = _summed(table, num_ranks, self._num_experts)
-        self._take_plans(engine, table, {index: row.error for index, row in rows_of.items() if row.error})
+        if sharing is None:
+            return
+        told = {index: tell(layer, sharing.rank) for index, layer in sharing.take_done().items()}
+        num_ranks, num_experts = sharing.num_ranks, self._num_experts
+        numbers = {index: each.numbers for index, each in told.items()}
+        table = gather_by_layer(engine, numbers, width(num_ranks, num_experts))
+        self.last = last = SharedBatch.of(table, num_ranks, num_experts)
+        if last.failed:
+            self._warn(last.failed, [each.error for each in told.values() if each.error is not None])
+        before = dict(self._lanes)
+        self._lanes |= last.plans
+        for layer in last.failed:
+            self._lanes.pop(layer, None)
+        self._decide_when(last)
+        self._renew(engine, last)
+        if self._changes_times(last, before):
+            engine.expect_change()
 
     def report(self) -> Report:
         """What the last batch was.
@@ -195,19 +160,104 @@ class ExpertBalancing:
         Returns:
             ``"busiest rank"``, rows of the busiest rank over the mean, if all were computed at home and as they were;
             ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of gradients that were
-            ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited.
+            ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited; ``"planning"``, milliseconds,
+            and how many of them a rank waited for.
         """
         last = self.last
-        if last is None:
+        if last is None or not last.rows:
             return {}
-        hidden = f"{last.hidden_s / last.travelled_s:.0%}" if last.travelled_s and last.copies else "nothing to hide"
-        return {
-            "busiest rank": f"{imbalance(last.at_home):.2f} at home, {imbalance(last.computed):.2f} as placed",
-            "copies": last.copies,
-            "copied": f"{last.trans_bytes / 1e6:.2f} MB",
-            "summed": f"{last.agg_bytes / 1e6:.2f} MB",
-            "hidden": hidden,
+        sums, at_home, placed = last.sums, last.balance_of({}), last.balance_of(last.lanes)
+        report: Report = {
+            "busiest rank": f"{at_home:.2f} of mean at home, {placed:.2f} as placed",
+            "copies": int(sums.copies),
+            "copied": f"{sums.trans_bytes / 1e6:.2f} MB",
+            "summed": f"{sums.agg_bytes / 1e6:.2f} MB",
         }
+        if sums.trans_bytes or sums.agg_bytes:
+            report["hidden"] = f"{sums.hidden_s / sums.travelled_s:.0%}"
+        if sums.plan_s:
+            report["planning"] = f"{1e3 * sums.plan_s:.1f} ms, {1e3 * sums.waited_s:.1f} ms waited"
+        return report
+
+    def state_dict(self) -> State:
+        """Placements, and when each layer is planned next."""
+        return {
+            "lanes": {layer: str(lanes) for layer, lanes in self._lanes.items()},
+            "when": {layer: when.state_dict() for layer, when in self._when.items()},
+            "due": dict(self._is_due),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where :meth:`state_dict` was taken; placements for another number of replicas are left out."""
+        self._lanes = {layer: Lanes.parse(text) for layer, text in state["lanes"].items()}
+        self._is_due, self._when = dict(state["due"]), {}
+        for layer, each in state["when"].items():
+            self._when_of(layer).load_state_dict(each)
+
+    # -- what is planned ----------------------------------------------------------------------
+
+    def _lanes_of(self, layer: int, num_ranks: int) -> Lanes:
+        """The placement of a layer's next batch."""
+        first = (Lanes.local if self._placement == "local" else Lanes.static)(num_ranks, self._num_experts)
+        lanes = self._lanes.get(layer, first)
+        return lanes if lanes.num_ranks == num_ranks else first
+
+    def _when_of(self, layer: int) -> WhenToPlan:
+        return self._when.setdefault(layer, WhenToPlan(self._plan_every))
+
+    @property
+    def _model(self) -> LayerModel:
+        assert self._constants is not None, "measured before the first batch"
+        return LayerModel(self._constants)
+
+    def _plan(self, layer: int, rows: list[list[int]]) -> Lanes:
+        """Plan a layer's next batch; on one rank, on a thread."""
+        present = self._lanes_of(layer, len(rows))
+        return plan(self._placement, rows, self._model, present=present, max_copies=self._max_copies)
+
+    def _reroute(self, lanes: Lanes, rows: list[list[int]]) -> Lanes:
+        """Spread the batch's own rows over the copies that there are; on all ranks of a stage alike."""
+        if self._placement != "lanes" or not any(map(any, rows)):
+            return lanes
+        try:
+            return reroute(lanes, rows, self._model)
+        except Exception as error:  # noqa: BLE001 - it is the planner's, the same on all ranks
+            self._warn_once(f"rows were not spread over the copies of experts ({type(error).__name__}: {error})")
+            return lanes
+
+    def _decide_when(self, last: SharedBatch) -> None:
+        """Which layers are planned in the next batch, for the one after it."""
+        for layer, rows in last.rows.items():
+            self._is_due[layer] = self._when_of(layer).due(balance(last.lanes[layer], rows.tolist()))
+
+    def _renew(self, engine: Engine, last: SharedBatch) -> None:
+        """Let the batch's own times count."""
+        if self._constants is None or self._placement in FIXED:
+            return
+        rows, times = ([table.tolist() for table in tables.values()] for tables in (last.rows, last.times))
+        samples = samples_of(list(last.rows), rows, last.lanes, times)
+        profile = engine.last_batch_profile
+        rest = None
+        if profile is not None and last.rows:  # of a block with experts, what is left of it without them
+            num_micro_batches = engine.gradient_accumulation_steps()
+            blocks = [profile.layers[layer] for layer in last.rows]
+            own = [sum(max(each) for each in table.tolist()[:2]) for table in last.times.values()]
+            both_s = sum(block.seconds for block in blocks) * num_micro_batches - sum(own)
+            forward_s = max(0.0, both_s) / (3 * len(blocks))
+            rest = forward_s, 2 * forward_s
+        self._constants = renewed(self._constants, samples, rest)
+
+    def _changes_times(self, last: SharedBatch, before: Mapping[int, Lanes]) -> bool:
+        """Whether the busiest rank of some layer will have so much more or less to do that its profiles tell nothing."""
+        for layer in last.plans:
+            rows = last.rows[layer].tolist()
+            were, are = (
+                balance(lanes.get(layer, Lanes.static(len(rows), self._num_experts)), rows)
+                for lanes in (before, self._lanes)
+            )
+            if abs(were - are) > CHANGE * were:
+                return True
+        return False
 
     # -- further ------------------------------------------------------------------------------
 
@@ -216,121 +266,32 @@ class ExpertBalancing:
         dist.all_gather_object(everybody, dist.get_process_group_ranks(group))
         mine = None
         for ranks in sorted({tuple(ranks) for ranks in everybody}):  # each group is made by all ranks
-            made = dist.new_group(ranks, backend="gloo"), dist.new_group(ranks)
+            made = dist.new_group(list(ranks), backend="gloo"), dist.new_group(list(ranks))
             mine = made if dist.get_rank() in ranks else mine
         assert mine is not None
+        dtype, sum_dtype = engine.get_data_types()
+        if self._placement not in FIXED:
+            self._constants = measured_constants(
+                group, self._shapes, dtype=dtype, sum_dtype=sum_dtype, device=engine.device,
+                num_micro_batches=engine.gradient_accumulation_steps(),
+            )
         return Sharing(
-            group, *mine, num_experts=self._num_experts, device=engine.device, sum_dtype=engine.get_data_types()[1],
+            group, *mine, num_experts=self._num_experts, device=engine.device, sum_dtype=sum_dtype,
             reroute=self._reroute,
         )
 
-    def _take_plans(self, engine: Engine, table: Tensor, errors: Mapping[int, str]) -> None:
-        """Take the placements that were planned; static for a layer whose planner has failed."""
-        if self._sharing is None or self.last is None:
-            return
-        num_ranks, before = self._sharing.num_ranks, dict(self._lanes)
-        size = num_ranks * self._num_experts
-        if table.shape[1] != _Row.width(num_ranks, self._num_experts):
-            self._lanes = {}
-            return
-        flags = table[:, -1 - size]
-        for layer in torch.nonzero(flags == PLANNED).flatten().tolist():
-            owner = table[layer, -size:].long().view(num_ranks, -1).tolist()
-            self._lanes[layer] = Lanes(tuple(map(tuple, owner)))
-        failed = torch.nonzero(flags == FAILED).flatten().tolist()
-        for layer in failed:
-            self._lanes.pop(layer, None)
-        if failed:
-            self._warn(failed, errors)
-        if bool((flags == PLANNED).any()):
-            self._promised = imbalance(_computed(self.last.rows, self.last.layers, self._lanes))
-        achieved = imbalance(self.last.computed)
-        self._has_drifted = self._promised is not None and achieved > DRIFT * self._promised
-        if self._changes_times(before):
-            engine.expect_change()
-
-    def _changes_times(self, before: Mapping[int, Lanes]) -> bool:
-        """Whether the busiest rank of some layer will have so much more or less to do that its time tells nothing."""
-        assert self.last is not None
-        were, are = (_computed(self.last.rows, self.last.layers, lanes) for lanes in (before, self._lanes))
-        pairs = zip(were.tolist(), are.tolist(), strict=True)
-        return any(abs(max(old) - max(new)) > CHANGE * max(old) for old, new in pairs)
-
-    def _warn(self, layers: list[int], errors: Mapping[int, str]) -> None:
+    def _warn(self, layers: Sequence[int], errors: Sequence[str]) -> None:
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, dict(errors))
-        texts = [text for found in everybody for text in found.values()]
-        if not self._has_warned and dist.get_rank() == 0:
-            warnings.warn(
-                f"scenario.placement={self._placement}: the planner failed ({texts[0]}); experts of layers {layers} "
-                "are computed at home in the next batch, and further failures will not be reported", stacklevel=2,
-            )  # fmt: skip
-        self._has_warned = True
-
-
-NOTHING, PLANNED, FAILED = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class _Row:
-    """What one rank tells of one layer.
-
-    Attributes:
-        numbers: rows of each rank for each expert (its own), rows computed by each rank (its own), six sums over
-            ranks, whether there is a plan, and the plan.
-        error: why there is none.
-    """
-
-    numbers: list[float]
-    error: str | None = None
-
-    @staticmethod
-    def width(num_ranks: int, num_experts: int) -> int:
-        return 2 * num_ranks * num_experts + num_ranks + NUM_SUMS + 1
-
-    @classmethod
-    def of(cls, layer: LayerBatch, rank: int, num_ranks: int, num_experts: int) -> _Row:
-        rows = [0.0] * (num_ranks * num_experts)
-        rows[rank * num_experts : (rank + 1) * num_experts] = layer.rows[rank]
-        computed = [0.0] * num_ranks
-        lanes, travelled = layer.lanes, layer.travelled
-        computed[rank] = sum(
-            count
-            for source, counts in enumerate(layer.rows)
-            for expert, count in enumerate(counts)
-            if lanes.owner[source][expert] == rank
+        dist.all_gather_object(everybody, list(errors))
+        texts = [text for found in everybody for text in found]
+        self._warn_once(
+            f"the planner failed ({texts[0]}), so experts of layers {list(layers)} are computed at home in the next batch"
         )
-        plan, flag, error = [0.0] * (num_ranks * num_experts), NOTHING, None
-        if layer.plan is not None:
-            try:
-                planned = layer.plan.wait(PLAN_LIMIT_S)
-                planned.check(num_ranks, num_experts)
-                plan, flag = [float(owner) for row in planned.owner for owner in row], PLANNED
-            except Exception as raised:  # noqa: BLE001 - a planner may raise anything
-                flag, error = FAILED, f"{type(raised).__name__}: {raised}"
-        seconds = (0.0, 0.0) if layer.plan is None else (layer.plan.seconds, layer.plan.waited_s)
-        sums = [len(lanes.copies(rank)), *travelled, *seconds]
-        return cls([*rows, *computed, *map(float, sums), float(flag), *plan], error)
 
-
-NUM_SUMS = 7
-PLAN_LIMIT_S = 60.0
-
-
-def _summed(table: Tensor, num_ranks: int, num_experts: int) -> SharedBatch:
-    size = num_ranks * num_experts
-    layers = torch.nonzero(table[:, :size].sum(1)).flatten()
-    rows, computed = table[layers, :size].view(-1, num_ranks, num_experts), table[layers, size : size + num_ranks]
-    sums = table[:, size + num_ranks :][:, :NUM_SUMS].sum(0).tolist()
-    copies, trans_bytes, agg_bytes = map(int, sums[:3])
-    return SharedBatch(tuple(layers.tolist()), rows, computed, copies, trans_bytes, agg_bytes, *sums[3:])
-
-
-def _computed(rows: Tensor, layers: Sequence[int], lanes: Mapping[int, Lanes]) -> Tensor:
-    """Rows that each rank computes under a placement, ``[layers, R]``."""
-    _, num_ranks, num_experts = rows.shape
-    found = []
-    for table, layer in zip(rows, layers, strict=True):
-        owner = torch.tensor(lanes.get(layer, Lanes.static(num_ranks, num_experts)).owner)
-        found.append(torch.zeros(num_ranks, dtype=rows.dtype).index_add_(0, owner.flatten(), table.flatten()))
-    return torch.stack(found) if found else rows.new_zeros(0, num_ranks)
+    def _warn_once(self, message: str) -> None:
+        kind = message.partition("(")[0]
+        if kind not in self._warned and dist.get_rank() == 0:
+            warnings.warn(
+                f"scenario.placement={self._placement}: {message}; further ones will not be reported", stacklevel=2
+            )
+        self._warned.add(kind)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from scenarios.gpt import Block, GPTConfig
 from scenarios.kernels import in_use
-from scenarios.moe.balancing import ExpertBalancing, Placement, balancing, placement_problems
+from scenarios.moe.balancing import ExpertBalancing, Placement, placement_problems
 from scenarios.moe.layer import ExpertConfig, MoEBlock, MoEMLP, Routing, Weights
 from scenarios.moe.parallel import expert_group, expert_ranges, set_expert_group
 from scenarios.moe.sharded import cant_divide
-from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
+from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 
 def moe_mlps(layer: nn.Module) -> Iterator[MoEMLP]:
@@ -88,15 +88,13 @@ class MixtureOfExperts(Scenario):
             )
         if problems:
             raise ValueError("scenario: " + "; ".join(problems))
-        if self.expert_weights == "sharded":
-            self._balancing = balancing(
-                self.num_experts, self.placement, plan_every=self.plan_every, max_copies=self.max_copies
-            )
 
     def check_replicas(self, num_replicas: int) -> None:
         """Refuse experts that replicas can't share out evenly."""
         if self.expert_weights == "sharded" and self.num_experts % num_replicas:
             raise ValueError("scenario: " + cant_divide(self.num_experts, num_replicas))
+        if self._balancing is not None:
+            self._balancing.check_replicas(num_replicas)
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Give the chosen plain blocks experts; raises ``ValueError`` when there is none to choose."""
@@ -109,7 +107,12 @@ class MixtureOfExperts(Scenario):
                 f"scenario.dense_blocks={dense} and scenario.every={self.every} leave none of the {len(plain)} "
                 "plain blocks for experts: lower them"
             )
-        self._sizes = model.hidden, model.mlp_ratio * model.hidden
+        self._sizes = hidden, width = model.hidden, model.mlp_ratio * model.hidden
+        if self.expert_weights == "sharded":
+            self._balancing = ExpertBalancing(
+                self.num_experts, [(width, hidden), (hidden, width)], self.placement, plan_every=self.plan_every,
+                max_copies=self.max_copies,
+            )  # fmt: skip
         return [
             LayerSpec(MoEBlock, model, self.experts) if index in chosen else spec for index, spec in enumerate(layers)
         ]
@@ -119,7 +122,7 @@ class MixtureOfExperts(Scenario):
         shared = self.expert_parallel and torch.distributed.is_initialized()
         set_expert_group(engine.mpu.get_data_parallel_group() if shared else None)
         if self._balancing is not None:
-            self._balancing.before_batch(engine, batch)
+            self._balancing.before_batch(engine)
 
     def after_batch(self, engine: Engine, batch: int) -> None:
         """Add up what all replicas have routed, and let the bias follow (DeepSeek-V3, section 2.1.2)."""
@@ -138,6 +141,15 @@ class MixtureOfExperts(Scenario):
             steps = (wanted.mean() - wanted).sign().to(torch.int32)
             for mlp in moe_mlps(layer):
                 mlp.bias_steps += steps.to(mlp.bias_steps.device)
+
+    def state_dict(self) -> State:
+        """Where experts are placed."""
+        return {} if self._balancing is None else {"experts": self._balancing.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on with the placements of a run that was stopped."""
+        if self._balancing is not None and "experts" in state:
+            self._balancing.load_state_dict(state["experts"])
 
     def report(self, engine: Engine) -> Report:
         """Report skew and dropped tokens of the last batch.

@@ -34,10 +34,17 @@ class Seen:
     layers: dict[int, str]
 
 
-def anywhere(rows: Sequence[Sequence[int]]) -> Lanes:
+def anywhere(_layer: int, rows: Sequence[Sequence[int]]) -> Lanes:
     """Any placement, the same for the same rows."""
     draw, num_ranks, num_experts = random.Random(str(rows)), len(rows), len(rows[0])
     return Lanes(tuple(tuple(draw.randrange(num_ranks) for _ in range(num_experts)) for _ in range(num_ranks)))
+
+
+def within_copies(lanes: Lanes, rows: Sequence[Sequence[int]]) -> Lanes:
+    """Any placement that needs no other copies."""
+    draw = random.Random(str(rows))
+    owner = [[draw.choice(lanes.holders(expert)) for expert in range(lanes.num_experts)] for _ in rows]
+    return Lanes(tuple(map(tuple, owner)))
 
 
 def build_placed(job: Job, placement: Placement, way: Way = None) -> Any:
@@ -45,10 +52,11 @@ def build_placed(job: Job, placement: Placement, way: Way = None) -> Any:
     if placement is None:
         settings: dict[str, Any] = {**PLAIN, **job.settings}
     else:
-        settings = {**SHARDED, "placement": "static" if placement == "random" else placement, **job.settings}
+        settings = {**SHARDED, "placement": "lanes" if placement == "random" else placement, **job.settings}
     run = build(replace(job, settings=settings))
     if placement == "random":
         run.scenario._balancing._plan = anywhere
+        run.scenario._balancing._reroute = within_copies
     run.engine.dynamic.pipeline.order_for = order_for_of(way)
     return run
 

@@ -8,18 +8,12 @@ travel meanwhile), ``meetings`` (so that no rank waits for ever), ``sharing`` (a
 layer with such experts is).
 """
 
+from scenarios.moe.sharded.batch import Experts, LayerBatch, Planner, Reroute
+from scenarios.moe.sharded.chains import PIECE_BYTES
 from scenarios.moe.sharded.layer import LaneProducts, SharedExperts, cant_divide, keep_own_rows
-from scenarios.moe.sharded.sharing import (
-    Experts,
-    LayerBatch,
-    Planner,
-    Reroute,
-    Sharing,
-    share_experts,
-    sharing_in_force,
-)
+from scenarios.moe.sharded.sharing import Sharing, share_experts, sharing_in_force
 
 __all__ = [
-    "Experts", "LaneProducts", "LayerBatch", "Planner", "Reroute", "SharedExperts", "Sharing", "cant_divide",
-    "keep_own_rows", "share_experts", "sharing_in_force",
+    "PIECE_BYTES", "Experts", "LaneProducts", "LayerBatch", "Planner", "Reroute", "SharedExperts", "Sharing",
+    "cant_divide", "keep_own_rows", "share_experts", "sharing_in_force",
 ]  # fmt: skip

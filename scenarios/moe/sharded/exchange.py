@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ class LaneExchange:
         order: where each row that is sent, sorted by rank and then expert, is among this rank's rows, which are sorted
             by expert; ``None``: they lie as they are sent.
         is_local: whether no row of any rank travels.
+        swapped: told the seconds of each exchange, from the time on at which all ranks had come to it.
     """
 
     group: dist.ProcessGroup
@@ -49,6 +51,7 @@ class LaneExchange:
     receive: list[int]
     order: Tensor | None
     is_local: bool
+    swapped: Callable[[float], object] = lambda _seconds: None
 
     def there(self, rows: Tensor) -> Tensor:
         """Bring this rank's rows, sorted by expert, to their lanes; return what came in, lane by lane."""
@@ -66,14 +69,16 @@ class LaneExchange:
 
     def _swap(self, topic: int, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         self.meetings.meet(topic)
+        began = perf_counter()
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=self.group)
+        self.swapped(perf_counter() - began)
         return arrived
 
 
 def plan_lanes(
     table: Sequence[Sequence[int]], lanes: Lanes, rank: int, group: dist.ProcessGroup, meetings: Meetings,
-    device: torch.device,
+    device: torch.device, swapped: Callable[[float], object] = lambda _seconds: None,
 ) -> LaneExchange:
     """Plan how rows travel; the same on all ranks where it must be.
 
@@ -84,6 +89,7 @@ def plan_lanes(
         group: the ranks that share the experts.
         meetings: of them.
         device: of the rows.
+        swapped: see :class:`LaneExchange`.
 
     Returns:
         The exchange of one micro-batch.
@@ -106,7 +112,7 @@ def plan_lanes(
         not count or owner[source][expert] == source for source in sources for expert, count in enumerate(table[source])
     )
     order = _order(table[rank], owner[rank], device)
-    return LaneExchange(group, meetings, spans, send, receive, order, is_local)
+    return LaneExchange(group, meetings, spans, send, receive, order, is_local, swapped)
 
 
 def _order(counts: Sequence[int], owners: Sequence[int], device: torch.device) -> Tensor | None:
@@ -146,9 +152,9 @@ class _Back(torch.autograd.Function):
 
 def to_lanes(rows: Tensor, exchange: LaneExchange) -> Tensor:
     """Bring rows ``[N, hidden]`` to the ranks of their lanes; the gradient takes the way back. Collective."""
-    return _There.apply(rows, exchange)  # type: ignore[no-any-return]
+    return _There.apply(rows, exchange)
 
 
 def from_lanes(rows: Tensor, exchange: LaneExchange) -> Tensor:
     """Bring the lanes' answers to the tokens' ranks; the gradient takes the way back. Collective."""
-    return _Back.apply(rows, exchange)  # type: ignore[no-any-return]
+    return _Back.apply(rows, exchange)

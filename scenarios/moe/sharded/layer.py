@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from dynpipe_ds import Replica, own_by_replica
+from scenarios.moe.sharded.batch import Experts, LayerState
 from scenarios.moe.sharded.exchange import Span, from_lanes, to_lanes
-from scenarios.moe.sharded.products import gelu, multiply
-from scenarios.moe.sharded.sharing import Experts, LayerState, Sharing, sharing_in_force
+from scenarios.moe.sharded.products import LaneTimes, gelu, multiply
+from scenarios.moe.sharded.sharing import Sharing, sharing_in_force
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class LaneProducts:
 
     def gelu(self, rows: Tensor) -> Tensor:
         """GELU of each lane's rows."""
-        return gelu(rows, self.spans)
+        return gelu(rows, self.spans, LaneTimes() if self.state is None else self.state.times)
 
 
 def keep_own_rows(module: nn.Module, names: Sequence[str], replica: Replica) -> None:

@@ -11,7 +11,8 @@ their backward can be split, so planned orders compute these gradients in W, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,21 @@ from scenarios.moe.sharded.exchange import Span
 
 Lane = tuple[int, int]
 """Source rank and expert."""
+
+
+@dataclass
+class LaneTimes:
+    """Seconds that a layer has taken on this rank in a batch; none is measured where the host does not wait for them.
+
+    Attributes:
+        forward_s: of products of lanes.
+        backward_s: of their backward.
+        exchange_s: of exchanges of rows, from the time on at which all ranks had come to them.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    exchange_s: float = 0.0
 
 
 class LaneSums:
@@ -76,12 +92,14 @@ class LaneWeights:
         copies: weights of other ranks' experts.
         sums: takes their gradients; ``None``: they are not wanted (in evaluation).
         added: called when it has taken those of a micro-batch.
+        times: of the layer.
     """
 
     first: int
     copies: Mapping[int, Tensor]
     sums: LaneSums | None
     added: Callable[[], object] = lambda: None
+    times: LaneTimes = field(default_factory=LaneTimes)
 
     def of(self, expert: int, own: Tensor) -> Tensor:
         """One expert's matrix.
@@ -100,17 +118,19 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Span]) -> Tensor:
+        began = perf_counter()
         ctx.save_for_backward(rows, own)
         ctx.weights, ctx.spans = weights, spans
         width = own.shape[1]
         out = rows.new_empty(len(rows), width)
         for _, expert, start, stop in spans:
             torch.mm(rows[start:stop], weights.of(expert, own).t(), out=out[start:stop])
+        weights.times.forward_s += perf_counter() - began
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        rows, own = ctx.saved_tensors
+        began, (rows, own) = perf_counter(), ctx.saved_tensors
         weights: LaneWeights = ctx.weights
         gradient = gradient.contiguous()
         for_rows = None
@@ -123,6 +143,7 @@ class _Multiply(torch.autograd.Function):
                 weights.sums.add((source, expert), gradient[start:stop].t().mm(rows[start:stop]))
             weights.sums.num_added += 1
             weights.added()
+        weights.times.backward_s += perf_counter() - began
         return for_rows, None, None, None
 
 
@@ -130,24 +151,27 @@ class _Gelu(torch.autograd.Function):
     leaves_gradients_alone = True
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, spans: Sequence[Span]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, spans: Sequence[Span], times: LaneTimes) -> Tensor:
+        began = perf_counter()
         ctx.save_for_backward(rows)
-        ctx.spans = spans
+        ctx.spans, ctx.times = spans, times
         out = torch.empty_like(rows)
         for *_, start, stop in spans:
             torch.ops.aten.gelu.out(rows[start:stop], approximate="tanh", out=out[start:stop])
+        times.forward_s += perf_counter() - began
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        began, (rows,) = perf_counter(), ctx.saved_tensors
         gradient = gradient.contiguous()
         found = torch.empty_like(rows)
         for *_, start, stop in ctx.spans:
             torch.ops.aten.gelu_backward.grad_input(
                 gradient[start:stop], rows[start:stop], approximate="tanh", grad_input=found[start:stop]
             )
-        return found, None
+        ctx.times.backward_s += perf_counter() - began
+        return found, None, None
 
 
 def multiply(rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Span]) -> Tensor:
@@ -162,9 +186,9 @@ def multiply(rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Sp
     Returns:
         ``[N, out]``. The gradient of ``own`` goes to ``weights.sums``, and autograd gets none.
     """
-    return _Multiply.apply(rows, own, weights, spans)  # type: ignore[no-any-return]
+    return _Multiply.apply(rows, own, weights, spans)
 
 
-def gelu(rows: Tensor, spans: Sequence[Span]) -> Tensor:
+def gelu(rows: Tensor, spans: Sequence[Span], times: LaneTimes) -> Tensor:
     """GELU (by tanh) of each lane's rows, ``[N, width]``."""
-    return _Gelu.apply(rows, spans)  # type: ignore[no-any-return]
+    return _Gelu.apply(rows, spans, times)

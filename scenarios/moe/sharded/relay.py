@@ -99,7 +99,7 @@ class Relay:
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
         job: Job[T] = Job(run)
-        self._jobs.put(job)  # type: ignore[arg-type]
+        self._jobs.put(job)
         return job
 
     def close(self) -> None:

@@ -16,19 +16,18 @@ The order of a batch, on all replicas of a stage:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from scenarios.moe.placing import Lanes
+from scenarios.moe.sharded.batch import Experts, LayerBatch, LayerState, Planner, Reroute, Travelled
 from scenarios.moe.sharded.chains import Load, Visit, pieces_of, run_chains, summing_chain
 from scenarios.moe.sharded.exchange import LaneExchange, plan_lanes
 from scenarios.moe.sharded.meetings import Meetings, PartnerGaveUpError
-from scenarios.moe.sharded.products import LaneSums, LaneWeights
+from scenarios.moe.sharded.products import LaneSums, LaneTimes, LaneWeights
 from scenarios.moe.sharded.relay import Job, Relay
 
 LIMIT_S = 1800.0
@@ -37,89 +36,6 @@ LIMIT_S = 1800.0
 COUNTS = 0
 SUMMING = 16
 """Topics of meetings: counts of a forward; the sums of a layer, by index from there on."""
-
-Reroute = Callable[[Lanes, list[list[int]]], Lanes]
-"""From a placement and the rows ``[R][E]`` of a batch's first micro-batch to a placement with no new copies."""
-
-Planner = Callable[[list[list[int]]], Lanes]
-"""From rows of each rank for each expert in a whole batch, ``[R][E]``, to who is to compute them in the next one."""
-
-
-class Experts(NamedTuple):
-    """What a layer brings.
-
-    Attributes:
-        module: the layer, or the module in it that has the experts.
-        own: this rank's own weights by name, ``[E/R, …]`` each.
-    """
-
-    module: nn.Module
-    own: Mapping[str, nn.Parameter]
-
-
-class Travelled(NamedTuple):
-    """What travelled for a layer in a batch, as one rank saw it.
-
-    Attributes:
-        trans_bytes: weights received.
-        agg_bytes: sums received.
-        seconds: that both took.
-        hidden_s: seconds of it for which nobody waited.
-    """
-
-    trans_bytes: int = 0
-    agg_bytes: int = 0
-    seconds: float = 0.0
-    hidden_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class LayerBatch:
-    """What a batch was for a layer.
-
-    Attributes:
-        lanes: who has computed what.
-        rows: of each rank for each expert, ``[R][E]``.
-        travelled: weights and sums.
-        plan: a placement for the next batch, if this rank was to make one.
-    """
-
-    lanes: Lanes
-    rows: list[list[int]]
-    travelled: Travelled
-    plan: Job[Lanes] | None
-
-
-@dataclass
-class LayerState:
-    """A layer with experts in the batch that runs.
-
-    Attributes:
-        index: of the layer.
-        experts: of it.
-        planned: who is to compute what.
-        lanes: who computes it, from the batch's first forward on; ``None`` before.
-        rows: of each rank for each expert, so far, ``[R][E]``, of what is trained.
-        copies: for each weight by name, by expert.
-        sums: for each weight by name.
-        trans: copies on their way here or from here, and bytes received.
-        agg: sums on their way, with the finished gradients and bytes received.
-        num_forwards: trained so far.
-        plan: a placement for the next batch, in the making.
-    """
-
-    index: int
-    experts: Experts
-    planned: Lanes
-    rows: list[list[int]]
-    copies: dict[str, dict[int, Tensor]]
-    sums: dict[str, LaneSums]
-    lanes: Lanes | None = None
-    trans: Job[int] | None = None
-    agg: Job[tuple[dict[str, Tensor], int] | None] | None = None
-    num_forwards: int = 0
-    plan: Job[Lanes] | None = None
-
 
 class Sharing:
     """Sharing of experts within one group of ranks; all methods are collective over it unless they say otherwise.
@@ -147,6 +63,7 @@ class Sharing:
         self._relay, self._relay_meetings = Relay(), Meetings(relay, 0, _where(relay, device))
         self._planning = Relay()
         self._planner: Planner | None = None
+        self._due: frozenset[int] = frozenset()
         self._reroute, self._limit_s = reroute, limit_s
         self._static = Lanes.static(self.num_ranks, num_experts)
         self._states: dict[nn.Module, LayerState] = {}
@@ -165,7 +82,7 @@ class Sharing:
 
     def begin(
         self, layers: Mapping[int, Experts], lanes: Mapping[int, Lanes], micro_batches: int | None = None,
-        planner: Planner | None = None,
+        due: Collection[int] = (), planner: Planner | None = None,
     ) -> None:
         """Begin a batch: who computes what, and copies are on their way.
 
@@ -173,13 +90,14 @@ class Sharing:
             layers: with experts, by index; the same indices on all ranks.
             lanes: of these; static for one that is not there.
             micro_batches: backwards that each layer will run; ``None``: not known.
+            due: layers that are to be planned.
             planner: makes the placement of the next batch, on a thread.
         """
         if self.meetings.is_closed:  # a batch was given up where nobody drops it for all ranks
             self.drop()
         self._wait_for_copies()
         self._states, self._unposted, self._done = {}, [], {}
-        self._micro_batches, self._planner = micro_batches, planner
+        self._micro_batches, self._due, self._planner = micro_batches, frozenset(due), planner
         for index, experts in sorted(layers.items()):
             chosen = lanes.get(index, self._static)
             chosen.check(self.num_ranks, self.num_experts)
@@ -210,7 +128,12 @@ class Sharing:
                     self._post_plan(state)
             if state.trans is not None and lanes.copies(self.rank):
                 state.trans.wait(self._limit_s)
-        return plan_lanes(table, lanes, self.rank, self.group, self.meetings, counts.device), state
+        times = LaneTimes() if state is None else state.times
+
+        def swapped(seconds: float) -> None:
+            times.exchange_s += seconds
+
+        return plan_lanes(table, lanes, self.rank, self.group, self.meetings, counts.device, swapped), state
 
     def weights(self, state: LayerState | None, name: str) -> LaneWeights:
         """What the lanes of this rank are multiplied with; of this rank alone.
@@ -221,7 +144,8 @@ class Sharing:
         """
         if state is None:
             return LaneWeights(self.experts.start, {}, None)
-        return LaneWeights(self.experts.start, state.copies[name], state.sums[name], self._post_complete_sums)
+        copies, sums = state.copies[name], state.sums[name]
+        return LaneWeights(self.experts.start, copies, sums, self._post_complete_sums, state.times)
 
     def finish(self, module: nn.Module) -> dict[str, Tensor]:
         """Wait for a layer's sums, and forget what it had for this batch.
@@ -248,8 +172,11 @@ class Sharing:
         gradients, agg_bytes = found
         jobs = [job for job in (state.trans, state.agg) if job is not None]
         seconds, hidden_s = sum(job.seconds for job in jobs), sum(job.hidden_s for job in jobs)
+        times = state.times if self.device.type == "cpu" else None
         travelled = Travelled(trans_bytes, agg_bytes, seconds, hidden_s)
-        self._done[state.index] = LayerBatch(state.lanes or state.planned, state.rows, travelled, state.plan)
+        self._done[state.index] = LayerBatch(
+            state.lanes or state.planned, state.rows, len(state.planned.copies(self.rank)), travelled, state.plan, times
+        )
         return gradients
 
     def take_done(self) -> dict[int, LayerBatch]:
@@ -277,7 +204,7 @@ class Sharing:
         self._unposted = list(self._states.values())
         for state in self._unposted:
             state.agg, state.lanes, state.rows, state.plan = None, None, self._no_rows(), None
-            state.num_forwards = 0
+            state.num_forwards, state.times = 0, LaneTimes()
             for sums in state.sums.values():
                 sums.clear()
 
@@ -312,8 +239,8 @@ class Sharing:
     def _post_plan(self, state: LayerState) -> None:
         """Plan on one of the ranks, others other layers; what is planned may be changed by nobody meanwhile."""
         planner, rows = self._planner, state.rows
-        if planner is not None and state.index % self.num_ranks == self.rank:
-            state.plan = self._planning.post(lambda: planner(rows))
+        if planner is not None and state.index in self._due and state.index % self.num_ranks == self.rank:
+            state.plan = self._planning.post(lambda: planner(state.index, rows))
 
     def _post_complete_sums(self) -> None:
         """Post the sums of layers that have all gradients, later layers first."""
