@@ -115,6 +115,25 @@ def owner_of(parameter: nn.Parameter) -> Replica | None:
     return None if owner is None else Replica(*owner)
 
 
+def inherit(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Let a parameter that takes another's place be owned by the same replica, if any.
+
+    Args:
+        old: that leaves.
+        new: that comes.
+
+    Raises:
+        ValueError: if the new one is another replica's, or one's where the old one was all replicas'.
+    """
+    if is_owned(new) and owner_of(new) != owner_of(old):
+        raise ValueError(
+            f"the new parameter is marked as {owner_of(new)}'s and the old one is {owner_of(old) or 'not owned'}; "
+            "leave the new one unmarked: it is owned as the old one was"
+        )
+    if is_owned(old):
+        setattr(new, OWNER, vars(old)[OWNER])
+
+
 def is_owned(parameter: nn.Parameter) -> bool:
     """Whether a parameter is one replica's own.
 

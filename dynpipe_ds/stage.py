@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.host.owned import check_still_owned
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.migration.freeze import Change, check_replicas, rebuild_optimizer, trainable_flags
 from dynpipe_ds.migration.hooks import remove_everywhere
@@ -163,13 +164,17 @@ class Stage:
         if everywhere is Change.NONE:
             return everywhere
         remove_everywhere(surroundings.hooks, layers)
-        together(lambda: surroundings.check_frozen(layers), self.device, ValueError)
+        together(lambda: self._check_changed(layers), self.device, ValueError)
         check_replicas(self)
         with self.guard.unless_undone("layers were frozen", MigrationError):
             rebuild_optimizer(self, has_changed=mine is not Change.NONE)
             if mine is not Change.NONE:
                 self.settle()
         return everywhere
+
+    def _check_changed(self, layers: dict[int, nn.Module]) -> None:
+        self.module.surroundings.check_frozen(layers)
+        check_still_owned(self.module)
 
     def settle(self) -> None:
         """Renew what is remembered of the layers after a change."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from dynpipe_ds.checkpoint.manifest import CheckpointError, LayerEntry, Manifest, tensor_forms
+from dynpipe_ds.checkpoint.manifest import CheckpointError, Manifest, tensor_forms
+from dynpipe_ds.checkpoint.owned import whole_form
 from dynpipe_ds.checkpoint.save import optimizer_entry
+from dynpipe_ds.owning import owned_names
 
 if TYPE_CHECKING:
     from dynpipe_ds.stage import Stage
@@ -26,27 +28,42 @@ def check_layers(manifest: Manifest, stage: Stage, root: Path, *, strict: bool) 
             f"{root} holds a model of {len(manifest.layers)} layers and this one has {len(names)}"
         )
     for i, layer in stage.local_layers().items():
-        problem = _difference(manifest.layers[i], layer, strict=strict)
+        problem = _difference(manifest, i, layer, Here(owned_names(layer), stage.module.replica.count), strict=strict)
         if problem:
             file = root / (manifest.layers[i].file or "")
             raise CheckpointError(f"{file} does not fit layer {i} ({names[i]}): {problem}")
 
 
-def _difference(entry: LayerEntry, layer: nn.Module, *, strict: bool) -> str:
+class Here(NamedTuple):
+    """What replicas own of a present layer.
+
+    Attributes:
+        owned: names of parameters.
+        num_replicas: of each stage.
+    """
+
+    owned: tuple[str, ...]
+    num_replicas: int
+
+
+def _difference(manifest: Manifest, index: int, layer: nn.Module, here: Here, *, strict: bool) -> str:
+    entry = manifest.layers[index]
     stored, present = entry.tensors, tensor_forms(layer.state_dict())
     adopting = [prefix for prefix, module in layer.named_modules() if _adopts_shapes(module)]
     missing, unknown = sorted(present.keys() - stored.keys()), sorted(stored.keys() - present.keys())
     if strict and not adopting and (missing or unknown):
         return f"it lacks {missing} and has {unknown} too many (load_module_strict=False allows that)"
     for key in sorted(stored.keys() & present.keys()):
-        theirs, ours = stored[key], present[key]
+        theirs = whole_form(stored[key], key, entry.owned, manifest.num_replicas)
+        ours = whole_form(present[key], key, *here)
         if theirs.dtype != ours.dtype:
             return (
                 f"{key} is {theirs} there and {ours} here; train in the precision of the checkpoint, or convert "
                 "its layer files"
             )
         if theirs.shape != ours.shape and not any(not prefix or key.startswith(f"{prefix}.") for prefix in adopting):
-            return f"{key} is {theirs} there and {ours} here"
+            rows = ", over all replicas" if key in entry.owned or key in here.owned else ""
+            return f"{key} is {theirs} there and {ours} here{rows}"
     return ""
 
 

@@ -18,7 +18,8 @@ from dynpipe_ds.checkpoint import folder
 from dynpipe_ds.checkpoint.check import check_layers, check_optimizer
 from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_profile
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
-from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters
+from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters, parameter_key
+from dynpipe_ds.checkpoint.owned import Rows
 from dynpipe_ds.checkpoint.regroup import Regrouped, describe_layers, regrouped
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.host.files import client_values, take_counters, take_settings, take_weights, take_worlds
@@ -191,8 +192,16 @@ class Loading:
             for layer in range(first, stop)
             if (file := manifest.layers[layer].file) is not None
         }
+        module = self._stage.module
+        rows = Rows(manifest, module.owned, module.replica, self._reader.read)
+        stored_weights = self._weights
+        self._weights = {layer: rows.weights(layer, weights) for layer, weights in stored_weights.items()}
         if self._with_optimizer:
             self._states = parameter_states(manifest, self._reader, range(first, stop))
+            for layer, weights in stored_weights.items():
+                known = {name: self._states.get(parameter_key(layer, name), {}) for name in weights}
+                of_layer = rows.states(layer, weights, known)
+                self._states |= {parameter_key(layer, name): state for name, state in of_layer.items()}
             self._settings = group_settings(manifest, self._reader, self._home)
             flat = manifest.optimizer.kind == "flat"
             self._template = template_state(manifest, self._reader, self._home) if flat else {}

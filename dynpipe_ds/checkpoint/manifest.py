@@ -17,6 +17,8 @@ MANIFEST_FILE = "dynamic_pipeline.json"
 EXTRAS_FOLDER = "dynamic_pipeline"
 FORMAT = "dynpipe_ds checkpoint"
 FORMAT_VERSION = 1
+OWNED_VERSION = 2
+"""Of checkpoints in which single replicas own parameters: earlier releases would give all of them the first one's."""
 
 
 class CheckpointError(RuntimeError):
@@ -53,12 +55,14 @@ class LayerEntry:
         file: file of its ``state_dict``, relative to the checkpoint; ``None`` for a function.
         tensors: form of every tensor in it, by key.
         trainable: ``requires_grad`` of its parameters, by name in the layer.
+        owned: of each parameter of which every replica owned rows, the files with them, by replica.
     """
 
     name: str
     file: str | None
     tensors: dict[str, TensorForm]
     trainable: dict[str, bool]
+    owned: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,15 @@ class Manifest:
         """Whether it was read from a manifest, not inferred from plain DeepSpeed's files."""
         return bool(self.files)
 
+    @property
+    def owned_keys(self) -> frozenset[str]:
+        """Parameters of which every replica owned rows, as :func:`parameter_key` names them."""
+        return frozenset(parameter_key(i, name) for i, layer in enumerate(self.layers) for name in layer.owned)
+
     def dumps(self) -> str:
         """Return JSON text that :meth:`loads` reads back, with a checksum of its own."""
-        head = {"format": FORMAT, "version": FORMAT_VERSION, "sha256": _digest(vars(self))}
+        version = OWNED_VERSION if self.owned_keys else FORMAT_VERSION
+        head = {"format": FORMAT, "version": version, "sha256": _digest(vars(self))}
         # One line a field: json's indentation would be written by Python code, ten times as slow.
         lines = (
             f"{json.dumps(key)}: {json.dumps(value, default=vars, allow_nan=False)}"
@@ -182,8 +192,9 @@ class Manifest:
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f'it has no "format": "{FORMAT}"')
         version = data.pop("version", None)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"its version is {version!r} and this release reads {FORMAT_VERSION}")
+        if version not in (FORMAT_VERSION, OWNED_VERSION):
+            known = f"{FORMAT_VERSION} and {OWNED_VERSION}"
+            raise ValueError(f"its version is {version!r} and this release reads {known}")
         if data.pop("sha256", None) != _digest(data):
             raise ValueError("its checksum does not fit its content: it was changed or damaged")
         return TypeAdapter(Manifest).validate_python(data)

@@ -150,6 +150,7 @@ def regrouped(manifest: Manifest, present: Sequence[PresentLayer]) -> Regrouped:
                 file=layers[i].file or entry.file,
                 tensors=layers[i].tensors | {k: form for k, form in entry.tensors.items() if owner(source, k) == i},
                 trainable=layers[i].trainable | {k: on for k, on in entry.trainable.items() if owner(source, k) == i},
+                owned=layers[i].owned | {k: files for k, files in entry.owned.items() if owner(source, k) == i},
             )
             layers[i] = mine
             sources[i].append(source)

@@ -31,6 +31,7 @@ from dynpipe_ds.checkpoint.manifest import (
     tensor_forms,
 )
 from dynpipe_ds.checkpoint.names import agree_on_place, place_problem, tag_problem
+from dynpipe_ds.checkpoint.owned import owned_content, owned_file
 from dynpipe_ds.checkpoint.plain import plain
 from dynpipe_ds.host.files import (
     RecordingWriter,
@@ -45,6 +46,7 @@ from dynpipe_ds.host.files import (
 from dynpipe_ds.host.names import version
 from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.owning import owned_names
 from dynpipe_ds.ranks.agreement import together
 
 if TYPE_CHECKING:
@@ -200,6 +202,10 @@ class Saving:
         if self._pipeline.replica == 0:
             for layer, module in self._left_out().items():
                 writer.save(dict(module.state_dict()), str(self._folder / _our_layer_file(layer)))
+        for layer, module in self._stage.local_layers().items():
+            content = owned_content(self._stage, module, exclude_frozen=self._exclude_frozen)
+            if content:
+                writer.save(content, str(self._folder / owned_file(layer, self._pipeline.replica)))
 
     def _left_out(self) -> dict[int, nn.Module]:
         """Layers that DeepSpeed does not save: tied ones that run by a ``forward_fn``."""
@@ -257,7 +263,9 @@ class Saving:
             forms = tensor_forms(module.state_dict())
             if self._exclude_frozen and i not in left_out:
                 forms = {key: form for key, form in forms.items() if trainable.get(key, True)}
-            entries[i] = LayerEntry(names[i], file, forms, trainable)
+            owned = tuple(name for name in owned_names(module) if name in forms)
+            files = tuple(owned_file(i, replica) for replica in range(stage.module.replica.count))
+            entries[i] = LayerEntry(names[i], file, forms, trainable, dict.fromkeys(owned, files))
         return entries
 
     def _slots(self) -> tuple[Slot, ...]:

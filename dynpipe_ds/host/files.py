@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dynpipe_ds.host.pipeline import Pipeline
 
 # Entries of DeepSpeed's file that it takes in itself and does not hand to the user.
 _TAKEN = ("module", "skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
+_OF_FLAT, _MASTERS, _BASE = "optimizer_state_dict", "single_partition_of_fp32_groups", "base_optimizer_state"
 _OF_FLAT_OPTIMIZERS = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
@@ -45,11 +46,13 @@ class RecordingWriter:
     Args:
         inner: DeepSpeed's checkpoint engine, which does the writing.
         root: the checkpoint's folder; paths are noted relative to it.
+        twins: indices of parameter groups of what single replicas own, which has files of its own.
     """
 
-    def __init__(self, inner: Any, root: Path) -> None:
+    def __init__(self, inner: Any, root: Path, twins: Collection[int] = ()) -> None:
         self.inner = inner
         self._root = root
+        self._twins = twins
         self.entries: dict[str, FileEntry] = {}
         """Size and checksum of each file, by path relative to the checkpoint."""
 
@@ -61,7 +64,9 @@ class RecordingWriter:
         """
         file = Path(path)
         if file.name.startswith("layer_"):
-            state_dict = {key: _compact(value) for key, value in state_dict.items()}
+            state_dict = {key: compact(value) for key, value in state_dict.items()}
+        if self._twins and _OF_FLAT in state_dict:
+            state_dict = {**state_dict, _OF_FLAT: _without(self._twins, state_dict[_OF_FLAT])}
         stored = plain(state_dict, f"{file.name}: ")
         with naming_full_disk(file, lambda: stored_bytes(stored)):
             self.inner.save(stored, path)
@@ -80,7 +85,9 @@ class RecordingWriter:
 def recording(pipeline: Pipeline, root: Path) -> Iterator[RecordingWriter]:
     """Let what an engine writes within be noted."""
     own = pipeline.engine.checkpoint_engine
-    pipeline.engine.checkpoint_engine = writer = RecordingWriter(own, root)
+    optimizer = pipeline.engine.stage_optimizer
+    twins = () if optimizer is None else tuple(optimizer.groups.twins)
+    pipeline.engine.checkpoint_engine = writer = RecordingWriter(own, root, twins)
     try:
         yield writer
     finally:
@@ -110,14 +117,37 @@ def write_files(
     own.commit(CheckpointCommitInfo(tag=tag, save_dir=str(save_dir), save_latest=False))
 
 
-def _compact(value: Any) -> Any:
-    """A tensor in memory of its own, on the host; ``torch.save`` would write a view's whole buffer."""
+def compact(value: Any) -> Any:
+    """A tensor in memory of its own, on the host; ``torch.save`` would write a view's whole buffer.
+
+    Args:
+        value: a tensor; anything else stays as it is.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.device.type != "cpu" or value.layout is not torch.strided:
         return value.detach().to("cpu", copy=True)
     alone = value.untyped_storage().nbytes() == value.nbytes
     return value.detach() if alone else value.detach().clone()
+
+
+def _without(twins: Collection[int], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat optimizer's state, in which some parameter groups have no elements."""
+    masters, base = list(flat[_MASTERS]), flat[_BASE]
+    for i in twins:
+        masters[i] = masters[i].detach().new_empty(0)
+    if not isinstance(base, dict):  # "elastic_checkpoint"
+        base = [_emptied(state) if i in twins else state for i, state in enumerate(base)]
+    else:
+        places = {base["param_groups"][i]["params"][0] for i in twins}
+        states = {k: _emptied(state) if k in places else state for k, state in base["state"].items()}
+        base = {**base, "state": states}
+    return {**flat, _MASTERS: masters, _BASE: base}
+
+
+def _emptied(state: Mapping[str, Any]) -> dict[str, Any]:
+    moments = {k for k, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    return {k: value.new_empty(0) if k in moments else value for k, value in state.items()}
 
 
 # -- where what is ----------------------------------------------------------------------------

@@ -116,13 +116,13 @@ def parameter_states(manifest: Manifest, reader: Reader, layers: range) -> dict[
 
     Returns:
         Named tensors (plain) or :class:`Pieces` (flat) and scalars, by key; of a flat optimizer with the fp32
-        weights as ``"master"``. Parameters without state are left out.
+        weights as ``"master"``. Parameters without state are left out, and those that single replicas owned.
 
     Raises:
         CheckpointError: if a file does not hold what the manifest says.
     """
     stored = {slot.parameter for slots in manifest.slots for slot in slots if slot.parameter is not None}
-    sources = {key: key for key in stored} | manifest.aliases
+    sources = {key: key for key in stored - manifest.owned_keys} | manifest.aliases
     sources = {key: source for key, source in sources.items() if int(key.split("/")[0]) in layers}
     wanted = set(sources.values())
     read_stage = _flat_states if manifest.optimizer.kind == "flat" else _plain_states

@@ -104,6 +104,26 @@ def refuse_unmanaged(module: Any) -> None:
         )
 
 
+def check_still_owned(module: Any) -> None:
+    """Refuse parameters that were put in the place of others and are not owned as these were.
+
+    Args:
+        module: the pipeline module.
+
+    Raises:
+        ValueError: naming layer and parameter.
+    """
+    if not module.owned:
+        return
+    for i, layer in module.local_layers().items():
+        changed = sorted({*owned_names(layer)} ^ {*module.owned.get(i, ())})
+        if changed:
+            raise ValueError(
+                f"{changed[0]} of layer {i} was put in the place of another parameter, and only one of both is owned "
+                "by a replica; use engine.replace_parameters, or mark it by own_by_replica as before"
+            )
+
+
 @contextmanager
 def not_broadcast(module: nn.Module) -> Iterator[None]:
     """Let DeepSpeed leave what replicas own as it is where it gives all of them the first one's parameters.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
+from dynpipe_ds.owning import inherit
 from dynpipe_ds.ranks.agreement import difference_of_replicas
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def _checked(replacements: Sequence[ParameterReplacement], module: DynamicPipeli
                 f"the new parameter {replacement.name!r} of {type(replacement.owner).__name__} was made inside "
                 "torch.inference_mode() and can't be trained; make it outside, or inside torch.inference_mode(False)"
             )
+    for old, replacement in zip(olds, replacements, strict=True):
+        inherit(old, replacement.parameter)
     return olds
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
+from dynpipe_ds.owning import Replica
 from tests.one_rank import CPU, Calls, FakeRun, Guard
 
 
@@ -110,6 +111,7 @@ class Stage:
             local_indices=lambda: list(self.layers),
             local_layers=lambda: self.layers, forward_funcs=list(self.layers.values()),
             _layer_specs=list(self.layers.values()), _synchronize_tied_weights=lambda: None,
+            owned={}, replica=Replica(),
         )
 
     def local_layers(self) -> dict[int, nn.Module]:

@@ -85,3 +85,27 @@ def adafactor(module: nn.Module) -> dict[str, Any]:
 @client
 def adagrad(module: nn.Module) -> dict[str, Any]:
     return {"optimizer": torch.optim.Adagrad(list(module.parameters()), lr=0.01)}
+
+
+@client
+def scheduled(module: nn.Module) -> dict[str, Any]:
+    """A scheduler made of schedulers, over groups of the user's own, with a rate for each."""
+    rows = [p for p in module.parameters() if p.dim() > 1]
+    rest = [p for p in module.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": rows, "lr": 0.02}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+    rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
+    first = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=1)
+    then = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [2])
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@client
+def scheduled_by_callable(module: nn.Module) -> dict[str, Any]:
+    groups = [{"params": list(module.parameters()), "lr": 0.02}]
+    return {
+        "optimizer": lambda _: torch.optim.SGD(groups, lr=0.1, momentum=0.5),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=[0.05], total_steps=9, base_momentum=0.3, max_momentum=0.7
+        ),
+    }

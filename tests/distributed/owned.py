@@ -107,3 +107,11 @@ def known(rows: Tensor) -> Tensor:
     group = groups._get_data_parallel_group()
     pattern = torch.tensor([1.0, 0.5, 0.25, -1.0]).repeat(rows.numel() // 4).view(rows.shape)
     return (dist.get_rank(group) + 1) * pattern
+
+
+class Unowned(Own):
+    """As :class:`Own`, by a parameter that is not marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.rows.owned_by_replica

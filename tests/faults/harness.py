@@ -30,16 +30,19 @@ class Job:
         num_ranks: processes.
         num_stages: stages; what is left over are replicas.
         config: DeepSpeed's, besides the section of the library.
+        special: classes of some blocks; replicas may own parameters of them.
     """
 
     num_ranks: int = 3
     num_stages: int = 3
     config: Mapping[str, Any] = field(default_factory=dict)
+    special: Mapping[int, type] = field(default_factory=dict)
 
     @property
     def run(self) -> Run:
         """How the job trains: with dropout, and layers that move after the fourth batch."""
-        return Run(self.num_stages, first=UNEVEN[self.num_stages], dropout=0.1, config={
+        special = dict(self.special)
+        return Run(self.num_stages, first=UNEVEN[self.num_stages], dropout=0.1, special=special, config={
             **self.config,
             "dynamic_pipeline": {"enabled": True, "rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"},
         })
@@ -99,7 +102,9 @@ def train(rank: int, job: Job, place: str | None, point: Point | None, victim: i
                         place, tag=point.tag if point is not None else None, client_state={"batch": batch + 1}
                     )
             engine.wait_for_disk()
-            outcome.partition, outcome.state = engine.partition, digest(engine)
+            whose = f" of replica {engine.grid.get_data_parallel_id()}" if job.special else ""
+            outcome.partition = engine.partition
+            outcome.state = {layer + whose: value for layer, value in digest(engine).items()}
         except RankLostError as error:
             outcome.lost, outcome.ended_at = str(error), time.time()
     return outcome

@@ -17,6 +17,7 @@ from _pytest.mark import ParameterSet
 from dynpipe_ds.ranks.fatal import RankLostError
 from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import data, make_engine
+from tests.distributed.owned import Own, Shared
 from tests.distributed.ranks import run_ranks
 from tests.faults.harness import NUM_BATCHES, Job, Outcome, intact_checkpoints, run_job, state_of
 from tests.faults.points import LOADING, POINTS, SAVING, TRAINING, TRANSFER, Point, kill
@@ -30,6 +31,11 @@ OTHERS = {
     "ZeRO-1": Job(config={**ADAMW, **ZERO}),
     "bf16": Job(config={**ADAMW, **BF16_FP32_SUMS}),
     "ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}),
+    "owned on 2x2": Job(4, 2, special={1: Shared, 4: Own}),
+    "owned, ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}, special={1: Shared, 4: Own}),
+}
+TYPICAL_ON_OTHERS = {
+    ("saving: before what single replicas own", "owned on 2x2"), ("loading: before rows are cut", "owned on 2x2"),
 }
 TYPICAL = {
     "profiling: before the backward",
@@ -47,6 +53,8 @@ ON_OTHERS = [
     "saving: it has its name",
     "loading: in the middle of reading",
     "loading: before weights",
+    "saving: before what single replicas own",
+    "loading: before rows are cut",
 ]
 
 
@@ -117,7 +125,8 @@ def cases() -> Iterator[ParameterSet]:
         yield pytest.param(point, JOB, JOB, id=point.name, marks=marks)
     for name, job in OTHERS.items():
         for point in (p for p in POINTS if p.name in ON_OTHERS):
-            yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=pytest.mark.exhaustive)
+            marks = () if (point.name, name) in TYPICAL_ON_OTHERS else pytest.mark.exhaustive
+            yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=marks)
     for point in (p for p in POINTS if p.name in ON_OTHERS):
         for stages in (2, 4):
             other = replace(JOB, num_ranks=stages, num_stages=stages)

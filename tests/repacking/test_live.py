@@ -15,6 +15,7 @@ from dynpipe_ds.release import Constraints
 from dynpipe_ds.repacking.giving_back import GivingBack
 from tests.distributed.configs import BF16, ZERO
 from tests.distributed.models import Run, digest, make_engine, train
+from tests.distributed.owned import Own, Shared
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
 
@@ -67,6 +68,12 @@ def test_four_three_two_one(name: str) -> None:
 @pytest.mark.parametrize("name", mostly(OPTIMIZERS, ["AdamW"]))
 def test_all_replicas_of_a_stage_leave(name: str) -> None:
     run = Run(2, num_batches=6, tied=name == "AdamW", config={**COMMON, **OPTIMIZERS[name]})
+    assert_same_bits(run, 4, {3: 1})
+
+
+@pytest.mark.parametrize("name", mostly(OPTIMIZERS, ["ZeRO-1"]))
+def test_what_replicas_own_stays_theirs(name: str) -> None:
+    run = Run(2, num_batches=6, special={1: Shared, 2: Own, 4: Shared}, config={**COMMON, **OPTIMIZERS[name]})
     assert_same_bits(run, 4, {3: 1})
 
 

@@ -21,7 +21,10 @@ def check_flat(engine: Any, groups: ParameterGroups) -> None:
     Raises:
         ValueError: on every rank, with the remedy, if any rank found something.
     """
-    reason = _refused_optimizer(engine.optimizer.optimizer, groups) or _refused_layers(engine)
+    reason = (
+        _refused_optimizer(engine.optimizer.optimizer, groups) or _refused_layers(engine)
+        or _refused_owned(engine, groups)
+    )
     message = first_error(None if reason is None else ValueError(reason), engine.device)
     if message is not None:
         raise ValueError(f"ZeRO-1 and bf16 keep gradients and weights in flat buffers: {message}")
@@ -39,6 +42,15 @@ def _refused_optimizer(optimizer: torch.optim.Optimizer, groups: ParameterGroups
             f"{name} updates an element by the rest of its tensor, which is the whole buffer there, so what is trained "
             "would follow the cut; use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave "
             "ZeRO-1 and bf16 out"
+        )
+    return None
+
+
+def _refused_owned(engine: Any, groups: ParameterGroups) -> str | None:
+    if groups.twins and engine.module.replica.count > 1 and getattr(engine.optimizer, "cpu_offload", False):
+        return (
+            "ZeRO-1 with offload_optimizer takes gradients to the host while it adds them up over replicas, also those "
+            "of parameters that single replicas own (own_by_replica); leave offload_optimizer out"
         )
     return None
 
