@@ -20,7 +20,7 @@ from scenarios.moe.sharded import products
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
 from tests.scenarios.exactness import Job
-from tests.scenarios.sharded import Seen, build_placed, seen_of
+from tests.scenarios.sharded_jobs import Seen, build_placed, seen_of
 
 WITHIN_S = 20.0
 """Far below any limit of a collective; a batch of these takes less than a second."""

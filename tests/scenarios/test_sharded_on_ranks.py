@@ -8,7 +8,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.splitting import Way
 from tests.matrix import mostly
 from tests.scenarios.exactness import Job
-from tests.scenarios.sharded import Placement, Seen, train_placed
+from tests.scenarios.sharded_jobs import Placement, Seen, train_placed
 
 ALL: list[Placement] = ["static", "local", "random"]
 
