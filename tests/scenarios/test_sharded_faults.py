@@ -1,4 +1,4 @@
-"""A rank fails in the middle of a batch of shared experts: all ranks drop it within seconds, and nothing of it is left."""
+"""A rank fails in a batch of shared experts: all ranks drop it within seconds, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from dynpipe_ds import RankLostError
 from dynpipe_ds.host.passing import BatchRefused
 from scenarios.gpt import Attention
 from scenarios.moe import MoEMLP
 from scenarios.moe.sharded import products
 from tests.distributed.ranks import run_ranks
+from tests.faults.points import kill
 from tests.matrix import mostly
 from tests.scenarios.exactness import Job
 from tests.scenarios.sharded_jobs import Seen, build_placed, seen_of
@@ -87,3 +90,28 @@ def test_in_evaluation() -> None:
     evaluating = partial(run_ranks, train_failing, 4, JOB, timeout_s=60)
     found, plain = evaluating("between rows and answers", 1, True), evaluating(None, 1, True)
     assert [seen.layers for seen, _ in found] == [seen.layers for seen, _ in plain]
+
+
+# -- a rank that is lost --------------------------------------------------------------------------
+
+
+def losing(rank: int, victim: int, note: str) -> str:
+    """What this rank says; the victim is killed in its second batch, while its partners wait for rows."""
+    run, ends = build_placed(JOB, "random"), partial(kill, note)
+    list(run.train_window([0], timed=False))
+    original = MoEMLP.run_lanes
+
+    def run_lanes(self: Any, *args: Any) -> Any:
+        if rank == victim:
+            ends()
+        return original(self, *args)
+
+    with patch.object(MoEMLP, "run_lanes", run_lanes), pytest.raises(RankLostError) as caught:
+        list(run.train_window([1], timed=False))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_is_named(tmp_path: Path) -> None:
+    found = run_ranks(losing, 4, 2, str(tmp_path / "note"), may_die={2}, timeout_s=100)
+    assert found[2] is None
+    assert all(text.startswith("rank 2 ended while batch 1 was trained") for text in found if text is not None)
