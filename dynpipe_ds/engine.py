@@ -291,6 +291,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         self._INSTRUCTION_MAP = instruction_map(type(self))
         # DeepSpeed's constructor asks them for the optimizer, so they are made before it and started after it.
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())
+        if module.owned:
+            check_hooks(type(self), owns=True)
         stage = Stage(pipeline, module, checkpoints.newest, buffer_bytes=config.transfer_buffer_bytes)
         self.dynamic: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
         super().__init__(*args, **kwargs)
@@ -353,10 +355,16 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             tag and no ``latest``.
 
         Raises:
-            ValueError: on every rank, if the tag can't name a checkpoint.
+            ValueError: on every rank, if the tag can't name a checkpoint, or it is a universal one and replicas own
+                parameters.
             CheckpointError: on every rank, if it is damaged or does not fit; nothing has changed then.
         """
         if self.load_universal_checkpoint():
+            if self.module.owned:
+                raise ValueError(
+                    "universal checkpoints know one value of every parameter, and replicas own some here "
+                    "(own_by_replica); load a checkpoint of this library"
+                )
             found: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,

@@ -192,28 +192,35 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
 _MUST_RUN = (
     "_exec_schedule", "_configure_optimizer", "_configure_zero_optimizer", "_configure_bf16_optimizer",
-    "clip_fp32_gradients", "_take_model_step", "_reduce_non_expert_gradients", "_get_gradients_for_reduction",
-    "_broadcast_model", "_configure_lr_scheduler",
+    "clip_fp32_gradients", "_take_model_step", "_reduce_non_expert_gradients",
 )
 """Methods without which losses would depend on the cut; a class of the user's may add to them."""
 
+_FOR_OWNED = ("_broadcast_model", "_get_gradients_for_reduction", "_configure_lr_scheduler")
+"""Methods without which DeepSpeed would make equal what single replicas own."""
 
-def check_hooks(engine_class: type) -> None:
+
+def check_hooks(engine_class: type, *, owns: bool = False) -> None:
     """Refuse an engine class whose own methods hide ours.
 
     Args:
         engine_class: of the user, with ours behind it.
+        owns: whether it is about the methods that matter only where single replicas own parameters.
 
     Raises:
         ValueError: if a method that must be called is overridden by one that does not call ``super()``.
     """
+    names: tuple[str, ...] = _MUST_RUN
+    loss = "losses would depend on the cut"
+    if owns:
+        names, loss = _FOR_OWNED, "replicas would lose what they own (own_by_replica)"
     for owner in engine_class.__mro__[: engine_class.__mro__.index(Hooks)]:
-        for name in _MUST_RUN:
+        for name in names:
             code = getattr(vars(owner).get(name), "__code__", None)
             if code is not None and "super" not in code.co_names:
                 raise ValueError(
-                    f"{owner.__name__}.{name} hides the one that dynamic_pipeline needs, without which losses would "
-                    f"depend on the cut; call super().{name}(...) in it, or leave it out"
+                    f"{owner.__name__}.{name} hides the one that dynamic_pipeline needs, without which {loss}; call "
+                    f"super().{name}(...) in it, or leave it out"
                 )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import DynamicPipelineModule, ParameterReplacement, Replica, own_by_replica
+from dynpipe_ds import DynamicPipelineModule, ParameterReplacement, Replica
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.owning import owner_of
 from tests.distributed import models, owned
@@ -358,7 +358,3 @@ def test_what_can_not_be_owned_is_refused_at_start(case: str, text: str) -> None
     assert all(text in message for message in messages), messages
     assert len(set(messages)) == 1
 
-
-def test_a_parameter_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="no dimension"):
-        own_by_replica(nn.Parameter(torch.ones(())), Replica())

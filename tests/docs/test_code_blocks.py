@@ -35,6 +35,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
     "docs/finer_layers.md": [HERE],
     "docs/freezing.md": [RANKS],
+    "docs/layers.md": [RANKS],
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
     "docs/repacking.md": [NAMES],

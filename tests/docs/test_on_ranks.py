@@ -6,14 +6,21 @@ import importlib
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
+from dynpipe_ds import DynamicPipelineModule
 from dynpipe_ds.partition import registry
+from tests.distributed.configs import BY_HAND, CLIP, TORCH_ADAMW
 from tests.distributed.ranks import run_ranks
 from tests.docs import pages
 from tests.scenarios.exactness import Job, Trained, train
@@ -24,6 +31,7 @@ CHECKPOINT = pages.blocks("docs/checkpoints.md", "python")[0].code
 FREEZING = pages.blocks("docs/freezing.md", "python")[0].code
 TIMELINE = pages.blocks("docs/schedules.md", "python")[0].code
 FROM_PROFILE = pages.blocks("docs/cli.md", "python")[1].code
+TABLE = pages.blocks("docs/layers.md", "python")[0].code
 PARTITIONER, SCENARIO = (block.code for block in pages.blocks("docs/extending.md", "python")[:2])
 
 
@@ -168,3 +176,38 @@ def test_own_scenario(seen: list[Seen]) -> None:
         assert static.losses == moved.losses == seen[0].scenario[0].losses
     layers = [{item for rank in seen for item in rank.scenario[i].layers.items()} for i in (0, 1)]
     assert layers[0] == layers[1]
+
+
+def train_table(_rank: int) -> tuple[list[float], list[float], bool]:
+    """Losses of the page's layer, static and moved; whether this replica's rows are its own."""
+    module = sys.modules["table"] = ModuleType("table")
+    exec(TABLE, vars(module))
+    losses: list[list[float]] = []
+    for moves in (False, True):
+        torch.manual_seed(3)
+        layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(module.Table, 12, 8), *[LayerSpec(nn.Linear, 8, 8)] * 2]
+        model = DynamicPipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        engine, *_ = deepspeed.initialize(model=model, config={
+            **TORCH_ADAMW, **CLIP, "dynamic_pipeline": BY_HAND, "steps_per_print": 10**9,
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        })  # fmt: skip
+        numbers = torch.Generator().manual_seed(engine.grid.get_data_parallel_id())
+        batches = iter(lambda: (torch.randn(4, 8, generator=numbers), torch.randn(4, 8, generator=numbers)), None)
+        losses.append([])
+        for batch in range(4):
+            if moves and batch == 2:
+                engine.repartition((0, 1, 4))
+            losses[-1].append(float(engine.train_batch(batches)))
+    rows = [layer.rows for layer in engine.local_layers().values() if hasattr(layer, "rows")]
+    group = engine.grid.get_data_parallel_group()
+    mine = torch.cat([torch.zeros(1), *(r.detach().flatten() for r in rows)])
+    both = [torch.empty_like(mine), torch.empty_like(mine)]
+    torch.distributed.all_gather(both, mine, group=group)
+    return losses[0], losses[1], bool(rows) and not torch.equal(*both)
+
+
+def test_a_layer_whose_rows_replicas_own() -> None:
+    seen = run_ranks(train_table, 4)
+    for static, moved, _ in seen:
+        assert static == moved == seen[0][0]
+    assert [own for *_, own in seen] == [False, False, True, True], "it is on the second stage at the end"

@@ -31,12 +31,12 @@ OTHERS = {
     "ZeRO-1": Job(config={**ADAMW, **ZERO}),
     "bf16": Job(config={**ADAMW, **BF16_FP32_SUMS}),
     "ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}),
+}
+OWNED = {
     "owned on 2x2": Job(4, 2, special={1: Shared, 4: Own}),
     "owned, ZeRO-1 on 2x2": Job(4, 2, config={**ADAMW, **ZERO}, special={1: Shared, 4: Own}),
 }
-TYPICAL_ON_OTHERS = {
-    ("saving: before what single replicas own", "owned on 2x2"), ("loading: before rows are cut", "owned on 2x2"),
-}
+OF_OWNED = ["saving: before what single replicas own", "loading: before rows are cut"]
 TYPICAL = {
     "profiling: before the backward",
     "planning: before ranks compare their plans",
@@ -53,8 +53,6 @@ ON_OTHERS = [
     "saving: it has its name",
     "loading: in the middle of reading",
     "loading: before weights",
-    "saving: before what single replicas own",
-    "loading: before rows are cut",
 ]
 
 
@@ -125,7 +123,10 @@ def cases() -> Iterator[ParameterSet]:
         yield pytest.param(point, JOB, JOB, id=point.name, marks=marks)
     for name, job in OTHERS.items():
         for point in (p for p in POINTS if p.name in ON_OTHERS):
-            marks = () if (point.name, name) in TYPICAL_ON_OTHERS else pytest.mark.exhaustive
+            yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=pytest.mark.exhaustive)
+    for name, job in OWNED.items():
+        for point in (p for p in POINTS if p.name in (*ON_OTHERS, *OF_OWNED)):
+            marks = () if point.name in OF_OWNED and not job.config else pytest.mark.exhaustive
             yield pytest.param(point, job, job, id=f"{point.name}, {name}", marks=marks)
     for point in (p for p in POINTS if p.name in ON_OTHERS):
         for stages in (2, 4):
@@ -180,7 +181,7 @@ def test_a_rank_lost_in_a_call_of_the_users(call: str, tmp_path: Path) -> None:
 
 
 def test_every_phase_is_covered() -> None:
-    assert TYPICAL | set(ON_OTHERS) <= {point.name for point in POINTS}
+    assert TYPICAL | {*ON_OTHERS, *OF_OWNED} <= {point.name for point in POINTS}
     assert len({point.name for point in POINTS}) == len(POINTS)
     for points in (TRAINING, SAVING, LOADING):
         assert {victim_of(point, JOB.num_ranks) for point in points} == {0, 1, 2}

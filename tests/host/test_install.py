@@ -148,3 +148,14 @@ def test_an_own_method_that_hides_ours_is_refused() -> None:
     check_hooks(allocate(Adds, ours))
     with pytest.raises(ValueError, match=r"Hides\._take_model_step hides .*; call super\(\)\._take_model_step"):
         check_hooks(allocate(Hides, ours))
+
+
+def test_an_own_broadcast_is_refused_where_replicas_own_parameters() -> None:
+    class Broadcasts(deepspeed.PipelineEngine):  # type: ignore[misc]
+        def _broadcast_model(self) -> None:
+            """Gives all replicas the first one's parameters in a way of its own."""
+
+    made = allocate(Broadcasts, DynamicPipelineModule.__new__(DynamicPipelineModule))
+    check_hooks(made)
+    with pytest.raises(ValueError, match=r"_broadcast_model hides .* without which replicas would lose what they own"):
+        check_hooks(made, owns=True)
