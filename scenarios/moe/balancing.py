@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 
 from scenarios.moe.measuring import measured_constants, renewed, samples_of
-from scenarios.moe.placing import Constants, LayerModel, Lanes, WhenToPlan, balance, check_planner, plan, reroute
+from scenarios.moe.placing import Constants, Lanes, LayerModel, WhenToPlan, balance, check_planner, plan, reroute
 from scenarios.moe.sharded import Experts, SharedExperts, Sharing, share_experts
 from scenarios.moe.telling import SharedBatch, tell, width
 from scenarios.scenario import Engine, Report, State, gather_by_layer
@@ -26,7 +26,7 @@ FIXED = ("static", "local")
 CHANGE = 0.1
 """By how much a placement must change what the busiest rank of a layer has to do, for its profiles to be forgotten."""
 
-VARYING = ("busiest rank", "copies", "copied", "summed", "hidden", "planning")
+VARYING = ("busiest rank", "  with all at home", "copies", "copied", "summed", "hidden", "planning")
 """Entries of the report that may differ between two runs with the same bits: plans depend on measured seconds."""
 
 
@@ -158,17 +158,18 @@ class ExpertBalancing:
         """What the last batch was.
 
         Returns:
-            ``"busiest rank"``, rows of the busiest rank over the mean, if all were computed at home and as they were;
-            ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of gradients that were
-            ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited; ``"planning"``, milliseconds,
-            and how many of them a rank waited for.
+            ``"busiest rank"``, rows of the busiest rank over the mean; ``"  with all at home"``, the same if all had
+            been computed at home; ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of
+            gradients that were ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited; ``"planning"``, milliseconds,
+            and how many of them somebody waited for. Bytes and seconds are sums over ranks.
         """
         last = self.last
         if last is None or not last.rows:
             return {}
         sums, at_home, placed = last.sums, last.balance_of({}), last.balance_of(last.lanes)
         report: Report = {
-            "busiest rank": f"{at_home:.2f} of mean at home, {placed:.2f} as placed",
+            "busiest rank": f"{placed:.2f} of mean",
+            "  with all at home": f"{at_home:.2f} of mean",
             "copies": int(sums.copies),
             "copied": f"{sums.trans_bytes / 1e6:.2f} MB",
             "summed": f"{sums.agg_bytes / 1e6:.2f} MB",
@@ -176,7 +177,7 @@ class ExpertBalancing:
         if sums.trans_bytes or sums.agg_bytes:
             report["hidden"] = f"{sums.hidden_s / sums.travelled_s:.0%}"
         if sums.plan_s:
-            report["planning"] = f"{1e3 * sums.plan_s:.1f} ms, {1e3 * sums.waited_s:.1f} ms waited"
+            report["planning"] = f"{1e3 * sums.plan_s:.0f} ms, {1e3 * sums.waited_s:.0f} waited"
         return report
 
     def state_dict(self) -> State:
@@ -248,7 +249,7 @@ class ExpertBalancing:
         self._constants = renewed(self._constants, samples, rest)
 
     def _changes_times(self, last: SharedBatch, before: Mapping[int, Lanes]) -> bool:
-        """Whether the busiest rank of some layer will have so much more or less to do that its profiles tell nothing."""
+        """Whether the busiest rank of some layer will have so much more or less to do that profiles tell nothing."""
         for layer in last.plans:
             rows = last.rows[layer].tolist()
             were, are = (
@@ -285,7 +286,8 @@ class ExpertBalancing:
         dist.all_gather_object(everybody, list(errors))
         texts = [text for found in everybody for text in found]
         self._warn_once(
-            f"the planner failed ({texts[0]}), so experts of layers {list(layers)} are computed at home in the next batch"
+            f"the planner failed ({texts[0]}), so experts of layers {list(layers)} are computed at home in the next "
+            "batch"
         )
 
     def _warn_once(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other of a batch of shared experts: one row of numbers for each layer, added up over ranks."""
+"""What the ranks tell each other of a batch of shared experts: a row of numbers for each layer, added up over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train experts that replicas share out under several placements; compare the bits with each other and with plain ones."""
+"""Train experts that replicas share out under several placements, and plain ones; compare the bits."""
 
 from __future__ import annotations
 
