@@ -160,8 +160,9 @@ class ExpertBalancing:
         Returns:
             ``"busiest rank"``, rows of the busiest rank over the mean; ``"  with all at home"``, the same if all had
             been computed at home; ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of
-            gradients that were ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited; ``"planning"``, milliseconds,
-            and how many of them somebody waited for. Bytes and seconds are sums over ranks.
+            gradients that were ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited;
+            ``"planning"``, milliseconds, and how many of them somebody waited for. Bytes and seconds are sums over
+            ranks.
         """
         last = self.last
         if last is None or not last.rows:

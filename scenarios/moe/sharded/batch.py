@@ -31,6 +31,20 @@ class Experts(NamedTuple):
     own: Mapping[str, nn.Parameter]
 
 
+class Summed(NamedTuple):
+    """A layer's gradients at home.
+
+    Attributes:
+        gradients: means over the replicas, by name.
+        num_bytes: of sums that this rank has received.
+        seconds: that it took, from the time on at which all ranks had come to it.
+    """
+
+    gradients: dict[str, Tensor]
+    num_bytes: int
+    seconds: float
+
+
 class Travelled(NamedTuple):
     """What travelled for a layer in a batch, as one rank saw it.
 
@@ -81,7 +95,7 @@ class LayerState:
         copies: for each weight by name, by expert.
         sums: for each weight by name.
         trans: copies on their way here or from here, and bytes received.
-        agg: sums on their way, with the finished gradients and bytes received.
+        agg: sums on their way.
         num_forwards: trained so far.
         plan: a placement for the next batch, in the making.
         times: of the layer on this rank.
@@ -95,7 +109,7 @@ class LayerState:
     sums: dict[str, LaneSums]
     lanes: Lanes | None = None
     trans: Job[int] | None = None
-    agg: Job[tuple[dict[str, Tensor], int] | None] | None = None
+    agg: Job[Summed | None] | None = None
     num_forwards: int = 0
     plan: Job[Lanes] | None = None
     times: LaneTimes = field(default_factory=LaneTimes)

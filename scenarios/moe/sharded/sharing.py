@@ -17,13 +17,14 @@ The order of a batch, on all replicas of a stage:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from scenarios.moe.placing import Lanes
-from scenarios.moe.sharded.batch import Experts, LayerBatch, LayerState, Planner, Reroute, Travelled
+from scenarios.moe.sharded.batch import Experts, LayerBatch, LayerState, Planner, Reroute, Summed, Travelled
 from scenarios.moe.sharded.chains import Load, Visit, pieces_of, run_chains, summing_chain
 from scenarios.moe.sharded.exchange import LaneExchange, plan_lanes
 from scenarios.moe.sharded.meetings import Meetings, PartnerGaveUpError
@@ -169,9 +170,10 @@ class Sharing:
             self._post_plan(state)
         if found is None:
             raise PartnerGaveUpError("a rank that shares the experts has given the batch up")
-        gradients, agg_bytes = found
-        jobs = [job for job in (state.trans, state.agg) if job is not None]
-        seconds, hidden_s = sum(job.seconds for job in jobs), sum(job.hidden_s for job in jobs)
+        gradients, agg_bytes, seconds = found
+        hidden_s = max(0.0, seconds - state.agg.waited_s)
+        if state.trans is not None:
+            seconds, hidden_s = seconds + state.trans.seconds, hidden_s + state.trans.hidden_s
         times = state.times if self.device.type == "cpu" else None
         travelled = Travelled(trans_bytes, agg_bytes, seconds, hidden_s)
         self._done[state.index] = LayerBatch(
@@ -254,12 +256,13 @@ class Sharing:
         own = {name: weight for name, weight in sorted(state.experts.own.items()) if weight.requires_grad}
         state.agg = self._relay.post(lambda: self._sum_up(state, own))
 
-    def _sum_up(self, state: LayerState, own: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], int] | None:
+    def _sum_up(self, state: LayerState, own: Mapping[str, nn.Parameter]) -> Summed | None:
         """Bring all sums of a layer home, on the thread; nothing if the batch is given up somewhere."""
         try:
             self._relay_meetings.meet(SUMMING + state.index)
         except PartnerGaveUpError:
             return None
+        began = perf_counter()  # what others come later for is no time of these sums
         lanes, first = state.lanes or state.planned, self.experts.start
         dtype = self.sum_dtype
         found = {n: torch.zeros_like(weight, dtype=dtype, requires_grad=False) for n, weight in own.items()}
@@ -274,7 +277,7 @@ class Sharing:
             if (last := loads[expert].get(len(chains[expert]) - 1)) is not None:
                 for tensor, sum_of_lanes in zip(found.values(), last.tensors, strict=True):
                     torch.div(sum_of_lanes, self.num_ranks, out=tensor[expert - first])
-        return found, num_bytes
+        return Summed(found, num_bytes, perf_counter() - began)
 
     def _loads(
         self, state: LayerState, chain: Sequence[Visit], expert: int, found: Mapping[str, Tensor]
