@@ -251,7 +251,7 @@ class ExpertBalancing:
 
     def _changes_times(self, last: SharedBatch, before: Mapping[int, Lanes]) -> bool:
         """Whether the busiest rank of some layer will have so much more or less to do that profiles tell nothing."""
-        for layer in last.plans:
+        for layer in last.plans.keys() & last.rows.keys():
             rows = last.rows[layer].tolist()
             were, are = (
                 balance(lanes.get(layer, Lanes.static(len(rows), self._num_experts)), rows)

@@ -101,6 +101,13 @@ def compare_layers(rank: int, num_micro_batches: int) -> None:
                 sharing.begin({3: Experts(mlp, mlp.expert_weights())}, {3: lanes}, known)
                 found = batch(mlp, rank, num_tokens, num_micro_batches)
                 assert all(map(torch.equal, found, expected)), f"{name}: {lanes}"
+                if known is None:
+                    (state,) = sharing._states.values()
+                    lanes_here = sum(
+                        count > 0 and lanes.owner[source][expert] == rank
+                        for source, counts in enumerate(state.rows) for expert, count in enumerate(counts)
+                    )  # fmt: skip
+                    assert sharing.sum_bytes == lanes_here * (mlp.up[0].nbytes + mlp.down[0].nbytes)
                 for weight, gradient in mlp.finish_gradients().items():
                     which = "up" if weight is mlp.up else "down"
                     assert torch.equal(gradient, gradients[which][mine]), f"{name}: {which}, {lanes}"
