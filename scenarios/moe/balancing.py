@@ -217,8 +217,12 @@ class ExpertBalancing:
 
     def _plan(self, layer: int, rows: list[list[int]]) -> Lanes:
         """Plan a layer's next batch; on one rank, on a thread."""
-        present = self._lanes_of(layer, len(rows))
-        return plan(self._placement, rows, self._model, present=present, max_copies=self._max_copies)
+        present, earlier = self._lanes_of(layer, len(rows)), None
+        if self.last is not None and layer in self.last.rows and len(self.last.rows[layer]) == len(rows):
+            earlier = self.last.rows[layer].tolist()
+        return plan(
+            self._placement, rows, self._model, present=present, earlier=earlier, max_copies=self._max_copies
+        )
 
     def _reroute(self, lanes: Lanes, rows: list[list[int]]) -> Lanes:
         """Spread the batch's own rows over the copies that there are; on all ranks of a stage alike."""
