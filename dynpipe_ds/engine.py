@@ -250,6 +250,16 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """
         self._need_training("replace_parameters").replace_parameters(replacements)
 
+    def expect_change(self) -> None:
+        """Let layers be measured anew, since they will take other times from now on; on every rank.
+
+        Call it between batches, when you have changed what layers compute, or where. Freezing and replacing parameters
+        are noticed without it. Every batch is profiled for a while, and no move is decided on before there are as many
+        new profiles as a decision combines.
+        """
+        if self._training is not None:
+            self._training.balancer.forget_profiles()
+
     def wait_for_disk(self) -> None:
         """Wait until the newest checkpoint is on the disk of every rank; collective.
 

@@ -43,6 +43,11 @@ class Combined(Scenario):
         for part in self.parts:
             part.cut_into(whole_layers)
 
+    def check_replicas(self, num_replicas: int) -> None:
+        """Let each part object."""
+        for part in self.parts:
+            part.check_replicas(num_replicas)
+
     def repeats_after(self, num_batches: int | None) -> None:
         """Let each part know."""
         for part in self.parts:

@@ -249,6 +249,7 @@ def build_contender(
     num_stages = settings.run.num_stages or dist.get_world_size()
     settings = settings.decided(num_stages)
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
+    scenario.check_replicas(dist.get_world_size() // num_stages)
     start = settings.dynamic_partition_method if dynamic else None
     with silence():
         module = DynamicPipelineModule(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import ParameterReplacement, split_layers, whole_layers
+from dynpipe_ds import ParameterReplacement, PipelineProfile, split_layers, whole_layers
 from scenarios.checking import type_problems
 from scenarios.gpt import Activation, GPTConfig, gpt_layers, loss_fn
 from scenarios.pretrained import PretrainedModel
@@ -50,6 +50,19 @@ class Engine(Protocol):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches a batch."""
+        ...
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """What the model computes in, and what gradients are summed in."""
+        ...
+
+    @property
+    def last_batch_profile(self) -> PipelineProfile | None:
+        """The newest profile."""
+        ...
+
+    def expect_change(self) -> None:
+        """Let layers be measured anew, since they will take other times from now on; the same on every rank."""
         ...
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
@@ -100,6 +113,14 @@ class Scenario:
     def loss_fn(self) -> Callable[[Activation, Tensor], Tensor]:
         """Return the loss of (output of the last layer, labels)."""
         return loss_fn
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Refuse settings that do not fit the number of data-parallel replicas (``ValueError``); called before layers
+        are built.
+
+        Args:
+            num_replicas: of each stage.
+        """
 
     def repeats_after(self, num_batches: int | None) -> None:
         """Take note of how the data repeats; called once, before the first batch.

@@ -112,6 +112,12 @@ class Balancer:
             self._history.expect_change()
             self.ordering.expect_change()
 
+    def forget_profiles(self) -> None:
+        """Profile every batch for a while, and decide by what is profiled from now on: layers take other times."""
+        self._history.forget()
+        self._left = None
+        self.expect_change()
+
     def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
         """Take in the profile of one batch.
 

@@ -242,6 +242,7 @@ def give_up(engine: Any, error: Exception) -> None:
     Raises:
         Exception: the error, where there is one stage, so that nobody waits, or where all ranks end anyway.
     """
+    tell_layers(engine)
     if engine.num_stages == 1 or isinstance(error, FatalError):
         raise error
     links = links_of(engine)
@@ -249,6 +250,17 @@ def give_up(engine: Any, error: Exception) -> None:
         links.failure = error
         clear_frames(error.__traceback__)  # they hold what was computed, and memory may be short
     _channels(engine).drop()
+
+
+def tell_layers(engine: Any) -> None:
+    """Let layers whose replicas compute something together know that this rank computes no more of the batch.
+
+    Args:
+        engine: of this stage.
+    """
+    for module in engine.module.modules():
+        if callable(give_up_batch := getattr(module, "give_up_batch", None)):
+            give_up_batch()
 
 
 def has_given_up(engine: Any) -> bool:
@@ -275,6 +287,7 @@ def unless_given_up(compute: Callable[..., None]) -> Callable[..., None]:
                 return
             except Exception as error:  # noqa: BLE001 - a layer may raise anything
                 give_up(engine, error)
+        tell_layers(engine)
         engine.pipe_buffers["outputs"][buffer_id] = LEFT_OUT
         engine.loss = None
 

@@ -279,11 +279,11 @@ class Pipeline:
         self.set_micro_batch_counters(counters)
         set_random_streams(streams)
         self.in_flight.forget_layers()  # what raised in a half may have been no matter of halves
+        self.owned.drop()
 
     def drop_batch(self) -> None:
         """Let the next batch, or a move, begin as if the one that was refused had not been there."""
         self.forget_batch()
-        self.owned.drop()
         timer = self.engine.timers(TRAIN_BATCH_TIMER)
         if getattr(timer, "started_", False):  # a client's own train_batch need not use it
             timer.stop()

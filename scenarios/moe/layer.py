@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dynpipe_ds import building_replica
 from scenarios.gpt import INIT_STD, Block, GPTConfig, add_extra_loss
 from scenarios.moe.experts import add_rows, run_experts, take_rows
 from scenarios.moe.parallel import expert_group, from_experts, plan_exchange, to_experts
@@ -22,8 +23,10 @@ from scenarios.moe.routing import (
     sinkhorn,
     token_choice,
 )
+from scenarios.moe.sharded import LaneProducts, SharedExperts, keep_own_rows
 
 Routing = Literal["token_choice", "loss_free", "s_base", "expert_choice"]
+Weights = Literal["replicated", "sharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class ExpertConfig:
         aux_weight: weight of the load-balancing loss of the two token choices.
         bias_rate: step of the bias, for ``"loss_free"``.
         sinkhorn_iterations: for ``"s_base"``.
+        expert_weights: ``"replicated"``, each replica of a stage holds all experts, or ``"sharded"``, an equal share.
     """
 
     num_experts: int = 8
@@ -49,6 +53,7 @@ class ExpertConfig:
     aux_weight: float = 0.01
     bias_rate: float = 0.001
     sinkhorn_iterations: int = 8
+    expert_weights: Weights = "replicated"
 
     def problems(self) -> list[str]:
         """List what is wrong with the settings."""
@@ -70,12 +75,14 @@ class ExpertConfig:
             problems.append(f"aux_weight={self.aux_weight} must be 0 or more")
         if self.bias_rate <= 0:
             problems.append(f"bias_rate={self.bias_rate} must be positive")
+        if self.expert_weights not in get_args(Weights):
+            problems.append(f"expert_weights={self.expert_weights!r} must be one of {', '.join(get_args(Weights))}")
         if self.sinkhorn_iterations < 1:
             problems.append(f"sinkhorn_iterations={self.sinkhorn_iterations} must be at least 1")
         return problems
 
 
-class MoEMLP(nn.Module):
+class MoEMLP(SharedExperts):
     """Experts in the place of an MLP, and the router that chooses among them.
 
     Args:
@@ -86,6 +93,7 @@ class MoEMLP(nn.Module):
         bias_steps: by how many steps of ``bias_rate`` the choice of each expert is favoured, int32 ``[E]`` (for
             ``"loss_free"``). Whole numbers, so that the bias is exact in bf16 models as well.
         load: what was routed in training since :meth:`take_load`, or ``None``.
+        is_sharded: whether this replica holds a share of the experts, ``E/R`` of them, and not all.
     """
 
     bias_steps: Tensor
@@ -99,6 +107,10 @@ class MoEMLP(nn.Module):
         self.up = nn.Parameter(torch.randn(num_experts, width, config.hidden) * INIT_STD)
         self.down = nn.Parameter(torch.randn(num_experts, config.hidden, width))
         self.down.data *= INIT_STD / math.sqrt(2 * config.depth)
+        replica = building_replica()
+        self.is_sharded = experts.expert_weights == "sharded" and replica.count > 1
+        if self.is_sharded:
+            keep_own_rows(self, ("up", "down"), replica)
         if experts.routing == "loss_free":
             self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int32))
         self.load: Tensor | None = None
@@ -152,7 +164,9 @@ class MoEMLP(nn.Module):
         """
         rows = take_rows(tokens, assignment.token)
         group = expert_group()
-        if group is None:
+        if self.is_sharded:
+            rows = self.run_shared(rows, assignment.counts)
+        elif group is None:
             experts = range(self.config.num_experts)
             rows = run_experts(rows, assignment.counts, self.up, self.down, experts=experts)
         else:
@@ -161,6 +175,27 @@ class MoEMLP(nn.Module):
             rows = run_experts(rows, exchange.counts, self.up, self.down, experts=exchange.experts)
             rows = from_experts(rows, exchange)
         return add_rows(rows * assignment.gate[:, None].to(rows.dtype), assignment.token, len(tokens))
+
+    def expert_weights(self) -> dict[str, nn.Parameter]:
+        """This replica's own weights of experts, by name; empty if it has all of them."""
+        return {"up": self.up, "down": self.down} if self.is_sharded else {}
+
+    def run_lanes(self, rows: Tensor, lanes: LaneProducts) -> Tensor:
+        """Compute the rows of this rank's lanes.
+
+        Args:
+            rows: lane by lane, ``[N, hidden]``.
+            lanes: multiplies each with its expert's weights.
+
+        Returns:
+            ``[N, hidden]``.
+        """
+        return lanes.multiply(lanes.gelu(lanes.multiply(rows, "up")), "down")
+
+    def drop_gradients(self) -> None:
+        """Forget a batch that all ranks drop, with what was counted in it."""
+        self.load = None
+        super().drop_gradients()
 
     def take_load(self) -> Tensor | None:
         """Return what was routed since the last call, and start anew.

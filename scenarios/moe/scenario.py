@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from scenarios.gpt import Block, GPTConfig
 from scenarios.kernels import in_use
-from scenarios.moe.layer import ExpertConfig, MoEBlock, MoEMLP, Routing
+from scenarios.moe.balancing import ExpertBalancing, Placement, placement_problems
+from scenarios.moe.layer import ExpertConfig, MoEBlock, MoEMLP, Routing, Weights
 from scenarios.moe.parallel import expert_group, expert_ranges, set_expert_group
-from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
+from scenarios.moe.sharded import cant_divide
+from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 
 def moe_mlps(layer: nn.Module) -> Iterator[MoEMLP]:
@@ -36,6 +38,11 @@ class MixtureOfExperts(Scenario):
         bias_rate: step of the bias, for ``"loss_free"``.
         sinkhorn_iterations: for ``"s_base"``.
         expert_parallel: whether data-parallel ranks share the experts; without it each computes all of them.
+        expert_weights: ``"replicated"`` or ``"sharded"``; see :class:`~scenarios.moe.layer.ExpertConfig`.
+        placement: which rank computes which tokens, for sharded experts: ``"static"``, each expert at home;
+            ``"local"``, each token on its own rank; ``"fastermoe"``, ``"pro_prophet"`` and ``"lanes"``, planned.
+        plan_every: batches between two plans.
+        max_copies: most experts of others that a rank may hold for a batch; ``None``: any number.
     """
 
     dense_blocks: int | float = 0
@@ -48,9 +55,14 @@ class MixtureOfExperts(Scenario):
     bias_rate: float = 0.001
     sinkhorn_iterations: int = 8
     expert_parallel: bool = True
+    expert_weights: Weights = "replicated"
+    placement: Placement = "static"
+    plan_every: int = 10
+    max_copies: int | None = None
     experts: ExpertConfig = field(init=False)
     _sizes: tuple[int, ...] = field(init=False, default=())
     _load: Tensor | None = field(init=False, default=None)
+    _balancing: ExpertBalancing | None = field(init=False, default=None)
 
     extra_loss = True
 
@@ -65,8 +77,24 @@ class MixtureOfExperts(Scenario):
             )
         if self.every < 1:
             problems.append(f"every={self.every} must be at least 1")
+        problems += placement_problems(
+            self.placement, sharded=self.expert_weights == "sharded", plan_every=self.plan_every,
+            max_copies=self.max_copies,
+        )  # fmt: skip
+        if self.expert_weights == "sharded" and not self.expert_parallel:
+            problems.append(
+                "expert_parallel=false lets each rank compute all experts, and expert_weights=sharded gives it a share "
+                "of them: set expert_parallel=true, with placement=local for tokens that stay where they are"
+            )
         if problems:
             raise ValueError("scenario: " + "; ".join(problems))
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Refuse experts that replicas can't share out evenly."""
+        if self.expert_weights == "sharded" and self.num_experts % num_replicas:
+            raise ValueError("scenario: " + cant_divide(self.num_experts, num_replicas))
+        if self._balancing is not None:
+            self._balancing.check_replicas(num_replicas)
 
     def layers(self, model: GPTConfig, layers: list[LayerSpec]) -> list[LayerSpec]:
         """Give the chosen plain blocks experts; raises ``ValueError`` when there is none to choose."""
@@ -79,7 +107,12 @@ class MixtureOfExperts(Scenario):
                 f"scenario.dense_blocks={dense} and scenario.every={self.every} leave none of the {len(plain)} "
                 "plain blocks for experts: lower them"
             )
-        self._sizes = model.hidden, model.mlp_ratio * model.hidden
+        self._sizes = hidden, width = model.hidden, model.mlp_ratio * model.hidden
+        if self.expert_weights == "sharded":
+            self._balancing = ExpertBalancing(
+                self.num_experts, [(width, hidden), (hidden, width)], self.placement, plan_every=self.plan_every,
+                max_copies=self.max_copies,
+            )  # fmt: skip
         return [
             LayerSpec(MoEBlock, model, self.experts) if index in chosen else spec for index, spec in enumerate(layers)
         ]
@@ -88,6 +121,8 @@ class MixtureOfExperts(Scenario):
         """Tell the layers which ranks share the experts; it holds until told otherwise."""
         shared = self.expert_parallel and torch.distributed.is_initialized()
         set_expert_group(engine.mpu.get_data_parallel_group() if shared else None)
+        if self._balancing is not None:
+            self._balancing.before_batch(engine)
 
     def after_batch(self, engine: Engine, batch: int) -> None:
         """Add up what all replicas have routed, and let the bias follow (DeepSeek-V3, section 2.1.2)."""
@@ -97,6 +132,8 @@ class MixtureOfExperts(Scenario):
             if loads:
                 own[index] = torch.stack(loads).sum(0).tolist()
         self._load = gather_by_layer(engine, own, 2 * self.num_experts + 2)
+        if self._balancing is not None:
+            self._balancing.after_batch(engine)
         if self.routing != "loss_free":
             return
         for index, layer in engine.local_layers().items():
@@ -104,6 +141,15 @@ class MixtureOfExperts(Scenario):
             steps = (wanted.mean() - wanted).sign().to(torch.int32)
             for mlp in moe_mlps(layer):
                 mlp.bias_steps += steps.to(mlp.bias_steps.device)
+
+    def state_dict(self) -> State:
+        """Where experts are placed."""
+        return {} if self._balancing is None else {"experts": self._balancing.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on with the placements of a run that was stopped."""
+        if self._balancing is not None and "experts" in state:
+            self._balancing.load_state_dict(state["experts"])
 
     def report(self, engine: Engine) -> Report:
         """Report skew and dropped tokens of the last batch.
@@ -130,6 +176,8 @@ class MixtureOfExperts(Scenario):
                 for row, offered in zip(counts.tolist(), self._load[:, -1].tolist(), strict=True)
             ],
         }
+        if self._balancing is not None:
+            return report | self._balancing.report()
         group = expert_group()
         if group is not None:
             ranges = expert_ranges(self.num_experts, torch.distributed.get_world_size(group))
