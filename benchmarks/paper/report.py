@@ -20,6 +20,8 @@ KINDS = {
     "decisions and migrations are real; nobody sleeps, time is counted",
     "sleeping replay": "SLEEPING REPLAY: the same on the machine's own time; layers wait",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
+    "performance model": "SIMULATION: nothing ran; layers take what the performance model of "
+    "scenarios.moe.placing says",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dynpipe_ds.checkpoint.manifest import LayerEntry, Manifest, OptimizerEntry, Slot, TensorForm
@@ -80,3 +81,16 @@ def test_attributes_are_cut_and_joined_by_the_names_in_them() -> None:
     assert second == {"": {"frozen": SECOND, "sums": {SECOND[0]: 3, SECOND[1]: 4}, "seen": 7}, "mlp": {"load": 1}}
     back = regrouped(manifest(CUT, CUT_WHOLES, (0, 2, 6)), present(UNCUT, UNCUT_WHOLES))
     assert back.attributes(1, {1: first, 2: second}) == whole
+
+
+def test_what_replicas_own_goes_where_its_module_is() -> None:
+    owned = {"mlp.up.weight": ("r0", "r1")}
+    whole = manifest(UNCUT, UNCUT_WHOLES, (0, 2, 4))
+    layers = tuple(replace(entry, owned=owned if i in (1, 2) else {}) for i, entry in enumerate(whole.layers))
+    found = regrouped(replace(whole, layers=layers), present(CUT, CUT_WHOLES)).manifest
+    assert [entry.owned for entry in found.layers] == [{}, {}, owned, {}, owned, {}]
+    assert found.owned_keys == {"2/mlp.up.weight", "4/mlp.up.weight"}
+    cut = manifest(CUT, CUT_WHOLES, (0, 2, 6))
+    layers = tuple(replace(entry, owned=owned if i in (2, 4) else {}) for i, entry in enumerate(cut.layers))
+    back = regrouped(replace(cut, layers=layers), present(UNCUT, UNCUT_WHOLES)).manifest
+    assert [entry.owned for entry in back.layers] == [{}, owned, owned, {}]

@@ -168,6 +168,25 @@ def test_values_and_norm_by_hand(replicas: int) -> None:
     assert len(norms) == 1 and norms.pop() == pytest.approx(total**0.5, rel=1e-6)
 
 
+def sizes(_rank: int, run: Run) -> list[Any]:
+    """What a profile says of the layer that is owned, and what this rank holds of the rows' state."""
+    engine = make_engine(run)
+    train(engine, run)
+    rows = [layer.rows for layer in engine.local_layers().values() if hasattr(layer, "rows")]
+    return [engine.profile.layers[2], [engine.dynamic.stage.state_bytes(parameter) for parameter in rows]]
+
+
+@pytest.mark.parametrize("mode", mostly(["adamw", "zero1", "bf16_zero1_fp32_sums"], ["zero1"]))
+def test_reports_of_memory_count_one_replicas_rows(mode: str) -> None:
+    run = Run(2, num_batches=2, config=MODES[mode], special={1: Own})
+    elements, rest, is_flat = owned.ROWS // 2 * HIDDEN, 2 * HIDDEN, mode != "adamw"
+    for profile, held in run_ranks(sizes, 4, run)[:2]:
+        assert profile.num_parameters == elements + rest
+        assert profile.parameter_bytes == (elements + rest) * (2 if "bf16" in mode else 4)
+        assert profile.gradient_bytes == (elements + rest) * 4
+        assert held == [elements * 12 if is_flat else elements * 8 + 4], "all of it, whatever the replicas share out"
+
+
 # -- orders -----------------------------------------------------------------------------------
 
 
@@ -262,7 +281,7 @@ class Misshapen(Own):
 def refuse_once(rank: int, run: Run) -> list[Any]:
     engine = make_engine(run)
     batches, found = data(engine.grid.get_data_parallel_id(), run.micro_batches), []
-    for batch in range(3):
+    for batch in range(4):
         Refusing.raises = batch == 1 and rank == 0
         try:
             found.append(float(engine.train_batch(batches)))
@@ -271,11 +290,25 @@ def refuse_once(rank: int, run: Run) -> list[Any]:
     return found
 
 
-def test_a_batch_whose_gradients_are_not_finished_is_dropped_by_all() -> None:
-    run = Run(2, config=ADAMW, special={1: Refusing, 4: Shared})
-    dropped = run_ranks(refuse_once, 4, run)
+def skip_one(_rank: int, run: Run) -> list[Any]:
+    """The losses before and after the batch that is refused elsewhere."""
+    engine = make_engine(run)
+    batches, found = data(engine.grid.get_data_parallel_id(), run.micro_batches), []
+    for batch in range(4):
+        if batch == 1:
+            for _ in range(run.micro_batches):
+                next(batches)
+        else:
+            found.append(float(engine.train_batch(batches)))
+    return found
+
+
+@pytest.mark.parametrize("mode", mostly(MODES, ["adamw", "bf16_zero1_fp32_sums"]))
+def test_a_batch_whose_gradients_are_not_finished_is_dropped_by_all(mode: str) -> None:
+    run = Run(2, config={**MODES[mode], **CLIP}, special={1: Refusing, 4: Shared})
+    dropped, skipped = run_ranks(refuse_once, 4, run), run_ranks(skip_one, 4, run)
     assert all("rank 0: ArithmeticError: no gradients today" in found[1] for found in dropped)
-    assert all(isinstance(found[2], float) for found in dropped)
+    assert [[found[0], *found[2:]] for found in dropped] == skipped, "nothing of it is left"
 
 
 @pytest.mark.parametrize(

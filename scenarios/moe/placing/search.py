@@ -15,6 +15,9 @@ from scenarios.moe.placing.traffic import Floats, Ints, held, homes
 
 TRIED = 12
 """Moves from each overloaded rank whose seconds are computed exactly in a step."""
+WORTH = 0.03
+"""Share of a layer's seconds by which what is searched must beat the rules it starts from: a search fits what was
+routed last closer than a rule does, and that never comes again exactly."""
 LEVELS = (0, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 STEPS_FROM_STATIC, STEPS_FROM_OTHERS, STEPS_OF_ROUTES = 256, 64, 24
 """Most steps of a search, whatever it finds."""
@@ -60,20 +63,19 @@ def search(model: LayerModel, loads: Floats, *, present: Ints | None = None, max
     Returns:
         Rank of every lane, ``[R, E]``.
     """
-    num_ranks, num_experts = loads.shape
-    state = State(model, loads, np.tile(homes(num_ranks, num_experts), (num_ranks, 1)), max_copies)
-    best = Best(state.seconds, state.owner)
-    _climb(state, best)
-    starts = [thinned(model, loads, max_copies), capped(best_subsets(loads, model), loads, max_copies)]
+    static: Ints = np.tile(homes(*loads.shape), (len(loads), 1))
+    starts = [static, thinned(model, loads, max_copies), capped(best_subsets(loads, model), loads, max_copies)]
     if present is not None:
         starts.append(capped(present, loads, max_copies))
+    plain = Best(np.inf, static)
     for owner in starts:
-        state = State(model, loads, owner, max_copies)
-        best.offer(state)
-        _descend(state, best, STEPS_FROM_OTHERS)
-    state = State(model, loads, best.owner, max_copies)
-    _descend(state, best, STEPS_FROM_OTHERS)
-    return _without_useless(State(model, loads, best.owner, max_copies))
+        plain.offer(State(model, loads, owner, max_copies))
+    best = Best(plain.seconds, plain.owner)
+    _climb(State(model, loads, static, max_copies), best)
+    for owner in (*starts[1:], best.owner):
+        _descend(State(model, loads, owner, max_copies), best, STEPS_FROM_OTHERS)
+    found = best if best.seconds < plain.seconds * (1 - WORTH) else plain
+    return _without_useless(State(model, loads, found.owner, max_copies))
 
 
 def search_routes(model: LayerModel, loads: Floats, owner: Ints) -> Ints:

@@ -1,0 +1,1 @@
+"""Experts that move: what planners gain, next to the papers' figures."""
