@@ -68,6 +68,8 @@ EXPERIMENTS = (
     Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping"),
     Experiment("schedules_real", "", "benchmarks.schedules --real"),
     Experiment("experts", "", "benchmarks.experts"),
+    Experiment("experts_measured", "", "benchmarks.experts.measured"),
+    Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),
