@@ -32,7 +32,7 @@ def test_the_throughput_table_says_what_it_is_and_compares_with_the_best_static(
     tables.throughput(_report(tmp_path, "throughput"), runs)
     text = (tmp_path / "throughput_quick.md").read_text()
     assert "SIMULATION: nothing ran" in text and "DeepSpeed" in text and "commit" in text
-    assert "up to 2.23x" in text and "Quick run" in text
+    assert "1.36x over Egeria" in text and "Quick run" in text
     (row,) = json.loads((tmp_path / "throughput_quick.json").read_text())["values"]
     by_label = {run.case.method: run.throughput for run in runs}
     static = max(by_label["static uniform"], by_label["static parameters"])
@@ -42,12 +42,17 @@ def test_the_throughput_table_says_what_it_is_and_compares_with_the_best_static(
     assert (tmp_path / "throughput_quick.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_figures_that_are_not_known_are_not_invented(tmp_path: Path, runs: list[Result]) -> None:
+def test_the_papers_idleness_stands_beside_ours(tmp_path: Path, runs: list[Result]) -> None:
     tables.bubbles(_report(tmp_path, "bubbles"), runs)
     row = (tmp_path / "bubbles_quick.md").read_text().split("| freezing |")[1].split("\n")[0]
-    assert row.rstrip(" |").endswith("n/a")
-    assert published.overhead("freezing") == published.largest_speedup("walking") == "n/a"
-    assert published.overhead("moe") == "2% to 13%"
+    assert row.rstrip(" |").endswith(published.idleness("freezing"))
+
+
+def test_overheads_stand_beside_the_papers_of_the_same_depth(tmp_path: Path, runs: list[Result]) -> None:
+    tables.overhead(_report(tmp_path, "overhead"), runs)
+    text = (tmp_path / "overhead_quick.md").read_text()
+    assert "| <0.1% |" in text and "n/a" not in text
+    assert "pruning 2300 to 4400, freezing 300" in text
 
 
 def test_conditions_are_compared_with_the_undisturbed_run(tmp_path: Path) -> None:
