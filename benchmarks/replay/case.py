@@ -16,10 +16,12 @@ import numpy as np
 
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
+from benchmarks.traces.equations import EQUATIONS
 from benchmarks.traces.models import MODELS
 from dynpipe_ds.partition import balanced
 from dynpipe_ds.simulation import Workload
 
+LOAD_MODELS = {**MODELS, **EQUATIONS}
 PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
 CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
@@ -278,13 +280,13 @@ def load_trace(spec: str) -> Trace:
     kind, _, rest = spec.partition(":")
     if kind != "model":
         if not Path(spec).is_file():
-            raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(MODELS)}>:<blocks>")
+            raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(LOAD_MODELS)}>:<blocks>")
         return Trace.load(spec)
     name, _, size = rest.partition(":")
     depth, _, halves = size.partition(":")
-    if name not in MODELS or not depth.isdigit() or halves not in ("", "halves"):
-        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(MODELS)}>:<blocks>[:halves]")
-    return MODELS[name](int(depth), halves=bool(halves))
+    if name not in LOAD_MODELS or not depth.isdigit() or halves not in ("", "halves"):
+        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(LOAD_MODELS)}>:<blocks>[:halves]")
+    return LOAD_MODELS[name](int(depth), halves=bool(halves))
 
 
 def frozen_boundaries(moment: TraceBatch, boundaries: Sequence[int]) -> int:
