@@ -102,7 +102,7 @@ class Diffused:
 
 def diffuse(
     holders: Sequence[int], costs: Sequence[float], num_ranks: int, *, layer_bytes: Sequence[int] = (),
-    max_bytes: float = math.inf, max_rounds: int = MAX_ROUNDS,
+    max_bytes: float = math.inf, max_rounds: int = MAX_ROUNDS, waits: Sequence[float] = (),
 ) -> Diffused:
     """Balance by diffusion as it is printed (DynPipe, Algorithm 2).
 
@@ -118,6 +118,7 @@ def diffuse(
         layer_bytes: memory of every layer; left out: none.
         max_bytes: of a rank, to stay below.
         max_rounds: how many rounds.
+        waits: of every rank, what its messages take, counted as load (DynPipe, D.2); left out: none.
 
     Returns:
         The placement and the way there.
@@ -128,6 +129,7 @@ def diffuse(
     rounds = 0
     for _ in range(max_rounds):
         loads = [math.fsum(costs[layer] for layer in layers) for layers in held]
+        loads = [load + wait for load, wait in zip(loads, waits or [0.0] * num_ranks, strict=True)]
         mean, variance, before = fmean(loads), pvariance(loads), len(transfers)
         overloaded = [rank for rank, load in enumerate(loads) if load > mean]
         for source in overloaded:

@@ -121,7 +121,7 @@ def workers(size: Size) -> list[Case]:
         for name in (("dense", "freezing", "early_exit") if full else ("dense",))
         for speeds in ((1.0,) * num_stages, tuple(SLOW if s == 1 else 1.0 for s in range(num_stages)))
         for method in (
-            (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+            (UNIFORM, "static parameters", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO)
             if full else (UNIFORM, OPTIMAL)
         )
     ]
@@ -133,7 +133,7 @@ def replicas(size: Size) -> list[Case]:
     Args:
         size: how much.
     """
-    methods = (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+    methods = (UNIFORM, "static parameters", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO)
     pipelines = ((16, 8), (24, 30)) if len(size.scenarios) > 2 else ((16, 8),)
     return [
         case(f"model:{name}:{depth}", method, num_stages, size, replicas=count)

@@ -19,6 +19,7 @@ KINDS = {
     "replay": "REPLAY: layers take the time that a trace says and do not compute; engine, messages, profiles, "
     "decisions and migrations are real; nobody sleeps, time is counted",
     "sleeping replay": "SLEEPING REPLAY: the same on the machine's own time; layers wait",
+    "quoted": "QUOTED: the paper's own figures; nothing was run",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
 }
 

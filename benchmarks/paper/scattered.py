@@ -1,9 +1,9 @@
 """A batch of a pipeline whose stages hold layers that do not follow each other: what the library can't run.
 
 The paper's diffusion may give any layer to any rank. A micro-batch then passes the ranks in the order of its layers and
-comes to some of them several times. No schedule is published for that. Here each range of layers keeps the order that it
-would have under 1F1B with a rank of its own, and a rank with several takes what is ready: backwards first, then earlier
-micro-batches. For contiguous stages that is 1F1B.
+comes to some of them several times. No schedule is published for that. Here each range of layers keeps the order that
+it would have under 1F1B with a rank of its own, and a rank with several takes what is ready: backwards first, then
+earlier micro-batches. For contiguous stages that is 1F1B.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Passes:
         forward_extra_s: of a forward through a range, beside its layers.
         backward_extra_s: the same of a backward.
         message_s: a message between two ranks.
+        links_s: ``(2, L - 1, M)``, what the activations behind every layer, and the gradients back, take beside that;
+            left out: nothing.
     """
 
     forward_s: np.ndarray
@@ -63,6 +65,18 @@ class Passes:
     forward_extra_s: float = 0.0
     backward_extra_s: float = 0.0
     message_s: float = 0.0
+    links_s: np.ndarray | None = None
+
+    def travels_s(self, layer: int, micro_batch: int, *, is_back: bool) -> float:
+        """Seconds of a message between two ranks.
+
+        Args:
+            layer: before the boundary.
+            micro_batch: that it belongs to.
+            is_back: whether it carries gradients.
+        """
+        drawn = 0.0 if self.links_s is None else float(self.links_s[int(is_back), layer, micro_batch])
+        return self.message_s + drawn
 
 
 def makespan_s(holders: Sequence[int], passes: Passes) -> float:
@@ -110,8 +124,12 @@ def makespan_s(holders: Sequence[int], passes: Passes) -> float:
             end_s = max(end_s, now_s)
             following = _following(c, last, until, is_back=is_back)
             if following is not None:
-                travels_s = passes.message_s * (chunks[following[0]].rank != rank)
-                heappush(events, (now_s + travels_s, 0, *following, micro_batch))
+                there, back = following
+                travels_s = 0.0
+                if chunks[there].rank != rank:
+                    before = min(c, there)
+                    travels_s = passes.travels_s(chunks[before].end - 1, micro_batch, is_back=back)
+                heappush(events, (now_s + travels_s, 0, there, back, micro_batch))
         begin(rank, now_s)
     return end_s
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.algorithms import PROBED
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.equations import EQUATIONS
@@ -74,10 +75,14 @@ class Method:
 
 
 STATIC = (Method("static uniform"), Method("static parameters", start="parameters"))
-PAPERS = tuple(
-    Method(f"{partitioner}:{cost}", partitioner=partitioner, cost=cost)
-    for partitioner in ("balanced", "diffusion") for cost in ("parameters", "time")
+PAPERS = tuple(Method(f"partition:{cost}", partitioner=PROBED, cost=cost) for cost in ("parameters", "time"))
+"""The paper's that can run: its diffusion scatters layers (``benchmarks/paper/verbatim.py``)."""
+VARIANTS = tuple(
+    Method(f"{label}:{cost}", partitioner=partitioner, cost=cost)
+    for label, partitioner in (("balanced", "balanced"), ("contiguous diffusion", "diffusion"))
+    for cost in ("parameters", "time")
 )
+"""DeepSpeed's partitioner of today, and diffusion between neighbours, which is ours."""
 OURS = (
     Method("optimal:time", partitioner="optimal", knows_speeds=True),
     Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
@@ -89,7 +94,7 @@ ORDERS = (
     Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
     *(replace(method, label=f"{method.label}, auto order", schedule="auto") for method in (*STATIC, OURS[0])),
 )
-METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS, *ORDERS)}
+METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *VARIANTS, *OURS, *ORDERS)}
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,14 @@ class Case:
         sigma = np.sqrt(np.log1p(dispersion**2 + self.jitter**2))[:, None]
         draws = np.random.default_rng((self.seed, batch, replica)).normal(size=(num_layers, self.num_micro_batches))
         return np.exp(sigma * draws - sigma**2 / 2)
+
+    def repeats(self, moment: TraceBatch) -> bool:
+        """Whether all batches of a moment are alike, since nothing is drawn for them.
+
+        Args:
+            moment: the trace's batch.
+        """
+        return not (moment.dispersion or self.jitter or (self.link_ms and self.link_spread))
 
     def links_s(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """``(S - 1, M)`` seconds of activations and of gradients over every boundary.
