@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, pvariance
 
-from dynpipe_ds.partition import register_partitioner, uniform
+from dynpipe_ds.partition import uniform
 
 MAX_ROUNDS = 5
 """Of diffusion, in the paper's experiments (DynPipe, section D.1)."""
-PROBED = "probed"
-"""Name of :func:`partition` as a partitioner at run time."""
 TOLERANCE = 1e-3
 
 
@@ -80,9 +78,6 @@ def probed(costs: Sequence[float], num_stages: int, *, allow_empty: bool = False
     for stage in range(1, num_stages):
         cuts[stage] = max(cuts[stage], cuts[stage - 1] + 1)
     return cuts
-
-
-register_partitioner(PROBED, probed)
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paper.algorithms import PROBED
+from benchmarks.paper.algorithms import probed
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.equations import EQUATIONS
 from benchmarks.traces.models import MODELS
-from dynpipe_ds.partition import balanced
+from dynpipe_ds.partition import balanced, register_partitioner
 from dynpipe_ds.simulation import Workload
 
+PROBED = "probed"
+"""The paper's partitioner, by name at run time."""
+register_partitioner(PROBED, probed)
 LOAD_MODELS = {**MODELS, **EQUATIONS}
 PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
 CALIBRATION = Path(__file__).parent / "calibration.json"

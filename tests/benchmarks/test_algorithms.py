@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.paper.algorithms import PROBED, diffuse, partition, probed, repack
+from benchmarks.paper.algorithms import diffuse, partition, probed, repack
+from benchmarks.replay.case import PROBED
 from dynpipe_ds.partition import get_partitioner, optimal, run_partitioner
 
 
