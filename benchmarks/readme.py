@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.overhead import every_batch, migration, section
 from benchmarks.overhead import profiling as profiled
-from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS
+from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS, VARIANT_LABELS
 from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.record import head as head_lines
 from benchmarks.scenarios.summary import summarise, told
@@ -68,9 +68,10 @@ def _replay(report: dict[str, Any] | None) -> str:
     if report is None:
         return ""
     by_scenario: dict[str, dict[int, str]] = {}
-    for row in report["values"]:
+    balancers = {*PAPER_LABELS, *VARIANT_LABELS, "diffusion:time", "diffusion:parameters"}  # the last: older results
+    for row in sorted(report["values"], key=lambda row: -row.get("blocks", 0)):  # of several depths, the smallest
         ours, theirs = (max((x for k, x in row["speedups"].items() if k in labels), default=0.0)
-                        for labels in (OUR_LABELS, PAPER_LABELS))  # fmt: skip
+                        for labels in (OUR_LABELS, balancers))  # fmt: skip
         cell = f"**{ours:.2f}x**, {theirs:.2f}x, {row['reached']:.0%}"
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
     stages = sorted({count for cells in by_scenario.values() for count in cells})

@@ -219,13 +219,11 @@ def compared(report: Report, rows: Sequence[Row]) -> None:
         "Throughput over the best static cut of the same model (Megatron-LM's or DeepSpeed's), all overheads charged, "
         "M = 4S, phases in the proportion of the paper's 10,000 iterations (100 batches; 40 where every iteration is "
         "another), the paper's balancers at its intervals. *Dense model*: the same without the dynamism, cut "
-        "uniformly. "
-        "*Best single re-cut*: by hand, once, with hindsight. *Partition*, *diffusion*: the paper's, as printed; "
-        "diffusion "
+        "uniformly. *Best single re-cut*: by hand, once, with hindsight. *Partition*, *diffusion*: the paper's, as "
+        "printed; diffusion "
         "scatters layers, which no engine of ranges runs, so its batches are simulated generously. *Ours*: `auto` at "
-        "its "
-        "defaults; cut only, then with planned orders, then with attention and MLP of a block as two layers. *Ideal "
-        "cut*: "
+        "its defaults; cut only, then with planned orders, then with attention and MLP of a block as two layers. "
+        "*Ideal cut*: "
         "every batch on its best cut of whole blocks under 1F1B, for nothing. *Total work / stages*: no schedule at "
         "all."
     )
@@ -363,17 +361,14 @@ def one_node(report: Report, rows: Sequence[Row]) -> None:
     )
     report.notes += [
         "8 stages, 24 to 56 blocks, ceiling of a contiguous cut of whole blocks: by the formula (M - 1) slowest + "
-        "sum of "
-        f"stages {_slashed(by_formula)}, by the simulator {_slashed(ceilings)}; the paper {_slashed(printed)}, at most "
+        f"sum of stages {_slashed(by_formula)}, by the simulator {_slashed(ceilings)}; the paper "
+        f"{_slashed(printed)}, at most "
         f"{apart:.1%} from the formula. Under 1F1B the uniform cut's light stages work ahead of its slowest one, "
-        f"which the "
-        "formula does not see, so the simulated static cut is faster and the gain smaller.",
+        f"which the formula does not see, so the simulated static cut is faster and the gain smaller.",
         "The ceilings are those of *our* load model, whose densities are assumed: the printed factors are what the "
-        "best "
-        "cut of such a model gives, and no more.",
+        "best cut of such a model gives, and no more.",
         "By the paper's own equation, linear in density, the ceiling is far above its table: there, too, a pruned "
-        "layer "
-        "must cost more than its share of parameters.",
+        "layer must cost more than its share of parameters.",
     ]
     report.save()
 

@@ -115,11 +115,9 @@ def balancers(report: Report, quick: bool) -> None:
     report.values = values
     report.text = (
         f"Means of {MODELS} random models, or the loads at the end of a run. *partition*: binary search with probes, "
-        f"as "
-        "DeepSpeed did it when the paper was written; *balanced*: DeepSpeed's of today, which minimises another "
+        f"as DeepSpeed did it when the paper was written; *balanced*: DeepSpeed's of today, which minimises another "
         "objective; *diffusion as printed*: five rounds from the uniform cut, layers scatter; *contiguous diffusion* "
-        "and "
-        "*optimal*: ours. A value below 1 is possible for scattered layers only."
+        "and *optimal*: ours. A value below 1 is possible for scattered layers only."
     )
     report.notes += [_ranges(values, label) for label in ("diffusion as printed", "contiguous diffusion", "balanced")]
     report.save()

@@ -52,7 +52,8 @@ def recorded(options: argparse.Namespace) -> None:
         raise SystemExit(f"no traces in {FOLDER}: record them with python -m benchmarks.replay.record all")
     if options.quick:
         files = [file for file in files if file.stem in options.size.scenarios]
-    size = replace(options.size, stages={s: 0 for s in options.size.stages if s <= 4})
+    few = tuple(dict.fromkeys((stages, 0) for stages, _ in options.size.pipelines if stages <= 4))
+    size = replace(options.size, pipelines=few)
     cases = experiments.throughput(size, [str(file.relative_to(Path.cwd())) for file in files])
     results = experiments.run(cases, options.raw / "recorded.jsonl")
     title = "Throughput, traces recorded from this project's scenarios"
@@ -141,7 +142,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=[*TABLES, "paper", "all"])
     parser.add_argument("--quick", action="store_true", help="few batches, scenarios and methods on 2 stages")
-    parser.add_argument("--stages", type=int, nargs="+", choices=sorted(experiments.FULL.stages))
+    known = sorted({stages for stages, _ in experiments.FULL.pipelines})
+    parser.add_argument("--stages", type=int, nargs="+", choices=known)
     parser.add_argument("--methods", nargs="+", choices=experiments.FULL.methods, metavar="METHOD")
     parser.add_argument("--batches", type=int)
     parser.add_argument("--processes", type=int, default=1, help="rows at a time of 'compared' and 'one_node'")
@@ -153,7 +155,8 @@ def main() -> None:
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
         few = tuple(s for s in size.few if s in options.stages)
-        size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages}, few=few)
+        chosen_pipelines = tuple(pair for pair in experiments.FULL.pipelines if pair[0] in options.stages)
+        size = replace(size, pipelines=chosen_pipelines, few=few)
     options.size = replace(size, batches=options.batches or size.batches, methods=options.methods or size.methods)
     print(in_words(installed()), *KINDS.values(), sep="\n", flush=True)
     chosen = {"all": list(TABLES), "paper": list(ON_PAPER)}.get(options.table, [options.table])

@@ -136,21 +136,18 @@ AVERAGE_GPUS_TEXT = 5.8
 CONTRADICTIONS = (
     "Pruning: Figure 3's labels end at 2.84; abstract and text say up to 3.18.",
     "Freezing: Figure 3's labels end at 1.69; the abstract says up to 2.23. Removing all of the 40% idleness of "
-    "Figure 1 "
-    "gives at most 1 / (1 - 0.40) = 1.67.",
+    "Figure 1 gives at most 1 / (1 - 0.40) = 1.67.",
     "Early exit: Figure 3's largest label is 4.83, the abstract's largest factor 4.52. The text says more than 4 on "
     "average; the labels' mean is 3.25.",
     "Section 3.3.1 calls the overhead single-digit; Figure 4 has 13% (sparse attention, 48 layers).",
     "Re-packing brings 4 to 11% on top (section 3.4.2), or 4 to 11% of the whole gain (section 5.1).",
     "Nodes have 4 GPUs in the text, which makes 64 of the 16 and 360 of the 90 nodes, not 128 and 720; Figure 4 has 8.",
     "Figure 3's caption names 24 stages. Megatron-LM needs as many blocks on every stage: 32 and 40 do not divide by "
-    "24, "
-    "all depths divide by 8; the supplement has 90 replicas of 8 stages for 720 GPUs.",
+    "24, all depths divide by 8; the supplement has 90 replicas of 8 stages for 720 GPUs.",
     "With at most n whole blocks on a stage, another cut of whole blocks lowers the slowest stage at most n times. "
-    "On 24 "
-    "stages n is 1 (24 blocks) or 2 (32 to 48), with fill and drain at most a factor of 2.5: the larger factors of "
-    "pruning, sparse attention and early exit cannot be balancing alone on the caption's pipeline; on 8 stages they "
-    "can.",
+    "On 24 stages n is 1 (24 blocks) or 2 (32 to 48), with fill and drain at most a factor of 2.5: the larger "
+    "factors of pruning, sparse attention and early exit cannot be balancing alone on the caption's pipeline; on 8 "
+    "stages they can.",
     "Pruning begins at iteration 3,000, so over 10,000 iterations no factor above 10/4 = 2.5 is possible while the "
     "first 4,000 are dense and balanced; 2.61 to 3.18 must be the pruned phase alone. The paper does not say.",
     "Figure 4: 24 layers shrink to 6 GPUs at iteration 2,300, before pruning begins at 3,000.",
@@ -158,8 +155,7 @@ CONTRADICTIONS = (
     "Three pruning levels are listed, 52%, 79% and 90%; Eq. 3 with its own settings has a fourth step, 88.6%.",
     "Frozen layers count as no load (section 2.3), although they still run forward.",
     "Section 2.1 adds up the tokens of a worker's experts. Where a stage holds all experts of its blocks, that sum "
-    "is the "
-    "same whatever the router does, and the equation knows no imbalance between stages.",
+    "is the same whatever the router does, and the equation knows no imbalance between stages.",
     "Lemma 2's S is the number of stages in the statement; in the proof it bounds the largest gap of loads.",
     "The overhead in iterations (DynPipe, Table 1) is not said to be of one re-balance or of all of a run.",
 )  # fmt: skip

@@ -11,13 +11,14 @@ from benchmarks.paper import published
 from benchmarks.paper.experiments import AUTO, OPTIMAL, UNIFORM, grouped, scenario_of
 from benchmarks.paper.plots import plot_bars, plot_heat_map
 from benchmarks.paper.report import Report
-from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, WARM_UP, Result, best
+from benchmarks.replay.case import METHODS, OURS, PAPERS, STATIC, VARIANTS, WARM_UP, Result, best
 from benchmarks.replay.predict import ideal_s
 from dynpipe_ds.reporting import save_gantt
 from dynpipe_ds.simulation import simulate
 
 STATIC_LABELS = [m.label for m in STATIC]
 PAPER_LABELS = [m.label for m in PAPERS]
+VARIANT_LABELS = [m.label for m in VARIANTS]
 OUR_LABELS = [m.label for m in OURS]
 Groups = Mapping[tuple[str, int, str], dict[str, Result]]
 
@@ -96,17 +97,17 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         "Throughput in micro-batches a second"
         + (" of all replicas" if any(r.case.replicas > 1 for r in results) else "")
         + ". *static uniform*: as many blocks on every stage (Megatron-LM's rule); *static parameters*: DeepSpeed's; "
-        "*balanced*, *diffusion*: the paper's balancers, at a fixed interval; *optimal:time*: ours at the same "
+        "*partition*: the paper's, which can run, at its interval (its diffusion, as printed, can't: compared.md); "
+        "*balanced*: DeepSpeed's of today; *contiguous diffusion*, *optimal:time*: ours at the same "
         "interval; *auto*: ours, moving when it pays, which it can know after two to four batches at the soonest. "
         "*ideal*: every batch on the best partition for it, chosen with hindsight, simulated without any overhead."
     )
     report.notes += [
         "Paper: DynMo, Figure 3, by depth, each factor with what it is over; 720 GPUs, MoE and MoD 128. Freezing is "
-        "over "
-        "Egeria, sparse attention and early exit over dense models, so only the others can stand beside a speedup over "
-        "static cuts. Models, GPUs and amounts of dynamism differ from these load models'. What contradicts itself "
-        "in the "
-        "paper: published.md.",
+        "over Egeria, sparse attention and early exit over dense models, so only the others can stand beside a "
+        "speedup over static cuts. Models, GPUs and amounts of dynamism differ from these load models'. What "
+        "contradicts itself "
+        "in the paper: published.md.",
         "With few layers a stage, one layer is too large a step to even out what differs: load models whose blocks "
         "differ by less than a block's share of a stage (MoE, MoD) then leave nothing to gain.",
     ]
@@ -194,8 +195,7 @@ def bubbles(report: Report, results: Sequence[Result]) -> None:
     )
     report.notes.append(
         "Paper: a static cut under an almost zero-bubble schedule, 720 GPUs (MoE 128), fill and drain included; "
-        "factors "
-        "are over its model without the dynamism. Ours are of 1F1B."
+        "factors are over its model without the dynamism. Ours are of 1F1B."
     )
     report.save(lambda path: plot_bars(
         path, panels, ylabel="bubble ratio", title=report.title, xlabel=f"scenario ({report.kind})",
@@ -212,7 +212,7 @@ def overhead(report: Report, results: Sequence[Result]) -> None:
     rows, panels, values = [], {}, []
     for (trace, num_stages, _), runs in grouped(results).items():
         name = scenario_of(trace)
-        for label in (*PAPER_LABELS, *OUR_LABELS):
+        for label in (*PAPER_LABELS, *VARIANT_LABELS, *OUR_LABELS):
             if label not in runs:
                 continue
             run = runs[label]
@@ -246,9 +246,8 @@ def overhead(report: Report, results: Sequence[Result]) -> None:
     scale = results[0].parameter_scale
     report.notes += [
         f"Figure 4: share of training at the paper's intervals (iterations: {_intervals()}). Table 1 is of pruning "
-        f"and of "
-        "the paper's own balancers, in training iterations; of one re-balance or of a whole run it does not say. Goal: "
-        "ours below 1.",
+        f"and of the paper's own balancers, in training iterations; of one re-balance or of a whole run it does not "
+        f"say. Goal: ours below 1.",
         f"Largest of all {len(costs)} re-balances: {max(costs):.3f} iterations." if costs else "No re-balance here.",
         f"Replay layers hold {scale:.3g} of the trace's parameter bytes; moved bytes are charged as the trace's, at "
         "the stated speed. What moving real sizes takes here: python -m benchmarks.overhead.migration.",

@@ -167,8 +167,7 @@ def unstable(report: Report, quick: bool) -> None:
         f"Throughput over the static cut at the end of a run, 8 stages, M = 32, mean of {BATCHES} batches; nothing but "
         "layers and links takes time. *Delays counted*: what a rank's messages take is part of its load, as the paper "
         "does it (diffusion), or of the simulated batch (ours). The planned order knows the mean delay, and has the "
-        "memory "
-        "of the fullest worker under 1F1B."
+        "memory of the fullest worker under 1F1B."
     )
     report.notes += conclusions(values)
     report.save()

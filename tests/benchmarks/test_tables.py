@@ -14,7 +14,7 @@ from benchmarks.paper.report import Report
 from benchmarks.replay.case import Case, Result
 from benchmarks.replay.predict import predict
 
-SIZE = replace(experiments.QUICK, stages={2: 24}, scenarios=("freezing",), batches=8)
+SIZE = replace(experiments.QUICK, pipelines=((2, 24),), scenarios=("freezing",), batches=8)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,20 @@ def test_finished_runs_are_not_made_again(tmp_path: Path) -> None:
 
 
 def test_intervals_follow_the_scenario() -> None:
-    cases = {name: experiments.case(f"model:{name}:24", "optimal:time", 2, SIZE) for name in experiments.SCENARIOS}
+    size = replace(experiments.FULL, batches=100)
+    cases = {name: experiments.case(f"model:{name}:24", "optimal:time", 2, size) for name in experiments.SCENARIOS}
     every = {name: case.every for name, case in cases.items()}
-    assert every == {"pruning": 4, "freezing": 4, "early_exit": 4, "moe": 1, "mod": 1, "sparse_attention": 1}
+    assert every == {"pruning": 23, "freezing": 3, "early_exit": 1, "moe": 1, "mod": 1, "sparse_attention": 1}
+
+
+def test_the_full_set_has_the_papers_pipelines() -> None:
+    cases = experiments.throughput(experiments.FULL)
+    eight = {case.trace.split(":")[2] for case in cases if case.num_stages == 8}
+    assert eight == {"24", "32", "40", "48", "56"}
+    assert {case.trace for case in cases if case.num_stages == 16} == {"model:moe_cost:32"}
+    assert {case.num_micro_batches // case.num_stages for case in cases} == {4}
+    assert experiments.scenario_of("model:early_exit_cost:24") == "early_exit"
+    assert {"partition:time", "contiguous diffusion:time", "balanced:time"} <= {case.method for case in cases}
 
 
 @pytest.mark.parametrize(("reasons", "name"), [([], "simulator_quick"), (["a neighbour"], "simulator_quick.busy")])
