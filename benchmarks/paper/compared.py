@@ -11,15 +11,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper import published
+from benchmarks.paper import published, verdicts
 from benchmarks.paper.contenders import (
     ALL,
     BEST_STATIC,
     CUT,
-    DENSE,
     DIFFUSION_T,
     IDEAL,
-    LEAST,
     ORDER,
     OURS_OF,
     PAPERS,
@@ -211,7 +209,7 @@ def compared(report: Report, rows: Sequence[Row]) -> None:
         for phase, of in (("last quarter of the run", Row.last), ("whole run", Row.whole)):
             if chosen:
                 parts.append(f"## {title}: {phase}\n\n{_table(chosen, of)}")
-    parts.append(f"## Beside the paper's figures\n\n{verdicts(rows)}")
+    parts.append(f"## Beside the paper's figures\n\n{verdicts.text(rows)}")
     parts.append(f"## Imbalance and idleness at the end\n\n{_imbalances(rows)}")
     report.table = "\n\n".join(parts)
     report.values = [row.values() for row in rows]
@@ -227,6 +225,9 @@ def compared(report: Report, rows: Sequence[Row]) -> None:
         "every batch on its best cut of whole blocks under 1F1B, for nothing. *Total work / stages*: no schedule at "
         "all."
     )
+    left = len(set(full_sizes()) - {row.size for row in rows})
+    report.notes += [f"{left} rows of the full set are not in this table."] * bool(left)
+    report.notes += verdicts.notes(rows)
     report.notes += [
         "Which densities, frozen blocks and routed tokens a training goes through is assumed (benchmarks/traces/"
         "equations.py): the paper gives equations for loads, not the loads.",
@@ -276,57 +277,6 @@ def _imbalances(rows: Sequence[Row]) -> str:
             *(f"{found[label].bubble:.1%}" for label in (BEST_STATIC, CUT, ORDER)), published.idleness(size.scenario),
         ])
     return table(head, lines)
-
-
-def verdict(theirs: float, ours: float, bound: float) -> str:
-    """What a figure of the paper is beside ours, both over the same kind of baseline.
-
-    Args:
-        theirs: factor.
-        ours: the best of ours.
-        bound: total work / stages: what no partition and no schedule passes.
-    """
-    if ours >= 1.02 * theirs:
-        return "beaten"
-    if ours >= 0.98 * theirs:
-        return "met"
-    return "missed" if theirs <= bound else "missed; more than all work / stages would give here"
-
-
-def verdicts(rows: Sequence[Row]) -> str:
-    """Each factor of Figure 3 beside ours, over a baseline of its kind; or why it can't be compared.
-
-    Args:
-        rows: simulated.
-    """
-    head = ["scenario", "model", "paper", "over", "stages", "counting", "best of the paper's four as printed",
-            "best of ours", "total work / stages", "verdict, last quarter"]  # fmt: skip
-    lines = [line for factor in published.FACTORS for line in _lines(factor, rows)]
-    return table(head, lines)
-
-
-def _lines(factor: published.Factor, rows: Sequence[Row]) -> Iterable[list[str]]:
-    depth = factor.model if isinstance(factor.model, int) else 32
-    first = [factor.scenario, str(factor.model), f"{factor.factor:.2f}x", factor.baseline]
-    why = {
-        published.TUTEL: "can't be compared: Tutel is not here (experts over devices: benchmarks/expert_parallel)",
-        published.EGERIA: "can't be compared: over Egeria, whose own overhead grows with depth; ours are over the "
-        "static cut with the same freezing",
-    }.get(factor.baseline, "")
-    if factor.baseline == published.TUTEL:
-        yield [*first, "", "", "", "", "", why]
-        return
-    over = DENSE if factor.baseline in (published.DENSE, published.NO_EXIT) else BEST_STATIC
-    for row in rows:
-        size = row.size
-        if size.scenario != factor.scenario or size.blocks != depth or size.num_stages < 8:
-            continue
-        theirs, ours = (max(row.last(label, over) for label in labels) for labels in (PAPERS, OURS_OF))
-        bound = row.last(LEAST, over)
-        yield [
-            *first, str(size.num_stages), size.counting, f"{theirs:.2f}x", f"{ours:.2f}x", f"{bound:.2f}x",
-            why or verdict(factor.factor, ours, bound),
-        ]
 
 
 def one_node(report: Report, rows: Sequence[Row]) -> None:

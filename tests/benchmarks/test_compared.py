@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import compared, listed, published, unstable
+from benchmarks.paper import compared, listed, published, unstable, verdicts
 from benchmarks.paper.contenders import (
     ALL,
     BEST_STATIC,
@@ -93,9 +93,9 @@ def test_an_unknown_contender_is_named() -> None:
 
 
 def test_verdicts() -> None:
-    assert compared.verdict(1.2, 1.3, 2.0) == "beaten" and compared.verdict(1.2, 1.19, 2.0) == "met"
-    assert compared.verdict(1.5, 1.3, 2.0) == "missed"
-    assert compared.verdict(2.3, 1.3, 2.0) == "missed; more than all work / stages would give here"
+    assert verdicts.verdict(1.2, 1.3, 2.0) == "beaten" and verdicts.verdict(1.2, 1.19, 2.0) == "met"
+    assert verdicts.verdict(1.5, 1.3, 2.0) == "missed"
+    assert verdicts.verdict(2.3, 1.3, 2.0) == "missed; more than all work / stages would give here"
 
 
 def test_the_table_says_what_can_not_be_compared(tmp_path: Path, row: compared.Row) -> None:
@@ -103,6 +103,11 @@ def test_the_table_says_what_can_not_be_compared(tmp_path: Path, row: compared.R
     compared.compared(Report("compared", tmp_path, "simulation"), [eight])
     text = (tmp_path / "compared.md").read_text()
     assert "can't be compared: over Egeria" in text and "Tutel is not here" in text
+    assert "rows of the full set are not in this table" in text
+    pruned = compared.Row(replace(eight.size, scenario="pruning"), 32, row.outcomes)
+    lines = [line for line in verdicts.text([pruned]).splitlines() if line.startswith("| pruning | 24")]
+    assert ["static, pruned" in lines[0], "static, not pruned" in lines[1]] == [True, True] and len(lines) == 2
+    assert "cost: missed" in verdicts.notes([pruned])[0]
     (values,) = json.loads((tmp_path / "compared.json").read_text())["values"]
     assert values["last"][RECUT] > 1.1 and set(values["whole"]) == set(ALL)
 
