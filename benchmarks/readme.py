@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.overhead import every_batch, migration, section
 from benchmarks.overhead import profiling as profiled
-from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS
+from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS, VARIANT_LABELS
 from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.record import head as head_lines
 from benchmarks.scenarios.summary import summarise, told
@@ -31,27 +31,33 @@ def performance(results: Path = RESULTS) -> str:
     Returns:
         Markdown; what was never measured is left out.
     """
-    parts = [
-        _scenarios(load(results / "scenarios", "scenarios")), _replay(load(results / "paper", "throughput")),
-        _overhead(results / "overhead"),
+    about, told_of, head, cells = _scenarios(load(results / "scenarios", "scenarios"))
+    replayed, stages, speedups = _replay(load(results / "paper", "throughput"))
+    names = list(dict.fromkeys([*cells, *speedups]))
+    rows = [
+        [f"`{name}`", *cells.get(name, [""] * len(head)), *(speedups.get(name, {}).get(count, "") for count in stages)]
+        for name in names
     ]
+    columns = ("`SCENARIO=`", *head, *(f"replay, {count} stages" for count in stages))
+    one = [table(columns, rows)] if rows else []
+    parts = [*about[:-1], *told_of, *replayed, *one, *about[-1:], _overhead(results / "overhead")]
     return "\n\n".join(part for part in parts if part) or "Not measured yet: `make bench`."
 
 
-def _scenarios(values: dict[str, Any] | None) -> str:
+def _scenarios(values: dict[str, Any] | None) -> tuple[list[str], list[str], tuple[str, ...], dict[str, list[str]]]:
+    """Lines about the machine, of which the last stands below, words, columns, and cells by scenario."""
     if values is None:
-        return ""
-    rows = []
+        return [], [], (), {}
+    cells = {}
     for name, scenario in values["scenarios"].items():
         s = summarise(scenario)
-        rows.append([
-            f"`{name}`", f"{s.tokens_per_s[s.best_static].median:,.0f}", f"{s.tokens_per_s['ours'].median:,.0f}",
-            told(s.speedup), f"{s.share.median:.0%} ({s.cut_share.median:.0%})", told(s.whole_speedup),
-            f"{s.overhead:.2%}",
-        ])
+        cells[name] = [
+            f"{s.tokens_per_s[s.best_static].median:,.0f}", f"{s.tokens_per_s['ours'].median:,.0f}", told(s.speedup),
+            f"{s.share.median:.0%} ({s.cut_share.median:.0%})", told(s.whole_speedup), f"{s.overhead:.2%}",
+        ]
     head = (
-        "`SCENARIO=`", "best static, tokens/s", "ours", "speedup (95% interval)",
-        "of the ideal (the cut alone)", "speedup, whole run (95% interval)", "own overhead",
+        "best static, tokens/s", "ours", "speedup (95% interval)", "of the ideal (the cut alone)",
+        "speedup, whole run (95% interval)", "own overhead",
     )
     words = (
         f"Two stages of one thread, real compute, {scenario['num_batches']} batches a run, runs in turns; the best "
@@ -61,28 +67,30 @@ def _scenarios(values: dict[str, Any] | None) -> str:
         "at the end (of all timed ones), and their intervals take each window as one pair."
     )
     about = values["environment"]
-    return "\n\n".join([*head_lines(about), words, table(head, rows), f"{in_words(about)}."])
+    return [*head_lines(about), f"{in_words(about)}."], [words], head, cells
 
 
-def _replay(report: dict[str, Any] | None) -> str:
+def _replay(report: dict[str, Any] | None) -> tuple[list[str], list[int], dict[str, dict[int, str]]]:
+    """Words, numbers of stages, and cells by load model and stages."""
     if report is None:
-        return ""
+        return [], [], {}
     by_scenario: dict[str, dict[int, str]] = {}
-    for row in report["values"]:
+    balancers = {*PAPER_LABELS, *VARIANT_LABELS, "diffusion:time", "diffusion:parameters"}  # the last: older results
+    for row in sorted(report["values"], key=lambda row: -row.get("blocks", 0)):  # of several depths, the smallest
         ours, theirs = (max((x for k, x in row["speedups"].items() if k in labels), default=0.0)
-                        for labels in (OUR_LABELS, PAPER_LABELS))  # fmt: skip
+                        for labels in (OUR_LABELS, balancers))  # fmt: skip
         cell = f"**{ours:.2f}x**, {theirs:.2f}x, {row['reached']:.0%}"
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
     stages = sorted({count for cells in by_scenario.values() for count in cells})
-    rows = [[f"`{name}`", *(cells.get(s, "") for s in stages)] for name, cells in by_scenario.items()]
     words = (
         "More stages than cores by **replay**: the real engine with real messages, decisions and moves, in virtual "
         "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the "
-        "best static partition, the same of the best of the paper's balancers, and ours as a share of the ideal (every "
-        "batch on its best partition, no overhead). Two runs give the same table, so there are no intervals. All "
-        "tables: [benchmarks/results/paper](benchmarks/results/paper)."
+        "best static partition, the same of the best of the other balancers, and ours as a share of the ideal (every "
+        "batch on its best partition, no overhead). Two runs give the same cells, so there are no intervals. A load "
+        "model is not the scenario of the same name: it changes by other amounts. All tables, and the paper's figures "
+        "beside them: [benchmarks/results/paper](benchmarks/results/paper)."
     )
-    return f"{words}\n\n{table(('load model', *(f'{s} stages' for s in stages)), rows)}"
+    return [words], stages, by_scenario
 
 
 def _overhead(folder: Path) -> str:

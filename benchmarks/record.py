@@ -7,6 +7,7 @@ idle one, as ``<name>.busy.json`` and so on, unless that is forced.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -31,6 +32,8 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#C
 HATCHES = ("", "//", "xx", "..", "\\\\", "--", "++")
 
 
+LARGEST_JSON = 100_000
+"""Bytes of a JSON file of results; larger ones are compressed."""
 MACHINES = RESULTS / "machines.json"
 """Seconds of the calibration kernel on machines that were idle when results were kept."""
 FORCE = "BENCHMARKS_FORCE"
@@ -263,7 +266,7 @@ def save(folder: Path, name: str, values: Mapping[str, Any], text: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     about = ended(values["environment"])
     path = folder / stem(name, about)
-    _ending(path, "json").write_text(json.dumps({**values, "environment": about}, indent=1) + "\n", encoding="utf-8")
+    write_json(_ending(path, "json"), {**values, "environment": about})
     lines = head(about)
     if lines and path.name != name:
         lines.append(f"Written as {path.name}.*, beside the results of an idle machine; --force writes over those.")
@@ -280,15 +283,39 @@ def _ending(path: Path, ending: str) -> Path:
 
 
 def load(folder: Path, name: str) -> dict[str, Any] | None:
-    """What :func:`save` wrote; ``None`` if it never did.
+    """What :func:`save` or :func:`write_json` wrote; ``None`` if nothing did.
 
     Args:
         folder: where.
         name: of the benchmark.
     """
     path = folder / f"{name}.json"
+    packed = path.with_name(f"{path.name}.gz")
+    if packed.is_file():
+        unpacked: dict[str, Any] = json.loads(gzip.decompress(packed.read_bytes()))
+        return unpacked
     values: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return values
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> Path:
+    """Write JSON; compressed, as ``<name>.json.gz``, where the text is larger than :data:`LARGEST_JSON`.
+
+    Compression is deterministic: the same values give the same bytes.
+
+    Args:
+        path: ends in ``.json``; what stands there, or compressed beside it, is replaced.
+        values: to write.
+
+    Returns:
+        The file that was written.
+    """
+    text = (json.dumps(values, indent=1) + "\n").encode()
+    packed = path.with_name(f"{path.name}.gz")
+    target, other = (packed, path) if len(text) > LARGEST_JSON else (path, packed)
+    target.write_bytes(gzip.compress(text, mtime=0) if target is packed else text)
+    other.unlink(missing_ok=True)
+    return target
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:

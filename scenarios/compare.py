@@ -96,6 +96,7 @@ class Contender:
             measured.recording.add_prediction(profile, order)
             if timed:
                 measured.bubbles.append(profile.bubble_ratio)
+                measured.imbalances.append(profile.imbalance)
 
     def validate(self) -> float:
         """Evaluate what is not trained on, if anything, unless this moment is evaluated already; collective.
@@ -174,6 +175,7 @@ class Contender:
             losses=tuple(measured.losses),
             boundaries=tuple(self.engine.partition),
             bubble_ratio=statistics.mean(measured.bubbles) if measured.bubbles else None,
+            imbalance=statistics.mean(measured.imbalances) if measured.imbalances else None,
             profiling_s=profiling_s,
             planning_s=planning_s,
             migrating_s=migrating_s,

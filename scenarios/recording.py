@@ -155,6 +155,7 @@ class Measurements:
         windows: first batch, batches and seconds, from barrier to barrier, of every timed window.
         timed_overheads_s: seconds spent profiling, planning and migrating in them.
         bubbles: bubble ratio of every timed batch that was profiled.
+        imbalances: imbalance of the stages' loads, in the same batches.
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: batches after which the partition changed.
         reports: what the scenario reported after every batch.
@@ -170,6 +171,7 @@ class Measurements:
     windows: list[list[Any]] = field(default_factory=list)
     timed_overheads_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     bubbles: list[float] = field(default_factory=list)
+    imbalances: list[float] = field(default_factory=list)
     stages_s: list[list[float]] = field(default_factory=list)
     rebalanced_at: list[int] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)

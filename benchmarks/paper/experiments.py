@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.paper.published import CHANGING_EVERY_BATCH
-from benchmarks.replay.case import METHODS, OURS, STATIC, Case, Result
+from benchmarks.paper.published import interval
+from benchmarks.replay.case import ORDERS as PLANNED
+from benchmarks.replay.case import OURS, PAPERS, STATIC, VARIANTS, Case, Result
 from benchmarks.replay.predict import predict
 from benchmarks.replay.run import describe, run_cases
+from benchmarks.traces.equations import ITERATIONS
+from benchmarks.traces.models import DEPTHS
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
 EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
 LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
-MANY_STAGES = (UNIFORM, STATIC[1].label, "balanced:time", OPTIMAL, AUTO)  # what more than 8 stages are run with
+RUN = tuple(method.label for method in (*STATIC, *PAPERS, *VARIANTS, *OURS[:2], OURS[3], PLANNED[1]))
+"""Methods that every pipeline up to 8 stages is run with."""
+MANY_STAGES = (UNIFORM, STATIC[1].label, "partition:time", OPTIMAL, AUTO, PLANNED[1].label)
 SLOW = 1 / 1.5  # speed of the slow worker
 
 
@@ -25,7 +30,7 @@ class Size:
     """How much is run.
 
     Args:
-        stages: numbers of stages, each with the blocks of its model.
+        pipelines: numbers of stages and the blocks of their models.
         scenarios: which.
         methods: labels; with more than 8 stages only those of :data:`MANY_STAGES`.
         batches: of a run.
@@ -33,7 +38,7 @@ class Size:
         depths: blocks of the simulated tables.
     """
 
-    stages: dict[int, int]
+    pipelines: tuple[tuple[int, int], ...]
     scenarios: tuple[str, ...]
     methods: tuple[str, ...]
     batches: int
@@ -41,20 +46,26 @@ class Size:
     depths: tuple[int, ...]
 
 
-FULL = Size({2: 24, 4: 24, 8: 24, 16: 48, 24: 48}, SCENARIOS, tuple(METHODS), 40, (4,), (24, 32, 40, 48))
-QUICK = Size({4: 24}, ("freezing", "moe"), (UNIFORM, "static parameters", "balanced:time", OPTIMAL), 20, (4,), (24,))
+FULL = Size(
+    (*((stages, blocks) for stages in (2, 4) for blocks in (24, 40)), *((8, blocks) for blocks in (24, 32, 40, 48, 56)),
+     (16, 32), (24, 48)),
+    SCENARIOS, RUN, 40, (4,), DEPTHS,
+)  # fmt: skip
+"""The paper's depths on 8 stages, MoE's 32 blocks on 16, Figure 3's 24 stages; all of them: ``compared``, on paper."""
+QUICK = Size(((4, 24),), ("freezing", "moe"), (UNIFORM, STATIC[1].label, "partition:time", OPTIMAL), 20, (4,), (24,))
 
 LAYER_MS = 30.0
 """Forward and backward of a dense block."""
 
 
 def scenario_of(trace: str) -> str:
-    """``"moe"`` of ``"model:moe:24"`` or of a file's name.
+    """``"moe"`` of ``"model:moe:24"``, of ``"model:moe_cost:24"`` or of a file's name.
 
     Args:
         trace: of a case.
     """
-    return trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
+    name = trace.split(":")[1] if trace.startswith("model:") else Path(trace).stem
+    return name.removesuffix("_cost").removesuffix("_equation")
 
 
 def case(trace: str, method: str, num_stages: int, size: Size, **options: object) -> Case:
@@ -67,9 +78,10 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
         size: its batches.
         **options: further fields of the case.
     """
-    changing = scenario_of(trace) in CHANGING_EVERY_BATCH
+    # The paper's interval, in proportion to its 10,000 iterations.
+    every = max(1, round(interval(scenario_of(trace)) * size.batches / ITERATIONS))
     return Case(
-        trace, method, num_stages, 4 * num_stages, size.batches, LAYER_MS, 1 if changing else EVERY,
+        trace, method, num_stages, 4 * num_stages, size.batches, LAYER_MS, every,
         **options,  # type: ignore[arg-type]
     )
 
@@ -83,10 +95,10 @@ def throughput(size: Size, traces: Sequence[str] = ()) -> list[Case]:
     """
     return [
         case(trace, method, num_stages, size)
-        for num_stages, depth in size.stages.items()
-        for trace in traces or [f"model:{name}:{depth}" for name in size.scenarios]
+        for num_stages, depth in size.pipelines
+        for trace in traces or [f"model:{name}_cost:{depth}" for name in size.scenarios]
         for method in size.methods
-        if num_stages <= 8 or method in MANY_STAGES
+        if (num_stages <= 8 or method in MANY_STAGES) and (num_stages != 16 or scenario_of(trace) == "moe")
     ]
 
 
@@ -121,7 +133,7 @@ def workers(size: Size) -> list[Case]:
         for name in (("dense", "freezing", "early_exit") if full else ("dense",))
         for speeds in ((1.0,) * num_stages, tuple(SLOW if s == 1 else 1.0 for s in range(num_stages)))
         for method in (
-            (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+            (UNIFORM, "static parameters", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO)
             if full else (UNIFORM, OPTIMAL)
         )
     ]
@@ -133,7 +145,7 @@ def replicas(size: Size) -> list[Case]:
     Args:
         size: how much.
     """
-    methods = (UNIFORM, "static parameters", "balanced:time", "diffusion:time", OPTIMAL, AUTO)
+    methods = (UNIFORM, "static parameters", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO)
     pipelines = ((16, 8), (24, 30)) if len(size.scenarios) > 2 else ((16, 8),)
     return [
         case(f"model:{name}:{depth}", method, num_stages, size, replicas=count)

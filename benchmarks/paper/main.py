@@ -1,14 +1,20 @@
 """The paper's tables and figures, one command each; results go to ``benchmarks/results/paper/``.
 
     python -m benchmarks.paper.main all --quick    # two to three minutes on two idle cores
-    python -m benchmarks.paper.main throughput     # DynPipe Table 2, Figure 3: 2 to 24 stages, replay (about 2 hours)
+    python -m benchmarks.paper.main published      # the paper's figures, their places, its contradictions
+    python -m benchmarks.paper.main balancers      # its algorithms as printed and ours on the same costs
+    python -m benchmarks.paper.main compared       # Figure 3 with its settings, all contenders, on paper (20 minutes)
+    python -m benchmarks.paper.main one_node       # DynPipe Table 2: pruning's last phase, on paper (3 minutes)
+    python -m benchmarks.paper.main unstable       # DynPipe D.2: does balancing gain more on an unstable network?
+    python -m benchmarks.paper.main throughput     # the same runs on the real engine, replay (hours)
     python -m benchmarks.paper.main throughput --stages 2 4 8
     python -m benchmarks.paper.main recorded       # the same for the recorded traces, 2 and 4 stages
     python -m benchmarks.paper.main bubbles        # Figure 1, from the runs of 'throughput'
     python -m benchmarks.paper.main overhead       # Figure 4, DynPipe Table 1, from the runs of 'throughput'
-    python -m benchmarks.paper.main network        # DynPipe D.2, replay
+    python -m benchmarks.paper.main network        # link delays on the real engine, replay
     python -m benchmarks.paper.main workers        # one stage 1.5 times slower, replay
     python -m benchmarks.paper.main replicas       # 8 and 30 data-parallel replicas, simulation
+    python -m benchmarks.paper.main paper          # all that needs no engine
     python -m benchmarks.replay.validate           # simulator against engine
 
 Every run is kept in ``--raw`` and not made again: a command that was interrupted goes on where it was, and one whose
@@ -23,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.paper import experiments, tables
+from benchmarks.paper import compared, experiments, listed, tables, unstable
 from benchmarks.paper.report import KINDS, Report
 from benchmarks.record import in_words, installed
 from benchmarks.replay.record import FOLDER
@@ -46,7 +52,8 @@ def recorded(options: argparse.Namespace) -> None:
         raise SystemExit(f"no traces in {FOLDER}: record them with python -m benchmarks.replay.record all")
     if options.quick:
         files = [file for file in files if file.stem in options.size.scenarios]
-    size = replace(options.size, stages={s: 0 for s in options.size.stages if s <= 4})
+    few = tuple(dict.fromkeys((stages, 0) for stages, _ in options.size.pipelines if stages <= 4))
+    size = replace(options.size, pipelines=few)
     cases = experiments.throughput(size, [str(file.relative_to(Path.cwd())) for file in files])
     results = experiments.run(cases, options.raw / "recorded.jsonl")
     title = "Throughput, traces recorded from this project's scenarios"
@@ -96,18 +103,50 @@ def replicas(options: argparse.Namespace) -> None:
     tables.throughput(report, results)
 
 
+def published(options: argparse.Namespace) -> None:
+    listed.all_published(Report("published", options.out, "quoted", options.quick, "What the paper says"))
+
+
+def balancers(options: argparse.Namespace) -> None:
+    title = "The paper's algorithms as printed, and ours, on the same costs"
+    listed.balancers(Report("balancers", options.out, "simulation", options.quick, title), options.quick)
+
+
+def on_paper(options: argparse.Namespace) -> None:
+    sizes = compared.quick_sizes() if options.quick else compared.full_sizes()
+    rows = compared.run(sizes, options.raw / "compared.jsonl", options.processes)
+    title = "Throughput with the paper's settings (Figure 3), all contenders"
+    compared.compared(Report("compared", options.out, "simulation", options.quick, title), rows)
+
+
+def one_node(options: argparse.Namespace) -> None:
+    sizes = [size for counting in ("cost", "equation") for size in compared.one_node_sizes(counting)]
+    rows = compared.run(sizes, options.raw / "one_node.jsonl", options.processes)
+    title = "Pruning's last phase on one node (DynPipe, Table 2)"
+    compared.one_node(Report("one_node", options.out, "simulation", options.quick, title), rows)
+
+
+def unstable_network(options: argparse.Namespace) -> None:
+    title = "Unstable network: does balancing gain more? (DynPipe, D.2)"
+    unstable.unstable(Report("unstable", options.out, "simulation", options.quick, title), options.quick)
+
+
 TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
-    f.__name__: f for f in (throughput, recorded, bubbles, overhead, network, workers, replicas)
-}
+    f.__name__: f for f in (published, balancers, one_node, throughput, recorded, bubbles, overhead, network, workers)
+} | {"replicas": replicas, "compared": on_paper, "unstable": unstable_network}
+ON_PAPER = ("published", "balancers", "one_node", "compared", "unstable", "replicas")
+"""Tables for which nothing is run on the engine."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=[*TABLES, "all"])
+    parser.add_argument("table", choices=[*TABLES, "paper", "all"])
     parser.add_argument("--quick", action="store_true", help="few batches, scenarios and methods on 2 stages")
-    parser.add_argument("--stages", type=int, nargs="+", choices=sorted(experiments.FULL.stages))
+    known = sorted({stages for stages, _ in experiments.FULL.pipelines})
+    parser.add_argument("--stages", type=int, nargs="+", choices=known)
     parser.add_argument("--methods", nargs="+", choices=experiments.FULL.methods, metavar="METHOD")
     parser.add_argument("--batches", type=int)
+    parser.add_argument("--processes", type=int, default=1, help="rows at a time of 'compared' and 'one_node'")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
     options = parser.parse_args()
@@ -116,10 +155,11 @@ def main() -> None:
     size = experiments.QUICK if options.quick else experiments.FULL
     if options.stages:
         few = tuple(s for s in size.few if s in options.stages)
-        size = replace(size, stages={s: experiments.FULL.stages[s] for s in options.stages}, few=few)
+        chosen_pipelines = tuple(pair for pair in experiments.FULL.pipelines if pair[0] in options.stages)
+        size = replace(size, pipelines=chosen_pipelines, few=few)
     options.size = replace(size, batches=options.batches or size.batches, methods=options.methods or size.methods)
     print(in_words(installed()), *KINDS.values(), sep="\n", flush=True)
-    chosen = list(TABLES) if options.table == "all" else [options.table]
+    chosen = {"all": list(TABLES), "paper": list(ON_PAPER)}.get(options.table, [options.table])
     if options.table == "all" and not any(FOLDER.glob("*.json")):
         chosen.remove("recorded")
     with tempfile.TemporaryDirectory() as folder:

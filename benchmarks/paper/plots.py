@@ -13,15 +13,17 @@ from matplotlib.figure import Figure
 STYLES: dict[str, tuple[str, str]] = {
     "static uniform": ("#999999", ""),
     "static parameters": ("#D9D9D9", "//"),
+    "partition:parameters": ("#F0E442", "//"),
+    "partition:time": ("#F0E442", ""),
     "balanced:parameters": ("#E69F00", "//"),
     "balanced:time": ("#E69F00", ""),
-    "diffusion:parameters": ("#CC79A7", "//"),
-    "diffusion:time": ("#CC79A7", ""),
+    "contiguous diffusion:parameters": ("#CC79A7", "//"),
+    "contiguous diffusion:time": ("#CC79A7", ""),
     "optimal:time": ("#0072B2", ""),
     "optimal:time, auto": ("#56B4E9", ".."),
     "simulated:time, auto": ("#009E73", "xx"),
 }
-OTHERS = (("#F0E442", ""), ("#D55E00", "//"), ("#000000", ".."))
+OTHERS = (("#D55E00", ""), ("#D55E00", "//"), ("#000000", ".."))
 
 
 def _save(figure: Figure, path: Path) -> None:

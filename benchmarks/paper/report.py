@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.plots import plot_predictions
-from benchmarks.record import ended, head, in_words, installed, stem
+from benchmarks.record import ended, head, in_words, installed, stem, write_json
 
 __all__ = ["Report", "plot_predictions"]
 
@@ -19,6 +18,7 @@ KINDS = {
     "replay": "REPLAY: layers take the time that a trace says and do not compute; engine, messages, profiles, "
     "decisions and migrations are real; nobody sleeps, time is counted",
     "sleeping replay": "SLEEPING REPLAY: the same on the machine's own time; layers wait",
+    "quoted": "QUOTED: the paper's own figures; nothing was run",
     "simulation": "SIMULATION: nothing ran; batches are computed by dynpipe_ds.simulation",
     "performance model": "SIMULATION: nothing ran; layers take what the performance model of "
     "scenarios.moe.placing says",
@@ -84,7 +84,7 @@ class Report:
             self.pictures.insert(0, f"{self.stem}.png")
         about = self.environment()
         values = {"title": self.title, "environment": about, "notes": self.notes, "values": self.values}
-        (self.folder / f"{self.stem}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        write_json(self.folder / f"{self.stem}.json", values)
         quick = "\n\n*Quick run: few batches, few pipelines; the numbers are rough.*" if self.quick else ""
         lines = [
             *(head(self.machine) if self.machine else []), f"# {self.title}{quick}", f"**{about['kind']}.**",

@@ -14,12 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.paper.algorithms import probed
 from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
+from benchmarks.traces.equations import EQUATIONS
 from benchmarks.traces.models import MODELS
-from dynpipe_ds.partition import balanced
+from dynpipe_ds.partition import balanced, register_partitioner
 from dynpipe_ds.simulation import Workload
 
+PROBED = "probed"
+"""The paper's partitioner, by name at run time."""
+register_partitioner(PROBED, probed)
+LOAD_MODELS = {**MODELS, **EQUATIONS}
 PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
 CALIBRATION = Path(__file__).parent / "calibration.json"
 WARM_UP = 2  # batches that are not timed
@@ -72,10 +78,14 @@ class Method:
 
 
 STATIC = (Method("static uniform"), Method("static parameters", start="parameters"))
-PAPERS = tuple(
-    Method(f"{partitioner}:{cost}", partitioner=partitioner, cost=cost)
-    for partitioner in ("balanced", "diffusion") for cost in ("parameters", "time")
+PAPERS = tuple(Method(f"partition:{cost}", partitioner=PROBED, cost=cost) for cost in ("parameters", "time"))
+"""The paper's that can run: its diffusion scatters layers (``benchmarks/paper/verbatim.py``)."""
+VARIANTS = tuple(
+    Method(f"{label}:{cost}", partitioner=partitioner, cost=cost)
+    for label, partitioner in (("balanced", "balanced"), ("contiguous diffusion", "diffusion"))
+    for cost in ("parameters", "time")
 )
+"""DeepSpeed's partitioner of today, and diffusion between neighbours, which is ours."""
 OURS = (
     Method("optimal:time", partitioner="optimal", knows_speeds=True),
     Method("optimal:time, auto", partitioner="optimal", auto=True, knows_speeds=True),
@@ -87,7 +97,7 @@ ORDERS = (
     Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
     *(replace(method, label=f"{method.label}, auto order", schedule="auto") for method in (*STATIC, OURS[0])),
 )
-METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *OURS, *ORDERS)}
+METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *VARIANTS, *OURS, *ORDERS)}
 
 
 @dataclass(frozen=True)
@@ -291,13 +301,13 @@ def load_trace(spec: str) -> Trace:
     kind, _, rest = spec.partition(":")
     if kind != "model":
         if not Path(spec).is_file():
-            raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(MODELS)}>:<blocks>")
+            raise ValueError(f"trace = {spec!r}: no such file; give one, or model:<{'|'.join(LOAD_MODELS)}>:<blocks>")
         return Trace.load(spec)
     name, _, size = rest.partition(":")
     depth, _, halves = size.partition(":")
-    if name not in MODELS or not depth.isdigit() or halves not in ("", "halves"):
-        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(MODELS)}>:<blocks>[:halves]")
-    return MODELS[name](int(depth), halves=bool(halves))
+    if name not in LOAD_MODELS or not depth.isdigit() or halves not in ("", "halves"):
+        raise ValueError(f"trace = {spec!r}: must be a file or model:<{'|'.join(LOAD_MODELS)}>:<blocks>[:halves]")
+    return LOAD_MODELS[name](int(depth), halves=bool(halves))
 
 
 def frozen_boundaries(moment: TraceBatch, boundaries: Sequence[int]) -> int:

@@ -2,44 +2,26 @@
 
     python -m benchmarks.traces.models --out outputs/traces
 
-The schemes are those of Wahib, Soyturk, Unat, "Balanced and Elastic End-to-end Training of Dynamic LLMs" (SC'25,
-arXiv:2505.14864), section 2. Its text was not at hand: each function names the publication that its equation is
-from and, after "Assumed:", what is chosen here. Common to all: L blocks between an embedding and a head; a dense
-block takes ``BLOCK_FORWARD_S`` forward and twice that backward; its operations are counted for hidden size 1,024 and
-2,048 tokens (8h^2 projections, 16h^2 MLP, 4nh scores a token). Embedding and head take a tenth of a block in
-time and bytes, so that nothing but the dynamism makes stages unequal.
+The kinds are those of Wahib, Soyturk, Unat, "Balanced and Elastic End-to-end Training of Dynamic LLMs" (SC'25,
+arXiv:2505.14864), section 2. These models are *ours*: they say what a layer costs, while the paper's equations say what
+its balancers count, which ``equations.py`` has. Each function names the publication that its equation is from and,
+after "Assumed:", what is chosen here. Common to all: the blocks of ``blocks.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.traces.trace import Source, Trace, TraceBatch
+from benchmarks.traces.blocks import BACKWARD_FACTOR, LENGTH, make, moment, operation_shares
+from benchmarks.traces.trace import Trace
 
 DEPTHS = (24, 32, 40, 48)
 NUM_BATCHES = 60
-BLOCK_FORWARD_S = 0.010
-BACKWARD_FACTOR = 2.0
-EDGE = 0.1  # of a block: embedding and head, each
-HIDDEN, LENGTH = 1024, 2048
-BLOCK_BYTES = 12 * HIDDEN**2 * 4  # fp32 weights
-MLP_BYTES = 2 / 3  # of a block
-
-
-def operation_shares(length: int = LENGTH) -> tuple[float, float, float]:
-    """Shares of a dense block's operations: projections, MLP, scores.
-
-    Args:
-        length: tokens of a sequence.
-    """
-    parts = (8 * HIDDEN**2, 16 * HIDDEN**2, 4 * length * HIDDEN)
-    return tuple(part / sum(parts) for part in parts)  # type: ignore[return-value]
 
 
 def cubic_sparsity(progress: float, final: float, initial: float = 0.0) -> float:
@@ -79,7 +61,7 @@ def dense(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
         seed: not used, nothing is drawn.
         halves: whether attention and MLP of a block are two layers.
     """
-    return _trace("dense", depth, dense, [_moment(0, [1.0] * depth)], -1, halves=halves)
+    return make(dense, depth, [moment(0, [1.0] * depth)], -1, num_batches=NUM_BATCHES, halves=halves)
 
 
 def pruning(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
@@ -102,8 +84,8 @@ def pruning(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
         densities = [1.0 - s for s in global_magnitude(sparsity, sigmas)] if batch else [1.0] * depth
         costs = [1.0 - weights + weights * min(1.0, density / 0.29) for density in densities]
         mlps = [operation_shares()[1] * min(1.0, density / 0.29) for density in densities]
-        moments.append(_moment(batch, costs, parameters=densities, mlps=mlps))
-    return _trace("pruning", depth, pruning, moments, -1, halves=halves)
+        moments.append(moment(batch, costs, parameters=densities, mlps=mlps))
+    return make(pruning, depth, moments, -1, num_batches=NUM_BATCHES, halves=halves)
 
 
 def freezing(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
@@ -122,8 +104,8 @@ def freezing(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     for step in range(int(0.6 * 12) + 1):
         frozen = round(depth * step / 12)
         backward = [0.0 if block < frozen else BACKWARD_FACTOR for block in range(depth)]
-        moments.append(_moment(1 + 5 * step if step else 0, [1.0] * depth, backward, frozen=frozen))
-    return _trace("freezing", depth, freezing, moments, -1, halves=halves)
+        moments.append(moment(1 + 5 * step if step else 0, [1.0] * depth, backward, frozen=frozen))
+    return make(freezing, depth, moments, -1, num_batches=NUM_BATCHES, halves=halves)
 
 
 def survival(layer: int, depth: int, progress: float) -> float:
@@ -158,8 +140,8 @@ def early_exit(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
         progress = min(1.0, batch / 40)
         costs = [min(1.0, survival(block, depth, progress) + 0.02) for block in range(depth)]
         spread = [0.1 if batch else 0.0] * depth
-        moments.append(_moment(batch, costs, dispersion=spread))
-    return _trace("early_exit", depth, early_exit, moments, -1, halves=halves)
+        moments.append(moment(batch, costs, dispersion=spread))
+    return make(early_exit, depth, moments, -1, num_batches=NUM_BATCHES, halves=halves)
 
 
 def moe(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
@@ -184,8 +166,8 @@ def moe(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
     for batch in range(NUM_BATCHES):
         loads = [experts * float(rng.dirichlet(50 * q).max()) for q in popularity]
         costs = [1.0 - mlp + mlp * load for load in loads]
-        moments.append(_moment(batch, costs, dispersion=[0.1 * mlp] * depth, mlps=[mlp * load for load in loads]))
-    return _trace("moe", depth, moe, moments, seed, halves=halves)
+        moments.append(moment(batch, costs, dispersion=[0.1 * mlp] * depth, mlps=[mlp * load for load in loads]))
+    return make(moe, depth, moments, seed, num_batches=NUM_BATCHES, halves=halves)
 
 
 def mod(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
@@ -200,13 +182,14 @@ def mod(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
         halves: whether attention and MLP of a block are two layers.
     """
     rng = np.random.default_rng(seed)
-    moments = [_moment(0, [1.0] * depth)]
+    moments = [moment(0, [1.0] * depth)]
     for batch in range(6, NUM_BATCHES):
         shares = np.minimum(1.0, 0.125 * np.exp(rng.normal(0.0, 0.3, depth)))
         costs = [min(1.0, float(share) + 0.02) if block % 2 else 1.0 for block, share in enumerate(shares)]
-        moments.append(_moment(batch, costs))
+        moments.append(moment(batch, costs))
     # A routed block is skipped as a whole and stays one layer.
-    return _trace("mod", depth, mod, moments, seed, halves=halves, whole=range(1, depth, 2))
+    whole = range(1, depth, 2)
+    return make(mod, depth, moments, seed, num_batches=NUM_BATCHES, halves=halves, whole=whole)
 
 
 def sparse_attention(depth: int, seed: int = 0, *, halves: bool = False) -> Trace:
@@ -224,90 +207,18 @@ def sparse_attention(depth: int, seed: int = 0, *, halves: bool = False) -> Trac
     rng, buckets = np.random.default_rng(seed), 16
     concentration = np.exp(rng.uniform(math.log(0.1), math.log(10.0), depth))
     scores = operation_shares(4 * LENGTH)[2]
-    moments = [_moment(0, [1.0] * depth, mlps=[operation_shares(4 * LENGTH)[1]] * depth)]
+    moments = [moment(0, [1.0] * depth, mlps=[operation_shares(4 * LENGTH)[1]] * depth)]
     for batch in range(6, NUM_BATCHES):
         left = [float((rng.dirichlet([c] * buckets) ** 2).sum()) for c in concentration]
         costs = [1.0 - scores + scores * min(1.0, 1.5 * share) for share in left]
         mlps = [operation_shares(4 * LENGTH)[1]] * depth
-        moments.append(_moment(batch, costs, dispersion=[0.05] * depth, mlps=mlps))
-    return _trace("sparse_attention", depth, sparse_attention, moments, seed, halves=halves)
+        moments.append(moment(batch, costs, dispersion=[0.05] * depth, mlps=mlps))
+    return make(sparse_attention, depth, moments, seed, num_batches=NUM_BATCHES, halves=halves)
 
 
 MODELS: dict[str, Callable[..., Trace]] = {
     model.__name__: model for model in (dense, pruning, freezing, early_exit, moe, mod, sparse_attention)
 }
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """A moment by blocks, in units of a dense forward and of a dense block's bytes.
-
-    Attributes:
-        batch: from which it holds.
-        costs: of the blocks' forwards.
-        backward: of their backwards.
-        mlps: the MLP's part of each cost.
-        parameters: what is left of their parameters.
-        dispersion: as in :class:`~benchmarks.traces.trace.TraceBatch`, without embedding and head.
-        frozen: leading blocks that are frozen.
-    """
-
-    batch: int
-    costs: Sequence[float]
-    backward: Sequence[float]
-    mlps: Sequence[float]
-    parameters: Sequence[float]
-    dispersion: Sequence[float]
-    frozen: int
-
-    def listed(self, cut: Sequence[bool]) -> TraceBatch:
-        """The same by layers; embedding and head are added, and blocks that are cut are two layers."""
-        forward, backward, held, spread = ([] for _ in range(4))
-        for block, is_cut in enumerate(cut):
-            cost, mlp, size = self.costs[block], self.mlps[block], self.parameters[block]
-            parts = (cost - mlp, mlp) if is_cut else (cost,)
-            forward += parts
-            backward += [self.backward[block] * part / cost if cost else 0.0 for part in parts]
-            held += (size * MLP_BYTES / 2, size * MLP_BYTES) if is_cut else (size,)
-            spread += [self.dispersion[block]] * len(parts) if self.dispersion else []
-        frozen = sum(1 + is_cut for is_cut in cut[: self.frozen])
-        edges = 0.0 if frozen else EDGE * BACKWARD_FACTOR
-        return TraceBatch(
-            self.batch,
-            tuple(round(BLOCK_FORWARD_S * c, 7) for c in (EDGE, *forward, EDGE)),
-            tuple(round(BLOCK_FORWARD_S * c, 7) for c in (edges, *backward, EDGE * 2)),
-            tuple(round(BLOCK_BYTES * p) for p in (EDGE, *held, EDGE)),
-            frozen + 1 if frozen else 0,
-            (0.0, *spread, 0.0) if any(spread) else (),
-        )
-
-
-def _moment(
-    batch: int, costs: Sequence[float], backward: Sequence[float] = (), *, mlps: Sequence[float] = (),
-    parameters: Sequence[float] = (), dispersion: Sequence[float] = (), frozen: int = 0,
-) -> _Moment:
-    """A moment from the blocks' costs in units of a dense forward; of the cost the MLP has its dense share."""
-    return _Moment(
-        batch, costs, list(backward) or [BACKWARD_FACTOR * cost for cost in costs],
-        list(mlps) or [operation_shares()[1] * cost for cost in costs], list(parameters) or [1.0] * len(costs),
-        dispersion, frozen,
-    )
-
-
-def _trace(
-    name: str, depth: int, model: Callable[..., Trace], moments: list[_Moment], seed: int, *, halves: bool,
-    whole: Collection[int] = (),
-) -> Trace:
-    text = " ".join((model.__doc__ or "").split("Args:")[0].split())
-    source = Source("model", f"benchmarks.traces.models.{name}: {text}", seed)
-    cut = [halves and block not in whole for block in range(depth)]
-    blocks = (
-        f"block {block}{half}" for block in range(depth) for half in ((".attention", ".mlp") if cut[block] else ("",))
-    )
-    title = f"{name}, {depth} blocks" + (" in halves" if halves else "")
-    return Trace(
-        title, source, ("embedding", *blocks, "head"), NUM_BATCHES, tuple(moment.listed(cut) for moment in moments)
-    )
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from dynpipe_ds.measure.loads import imbalance
 from dynpipe_ds.placement import Placement
 
 FORMAT = "dynpipe_ds.profile"
@@ -203,6 +204,14 @@ class PipelineProfile:
         """Measured bubble ratio, mean over the stages; 0 when nothing has run yet."""
         ratios = [stage.bubble_ratio for stage in self.stages]
         return statistics.fmean(ratios) if ratios else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Imbalance of the stages' measured loads, :func:`~dynpipe_ds.measure.imbalance`; 0 when nothing has run yet.
+
+        A stage's load is the seconds that it computed in the batch; with replicas, their mean.
+        """
+        return imbalance([stage.busy_s for stage in self.stages])
 
     def costs(self, cost: Cost = "time") -> list[float]:
         """Cost of every layer, for a partitioner.

@@ -20,12 +20,16 @@ DEFAULT_GAMMA_SHARE = 0.01
 def diffusion(problem: Problem, *, gamma: float | None = None, max_rounds: int | None = None) -> Refined:
     """Improve a partition by local exchanges until nothing improves.
 
-    From the paper (Wahib, Soyturk, Unat 2025, "Balanced and Elastic End-to-end Training of Dynamic
-    LLMs", arXiv:2505.14864, section 3.3; Algorithm 2 of its DynPipe version): iterative, neighbour
-    to neighbour, from overloaded to less loaded, guarded by memory; the potential
-    ``phi = sum over pairs of stages |x_u - x_v|`` of the loads ``x``; the stop at ``phi <= gamma``.
+    The contiguous variant, ours, of the paper's diffusion (Wahib, Soyturk, Unat 2025, "Balanced and
+    Elastic End-to-end Training of Dynamic LLMs", arXiv:2505.14864, section 3.3; Algorithm 2 of its
+    DynPipe version). From there: iterative, from overloaded to less loaded, guarded by memory; the
+    potential ``phi = sum over pairs of stages |x_u - x_v|`` of the loads ``x`` and the stop at
+    ``phi <= gamma``, both from the proof of its Lemma 2.
 
-    Ours, because stages must stay contiguous and layers can't be divided: a stage counts as
+    As printed, an overloaded worker offers its least loaded layer to the least loaded worker of all,
+    for five rounds, if the variance falls; layers of a worker then need not follow each other, and no
+    pipeline of ranges can run that (``benchmarks/paper`` simulates it beside this one). Here stages
+    stay contiguous, and layers can't be divided: a stage counts as
     overloaded against a neighbour that has less; it passes the run of layers at that boundary
     that brings the two loads nearest to each other; it does so only if both ``phi`` and the larger
     of the two loads fall, so neither ``phi`` nor the bottleneck ever rises. In a round the stages
@@ -68,11 +72,13 @@ def potential(loads: Sequence[float]) -> float:
 def round_bound(num_stages: int, total: float, gamma: float) -> int:
     """Bound on the rounds until ``phi <= gamma`` or nothing improves.
 
-    Lemma 2 of the paper named in :func:`diffusion`, as we recall it (its text was not at hand to
-    check, and its proof is for the paper's own scheme, not for ours):
-    ``O(min(N^2 log(S N / gamma) log N, S N log(N) / gamma))`` for ``N`` workers. We read its ``S``
-    as the total load, which makes the bound free of units, take 1 for the constant and add one
-    round. Tests hold our scheme to it.
+    Lemma 2 of the paper named in :func:`diffusion` (proof in B.3.2 of its DynPipe version):
+    ``O(min(N^2 log(S N / gamma) log N, S N log(N) / gamma))`` for ``N`` workers. The statement calls
+    ``S`` the number of stages; the proof uses it to bound the largest gap of two loads at the start,
+    ``s_max(0) <= S``, so it is the total load, and that makes the bound free of units. The proof is
+    about random pairs of workers that average loads which can be divided, in rounds of which one in
+    ``N`` is good; neither the paper's algorithm nor ours is that. We take 1 for the constant and add
+    one round. Tests hold our scheme to it.
 
     Args:
         num_stages: ``N``.

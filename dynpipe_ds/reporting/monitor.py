@@ -53,7 +53,8 @@ def _write(monitor: Any, values: dict[str, float], samples: int) -> None:
 def write_profile(monitor: Any, profile: PipelineProfile, samples: int, *, has_planned_order: bool) -> None:
     """Write the figures of one batch."""
     busy_s = {f"stage_{s}_busy_s": stage.busy_s for s, stage in enumerate(profile.stages)}
-    values = {"bubble_ratio": profile.bubble_ratio, "planned_order": float(has_planned_order), **busy_s}
+    figures = {"bubble_ratio": profile.bubble_ratio, "imbalance": profile.imbalance}
+    values = {**figures, "planned_order": float(has_planned_order), **busy_s}
     _write(monitor, values, samples)
 
 

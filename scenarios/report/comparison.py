@@ -28,6 +28,7 @@ class RunSummary:
         losses: loss of every batch, the untimed ones too.
         boundaries: stage boundaries at the end of the run.
         bubble_ratio: idle / (idle + busy), mean over stages and timed batches; ``None`` if unknown.
+        imbalance: (largest - least load of a stage) / mean load, mean over timed batches; ``None`` if unknown.
         profiling_s: time spent on profiling, on the rank where it was most.
         planning_s: same, for planning.
         migrating_s: same, for moving layers.
@@ -47,6 +48,7 @@ class RunSummary:
     losses: tuple[float, ...]
     boundaries: tuple[int, ...]
     bubble_ratio: float | None = None
+    imbalance: float | None = None
     profiling_s: float = 0.0
     planning_s: float = 0.0
     migrating_s: float = 0.0
@@ -178,6 +180,7 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
     """
     runs = (static, dynamic)
     last = len(dynamic.windows[-LAST_WINDOWS:])
+    known = any(run.imbalance is not None for run in runs)
     rows = [
         ["", *(run.label for run in runs)],
         ["throughput (tokens/s)", *(_rate(run.tokens_per_s or None) for run in runs)],
@@ -185,6 +188,7 @@ def comparison_rows(static: RunSummary, dynamic: RunSummary) -> list[list[str]]:
         [f"  in the last {f'{last} windows' if last > 1 else 'window'}", *(_rate(r.last_tokens_per_s) for r in runs)],
         ["  speedup there", "", speedup_text(static, dynamic, at_end=True)],
         ["bubble ratio (idle share)", *(_percent(run.bubble_ratio) for run in runs)],
+        *([["imbalance of stages' loads", *(_percent(run.imbalance) for run in runs)]] if known else []),
         ["time spent profiling", *(_percent(run.share(run.profiling_s), 2) for run in runs)],
         ["time spent planning", *(_percent(run.share(run.planning_s), 2) for run in runs)],
         ["time spent migrating", *(_percent(run.share(run.migrating_s), 2) for run in runs)],

@@ -7,14 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.traces.models import (
-    BLOCK_FORWARD_S,
-    MODELS,
-    cubic_sparsity,
-    global_magnitude,
-    operation_shares,
-    survival,
-)
+from benchmarks.traces.blocks import BLOCK_FORWARD_S, operation_shares
+from benchmarks.traces.models import MODELS, cubic_sparsity, global_magnitude, survival
 
 
 @pytest.mark.parametrize("name", MODELS)

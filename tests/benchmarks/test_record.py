@@ -31,6 +31,17 @@ def results(reading: Reading, **values: Any) -> dict[str, Any]:
     return {"environment": record.environment(reading=reading), **values}
 
 
+def test_large_results_are_compressed_and_read_back(tmp_path: Path) -> None:
+    small, large = {"a": 1}, {"a": list(range(20_000))}
+    assert record.write_json(tmp_path / "x.json", small).name == "x.json" and record.load(tmp_path, "x") == small
+    packed = record.write_json(tmp_path / "x.json", large)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json.gz"] and record.load(tmp_path, "x") == large
+    first = packed.read_bytes()
+    assert record.write_json(tmp_path / "x.json", large).read_bytes() == first and len(first) < record.LARGEST_JSON
+    record.write_json(tmp_path / "x.json", small)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"] and record.load(tmp_path, "x") == small
+
+
 def test_a_busy_machine_is_told_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
     record.environment(reading=BUSY)
     assert capsys.readouterr().out == f"{WORDS}\n\n"

@@ -150,7 +150,8 @@ def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path:
     moved, stayed = (line for line in text.splitlines() if line.startswith(("| `moved`", "| `stayed`")))
     assert "1.45x (no interval)" in moved and "1.14x (0.00 to 2.53)" in moved
     assert stayed.count("same partition: the difference is noise") == 2
-    assert "Two runs give the same table" in text and "BUSY" not in text
+    assert "Two runs give the same cells" in text and "BUSY" not in text
+    assert sum(line.startswith("| ---") for line in text.splitlines()) == 1, "one table of results"
     about.pop("machine")
     about["load"] = 40.4
     (tmp_path / "scenarios" / "scenarios.json").write_text(json.dumps(scenarios), encoding="utf-8")

@@ -39,6 +39,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/layers.md": [RANKS],
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
+    "docs/objections.md": [HERE],
     "docs/repacking.md": [NAMES],
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/schedules.md": [RANKS],

@@ -61,6 +61,9 @@ def test_pipeline_figures() -> None:
     assert value.moved_bytes() == [120] * 3
     assert value.activation_bytes() == [5] * 3
     assert value.bubble_ratio == 0.25
+    assert value.imbalance == 0.0
+    slow = replace(value, stages=(replace(STAGE, busy_s=10.0), STAGE))
+    assert slow.imbalance == pytest.approx(4.0 / 8.0)
     assert value.stage_seconds() == [1.0, 6.0]
     assert value.stage_seconds((0, 2, 2, 3)) == [3.0, 0.0, 4.0]
     assert value.stage_seconds((0, 2, 3), speeds=[1.0, 0.5]) == [3.0, 8.0]
@@ -72,7 +75,7 @@ def test_pipeline_figures() -> None:
 
 def test_profile_before_anything_ran() -> None:
     value = PipelineProfile(0, (), 1, (layer(),), ())
-    assert value.bubble_ratio == 0.0
+    assert value.bubble_ratio == value.imbalance == 0.0
     with pytest.raises(ValueError, match="boundaries"):
         value.stage_seconds()
 

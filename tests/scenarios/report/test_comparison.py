@@ -18,11 +18,11 @@ BATCHES = [1.2, 1.3, 1.2, 1.3]  # what the static run takes longer, by window
 STATIC = RunSummary(
     label="static", tokens=1000, seconds=10.0, losses=(5.5, 2.5), boundaries=(0, 7, 14),
     windows=tuple((2 * i, 2, 2 * ratio) for i, ratio in enumerate(BATCHES, start=1)), partitions=((0, (0, 7, 14)),),
-    bubble_ratio=0.3, last_tokens_per_s=110.0, notes={"frozen layers": "7 of 14"},
+    bubble_ratio=0.3, imbalance=0.5, last_tokens_per_s=110.0, notes={"frozen layers": "7 of 14"},
 )  # fmt: skip
 DYNAMIC = RunSummary(
     label="dynamic", tokens=1000, seconds=8.0, losses=(5.5, 2.5), boundaries=(0, 9, 14),
-    bubble_ratio=0.125, profiling_s=0.04, planning_s=0.008, migrating_s=0.4, num_rebalances=2,
+    bubble_ratio=0.125, imbalance=0.25, profiling_s=0.04, planning_s=0.008, migrating_s=0.4, num_rebalances=2,
     windows=tuple((2 * i, 2, 2.0) for i, _ in enumerate(BATCHES, start=1)),
     partitions=((0, (0, 7, 14)), (4, (0, 8, 14)), (6, (0, 9, 14))),
     last_tokens_per_s=1650.0, notes={"frozen layers": "7 of 14"},
@@ -52,6 +52,7 @@ def test_comparison() -> None:
         "in the last 3 windows": ["110", "1,650"],
         "speedup there": ["1.27x (1.12 to 1.41)"],
         "bubble ratio (idle share)": ["30.0 %", "12.5 %"],
+        "imbalance of stages' loads": ["50.0 %", "25.0 %"],
         "time spent profiling": ["0.00 %", "0.50 %"],
         "time spent planning": ["0.00 %", "0.10 %"],
         "time spent migrating": ["0.00 %", "5.00 %"],
