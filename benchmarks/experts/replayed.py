@@ -217,8 +217,8 @@ def report(sizes: Sizes, found: Sequence[tuple[Setting, Any, dict[str, Measured]
             "Speedups are over static: medians of pairs of batches, with 95% intervals. *Of the layers* leaves out "
             "what is told for the rest of the blocks. *If only waiting took time*: the layers' speedup by the busiest "
             "ranks' waits alone, which no load of the machine changes.",
-            "Plans are made on a thread while the batch runs; re-routing, of *lanes* alone, happens on every rank before "
-            "a layer's first forward, and nothing hides it.",
+            "Plans are made on a thread while the batch runs; re-routing, of *lanes* alone, happens on every rank "
+            "before a layer's first forward, and nothing hides it.",
             "*Hidden*: share of the seconds of Trans and Agg for which no rank waited; none where nothing travels.",
             f"Measured before, for the planners: {'; '.join(told)}.",
         ]),
