@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.expert_parallel import lanes as products
+from benchmarks.expert_parallel import main as two_ranks
 from benchmarks.experts import memory, predicted, replayed
 from benchmarks.experts.drawn import calibrated, routed, sample_of
 from benchmarks.experts.settings import Setting
@@ -85,6 +87,38 @@ def test_a_gradient_that_is_not_what_the_lanes_gave_is_an_error() -> None:
     check_gradients([right, right], rows, 1)
     with pytest.raises(RuntimeError, match="rank 1"):
         check_gradients([right, right + torch.eye(3, 5)], rows, 1)
+
+
+def _measures(_rank: int) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {"replayed": [], "predicted": []}
+    replayed.run_rank(found["replayed"].append, SIZES, [SETTING], 1, 1)
+    predicted.run_rank(found["predicted"].append, SIZES, [SETTING], 1, 1)
+    options = argparse.Namespace(tokens=32, hidden=16, experts=4, repeats=1)
+    found["points"] = two_ranks.measure(options)
+    found["bytes"] = [memory.counted("AdamW", weights, 4, 4) for weights in memory.WEIGHTS]
+    return found
+
+
+def test_every_benchmark_runs_on_two_ranks() -> None:
+    one, _ = run_ranks(_measures, 2)
+    [(_, _, measured)] = one["replayed"]
+    assert list(measured) == list(replayed.CONTENDERS)
+    assert all(len(each.seconds) == 1 and each.seconds[0] >= each.waits_s[0] for each in measured.values())
+    for name in ("fastermoe", "pro_prophet", "lanes"):  # after the first of two batches, and the second, for a third
+        assert len(measured[name].plan_cpu_s) == 2 * SIZES.blocks
+    assert not measured["static"].plan_cpu_s and measured["static"].hidden is None
+    constants, *rows = one["predicted"]
+    assert isinstance(constants, Constants) and [row.placement for row in rows] == list(replayed.CONTENDERS)
+    assert rows[-1].measured_s["all-to-all"] == 0.0 < rows[-1].measured_s["Trans"]
+    assert [point.share for point in one["points"]] == list(two_ranks.SHARES)
+    assert all(len(point.seconds[way]) == 1 for point in one["points"] for way in two_ranks.WAYS)
+    _, text = two_ranks.report(argparse.Namespace(tokens=32, hidden=16, experts=4), one["points"])
+    assert "| 2.00 |" in text
+    whole, part = one["bytes"]
+    numbers = memory.DEPTH * 4 * 2 * memory.HIDDEN**2 * 4  # of all experts
+    assert whole["weights"] - part["weights"] == 4 * numbers / 2
+    assert whole["optimizer state"] - part["optimizer state"] == 8 * numbers / 2
+    assert part["all"] >= part["weights"] + part["optimizer state"] and part["fp32 weights"] == 0
 
 
 # -- what the tables say ----------------------------------------------------------------------
