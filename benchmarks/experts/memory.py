@@ -26,6 +26,8 @@ from scenarios.moe.placing import Lanes, LayerModel, plan
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 
 OPTIMIZERS = {"AdamW": "fp32_adamw", "bf16 + ZeRO-1": "bf16_zero1"}
+UNSHARED = {"AdamW": (4, 4, 8, 0, 16), "bf16 + ZeRO-1": (2, 4, 8, 4, 18)}
+"""Bytes a number where one replica shares nothing out, by part: gradients are summed in fp32, AdamW has two moments."""
 WEIGHTS = ("replicated", "sharded")
 PARTS = ("weights", "gradients", "optimizer state", "fp32 weights", "all")
 BATCHES = 3
@@ -175,17 +177,19 @@ def report(found: Sequence[Bytes | Transient]) -> tuple[dict[str, Any], str]:
     held = [each for each in found if isinstance(each, Transient)]
     rows, lines = [], []
     for first, second in zip(counts[::2], counts[1::2], strict=True):
-        goal = 1 / first.num_ranks
         for each in (first, second):
             rows.append([each.optimizer, each.weights, *(f"{each.parts[part]:.2f}" for part in PARTS)])
-        ratios = {part: second.parts[part] / first.parts[part] if first.parts[part] else None for part in PARTS}
-        rows.append([
-            first.optimizer, "**ratio**", *("" if each is None else f"**{each:.3f}**" for each in ratios.values()),
-        ])
-        whole = ratios["all"]
-        assert whole is not None
-        reached = "reached" if abs(whole - goal) < 0.005 else "not reached"
-        lines.append(f"{first.optimizer}: {whole:.3f} of replicated experts (goal 1/R = {goal:.3f}: {reached}).")
+        unshared = dict(zip(PARTS, UNSHARED[first.optimizer], strict=True))
+        for name, bases in (("sharded / replicated", first.parts), ("sharded / unshared", unshared)):
+            cells = (f"{second.parts[part] / bases[part]:.3f}" if bases[part] > 1e-9 else "" for part in PARTS)
+            rows.append([first.optimizer, f"*{name}*", *cells])
+        goal, share = 1 / first.num_ranks, second.parts["all"] / unshared["all"]
+        reached = "reached" if abs(share - goal) < 0.005 else "not reached"
+        lines.append(
+            f"{first.optimizer}: sharded experts take {share:.3f} of the {unshared['all']} bytes a number that a "
+            f"replica takes that shares nothing (goal 1/R = {goal:.3f}: {reached}), and "
+            f"{second.parts['all'] / first.parts['all']:.3f} of what replicated experts take."
+        )
     lines += [
         "Bytes before the optimizer steps, of all tensors that are alive, for each number of all experts of a layer: "
         "the difference of two trainings whose experts are not equally wide, over the numbers in which they differ. "

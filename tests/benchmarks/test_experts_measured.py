@@ -156,10 +156,13 @@ def test_errors_of_predictions_are_over_what_was_measured() -> None:
 
 
 def test_bytes_are_compared_with_the_goal() -> None:
-    whole = dict.fromkeys(memory.PARTS, 4.0)
-    rows = [memory.Bytes("AdamW", "replicated", 4, whole), memory.Bytes("AdamW", "sharded", 4, whole | {"all": 1.0})]
+    whole = dict(zip(memory.PARTS, (4.0, 4.0, 8.0, 0.0, 16.0), strict=True))
+    rows = [memory.Bytes("AdamW", "replicated", 4, whole), memory.Bytes("AdamW", "sharded", 4, whole | {"all": 4.0})]
     _, text = memory.report([*rows, memory.Transient("local", 0.75, 1.0)])
-    assert "AdamW: 0.250 of replicated experts (goal 1/R = 0.250: reached)" in text
+    assert "AdamW: sharded experts take 0.250" in text and "(goal 1/R = 0.250: reached)" in text
+    rows[1] = memory.Bytes("AdamW", "sharded", 4, whole | {"all": 5.0})
+    _, text = memory.report([*rows, memory.Transient("local", 0.75, 1.0)])
+    assert "(goal 1/R = 0.250: not reached)" in text
     assert "| local | 0.75 | 1.00 |" in text
 
 
