@@ -254,11 +254,10 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """Let layers be measured anew, since they will take other times from now on; on every rank.
 
         Call it between batches, when you have changed what layers compute, or where. Freezing and replacing parameters
-        are noticed without it. Every batch is profiled for a while, and no move is decided on before there are as many
-        new profiles as a decision combines.
+        are noticed without it. Every batch is profiled for a while, and decisions count what is profiled from now on.
         """
         if self._training is not None:
-            self._training.balancer.forget_profiles()
+            self._training.balancer.expect_change()
 
     def wait_for_disk(self) -> None:
         """Wait until the newest checkpoint is on the disk of every rank; collective.

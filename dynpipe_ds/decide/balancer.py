@@ -102,7 +102,7 @@ class Balancer:
         return self._sampling.wants(batch) or self._next_end(batch) - batch < self._config.profile_batches
 
     def expect_change(self, *, of_layers: bool = True) -> None:
-        """Profile every batch for a while: layers were frozen, replaced or moved.
+        """Profile every batch for a while: layers take other times, or were moved.
 
         Args:
             of_layers: whether layers themselves have changed.
@@ -111,12 +111,6 @@ class Balancer:
         if of_layers:
             self._history.expect_change()
             self.ordering.expect_change()
-
-    def forget_profiles(self) -> None:
-        """Profile every batch for a while, and decide by what is profiled from now on: layers take other times."""
-        self._history.forget()
-        self._left = None
-        self.expect_change()
 
     def observe(self, profile: PipelineProfile, cost_s: float = 0.0) -> None:
         """Take in the profile of one batch.

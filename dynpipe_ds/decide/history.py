@@ -97,7 +97,7 @@ class History:
         self.has_changed = self._sees_change(profile.boundaries)
 
     def expect_change(self) -> None:
-        """Layers were frozen, replaced or thawed: what was measured before tells nothing of what they take now."""
+        """Layers take other times from now on: what was measured before tells nothing of them."""
         self.speeds.expect_change()
         self.num_comparable = 0
 
@@ -120,23 +120,15 @@ class History:
     @property
     def is_complete(self) -> bool:
         """Whether there are as many new ones as a decision combines."""
-        return min(len(self._newest), len(self._profiles)) >= self._config.profile_batches
-
-    def forget(self) -> None:
-        """Let profiles so far count no more: layers take other times from now on."""
-        self._measured.clear()
-        self._profiles.clear()
-        self.seconds_until.clear()
-        self._kept.clear()
-        self.has_changed = False
+        return len(self._newest) >= self._config.profile_batches
 
     def smoothed(self) -> PipelineProfile | None:
         """The newest profiles combined, backwards whole, of a worker of speed 1; ``None`` before the first batch."""
-        if not self._profiles:  # or all are forgotten: for who must choose now, they are better than nothing
-            return smooth([*map(self._at_unit_speed, self._newest)], self._config.smoothing) if self._newest else None
+        if not self._newest:
+            return None
         if self.has_changed:
             return self._profiles[-1]
-        return self._combined(min(len(self._newest), len(self._profiles)), self._config.smoothing)
+        return self._combined(len(self._newest), self._config.smoothing)
 
     def _least(self) -> PipelineProfile:
         """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
@@ -239,9 +231,7 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, each profile once."""
-        same = len(self._newest) <= len(self._profiles) and all(
-            a is b for a, b in zip(reversed(self._newest), reversed(self._profiles), strict=False)
-        )
+        same = all(a is b for a, b in zip(reversed(self._newest), reversed(self._profiles), strict=False))
         measured: dict[str, Any] = {} if same else {"newest": list(self._newest)}
         if any(a is not b for a, b in zip(reversed(self._measured), reversed(self._profiles), strict=False)):
             measured["measured"] = list(self._measured)

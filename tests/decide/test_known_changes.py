@@ -77,3 +77,14 @@ def test_a_copy_knows_what_can_be_compared() -> None:
     second.load_state_dict(older)
     combined = second.smoothed()
     assert combined is not None and combined.costs("time")[-1] == pytest.approx(0.010), "as older checkpoints were read"
+
+
+def test_what_was_measured_before_is_no_reason_to_move() -> None:
+    """Also with an interval, which asks for no evidence: the old times would move a layer."""
+    told, untold = (controller(rebalance_every=1, min_gain=0.0) for _ in range(2))
+    for balancer in (told, untold):
+        for batch in range(5):
+            balancer.observe(profile(DEARER, EVEN, batch=batch))
+    told.expect_change()
+    assert observed(told, BEFORE, range(5, 9)) == []
+    assert observed(untold, BEFORE, range(5, 6)) == [5]
