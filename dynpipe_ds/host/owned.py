@@ -161,11 +161,16 @@ class OwnedGradients:
     """The gradients of what this replica owns, from the end of the last backward to the optimizer's step.
 
     Args:
-        engine: the pipeline engine; asked for its layers and its optimizer at each call.
+        engine: the pipeline engine; asked for its optimizer at each call.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._found: dict[str, list[tuple[str, Any]]] = {}
+
+    def forget_layers(self) -> None:
+        """Look at the layers anew."""
+        self._found.clear()
 
     def finish(self) -> None:
         """Let layers finish their gradients, in layer order, and put these where the optimizer reads them.
@@ -188,12 +193,14 @@ class OwnedGradients:
 
     def _modules(self, method: str) -> list[tuple[str, Any]]:
         """Modules of this stage that have a method, in the order of layers and of modules in them."""
-        return [
-            (f"layer {i}.{path}".rstrip("."), module)
-            for i, layer in sorted(self._engine.module.local_layers().items())
-            for path, module in layer.named_modules()
-            if callable(getattr(module, method, None))
-        ]
+        if method not in self._found:
+            self._found[method] = [
+                (f"layer {i}.{path}".rstrip("."), module)
+                for i, layer in sorted(self._engine.module.local_layers().items())
+                for path, module in layer.named_modules()
+                if callable(getattr(module, method, None))
+            ]
+        return self._found[method]
 
     def _put(self, where: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         what = f"{where}.finish_gradients gave a gradient"

@@ -270,6 +270,7 @@ class Pipeline:
         for buffers in self.engine.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
         self.in_flight.forget_layers()
+        self.owned.forget_layers()
         self._norm.install(self.engine.optimizer)
 
     def forget_batch(self) -> None:
