@@ -58,7 +58,8 @@ def build_placed(job: Job, placement: Placement, way: Way = None) -> Any:
     if placement is None:
         settings: dict[str, Any] = {**PLAIN[job.scenario], **job.settings}
     else:
-        settings = {**SHARDED[job.scenario], "placement": "lanes" if placement == "random" else placement, **job.settings}
+        name = "lanes" if placement == "random" else placement
+        settings = {**SHARDED[job.scenario], "placement": name, **job.settings}
     run = build(replace(job, settings=settings))
     if placement == "random":
         run.scenario._balancing._plan = anywhere
@@ -71,10 +72,11 @@ def train_placed(
     _rank: int, job: Job, placements: Sequence[Placement], moves: bool = True, way: Way = None
 ) -> list[Seen]:
     """Train with each placement."""
-    return [_train(build_placed(job, placement, way), job, moves) for placement in placements]
+    return [train_run(build_placed(job, placement, way), job, moves) for placement in placements]
 
 
-def _train(run: Any, job: Job, moves: bool) -> Seen:
+def train_run(run: Any, job: Job, moves: bool) -> Seen:
+    """Train what was built to its end."""
     boundaries = job.moves(run.engine.partition[-1]) if moves and job.stages > 1 else {}
     for batch in range(job.num_batches):
         if batch in boundaries:
