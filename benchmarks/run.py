@@ -67,6 +67,7 @@ EXPERIMENTS = (
     Experiment("schedules", "", "benchmarks.schedules"),
     Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping"),
     Experiment("schedules_real", "", "benchmarks.schedules --real"),
+    Experiment("experts", "", "benchmarks.experts"),
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),

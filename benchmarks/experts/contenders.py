@@ -50,7 +50,6 @@ PLANS: dict[str, Callable[[np.ndarray, LayerModel], Lanes]] = {
     STATIC: lambda loads, model: plan("static", loads, model),
     FASTERMOE: lambda loads, model: plan("fastermoe", loads, model),
     PRO_PROPHET: lambda loads, model: plan("pro_prophet", loads, model),
-    LANES: lambda loads, model: plan("lanes", loads, model),
     LOCAL: lambda loads, model: plan("local", loads, model),
     TUTEL: switched,
     TOP_2: lambda loads, model: fullest_to_all(loads, 2),
@@ -110,7 +109,7 @@ def run(
     Args:
         setting: what is trained where.
         layers: how many are drawn.
-        batches: how many of each are counted, after one that is only planned from.
+        batches: how many of each are counted, after two that are only planned from.
         overlapped: whether planners are told that transfers run beside computation.
         who: of the contenders.
 
@@ -120,11 +119,15 @@ def run(
     model = LayerModel(setting.constants(), overlapped)
     found = {name: Tally() for name in who}
     for layer in range(layers):
-        drawn = list(setting.loads(layer, batches + 1))
-        for before, loads in zip(drawn, drawn[1:], strict=False):
+        drawn = list(setting.loads(layer, batches + 2))
+        for earlier, before, loads in zip(drawn, drawn[1:], drawn[2:], strict=False):
             planned: dict[str, tuple[Lanes, float]] = {}
             for name in who:
-                if name in PLANS:
+                if name == LANES:
+                    planned[name] = _timed(
+                        lambda known=before, earlier=earlier: plan("lanes", known, model, earlier=earlier)
+                    )
+                elif name in PLANS:
                     planned[name] = _timed(lambda name=name, known=before: PLANS[name](known, model))
             for name in who:
                 if name == REROUTED:

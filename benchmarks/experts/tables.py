@@ -168,8 +168,8 @@ def beside_the_paper(report: Report, size: Size) -> None:
     report.table, report.values = table(head, rows), values
     report.text = (
         "Speedup of an iteration (experts and the rest of each block) over static expert parallelism, slow drift, "
-        "Trans and Agg beside computation for all. The paper's columns are speedups over DeepSpeed-MoE, measured on GPUs "
-        "(section VI-A)."
+        "Trans and Agg beside computation for all. The paper's columns are speedups over DeepSpeed-MoE, measured on "
+        "GPUs (section VI-A)."
     )
     report.notes += NOTES
     report.save()

@@ -124,8 +124,8 @@ class History:
 
     def smoothed(self) -> PipelineProfile | None:
         """The newest profiles combined, backwards whole, of a worker of speed 1; ``None`` before the first batch."""
-        if not self._profiles:
-            return None
+        if not self._profiles:  # or all are forgotten: for who must choose now, they are better than nothing
+            return smooth([*map(self._at_unit_speed, self._newest)], self._config.smoothing) if self._newest else None
         if self.has_changed:
             return self._profiles[-1]
         return self._combined(min(len(self._newest), len(self._profiles)), self._config.smoothing)

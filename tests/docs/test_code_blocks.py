@@ -32,6 +32,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/cli.md": [HERE, RANKS],
     "docs/clients.md": [HERE],
     "docs/configuration.md": [NAMES],
+    "docs/experts.md": [HERE, HERE],
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
     "docs/finer_layers.md": [HERE],
     "docs/freezing.md": [RANKS],

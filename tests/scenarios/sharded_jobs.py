@@ -19,8 +19,8 @@ from tests.distributed.splitting import Way, order_for_of
 from tests.scenarios.exactness import Job, build
 
 SHARDED: dict[str, dict[str, Any]] = {
-    "moe": {"every": 1, "num_experts": 12, "expert_weights": "sharded"},
-    "moe_continual": {"expert_weights": "sharded"},
+    "moe": {"every": 1, "num_experts": 12, "expert_weights": "sharded", "plan_every": 1},
+    "moe_continual": {"expert_weights": "sharded", "plan_every": 1},
 }
 PLAIN: dict[str, dict[str, Any]] = {
     "moe": {"every": 1, "num_experts": 12, "expert_parallel": False}, "moe_continual": {},

@@ -215,6 +215,25 @@ def test_what_a_run_says_and_a_planner_that_raises() -> None:
     assert sum(rank[4] for rank in ranks) == 2 * 8 * expert_bytes, "every expert of two layers is held once"
 
 
+def shrink(_rank: int, before: int | None) -> Any:
+    """Go on with one stage before a batch, if at all; what those saw that stay."""
+    run = build_placed(QUICK, "random")
+    for batch in range(QUICK.num_batches):
+        if batch == before:
+            run.engine.repack(1)
+        list(run.train_window([batch], timed=False))
+        run.engine.eval_batch(run.data.micro_batches(9))
+    return seen_of(run)
+
+
+def test_fewer_stages_have_the_same_bits() -> None:
+    """The groups that share experts are others then, also in evaluation."""
+    everyone, survivors = run_ranks(shrink, 4, None), run_ranks(shrink, 4, 2, may_leave=range(1, 4))
+    stayed = [seen for seen in survivors if seen is not None]
+    assert len(stayed) == 2
+    assert all(seen.losses == everyone[0].losses and seen.layers == everyone[0].layers for seen in stayed)
+
+
 def save_and_go_on(_rank: int, folder: str) -> tuple[Any, Any]:
     """A whole run, and one that goes on from its middle in another cut."""
     whole = build_placed(QUICK, "random")

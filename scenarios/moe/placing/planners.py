@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,34 @@ from scenarios.moe.placing.rivals import best_subsets, shadowed
 from scenarios.moe.placing.search import capped, search, search_routes
 from scenarios.moe.placing.traffic import Floats, Ints, as_lanes, as_loads, homes
 
-Planner = Callable[[Floats, LayerModel, "Ints | None", "int | None"], Ints]
-"""Loads ``[R, E]``, the model, the present placement if any, most copies of a rank if bounded; a placement."""
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a planner may look at besides the last batch.
+
+    Args:
+        present: the placement that the layer has, ``[R, E]``.
+        earlier: rows of the batch before the last, ``[R, E]``.
+        max_copies: of a rank; ``None``: any number.
+    """
+
+    present: Ints | None = None
+    earlier: Floats | None = None
+    max_copies: int | None = None
+
+
+Planner = Callable[[Floats, LayerModel, Known], Ints]
+"""Loads of the last batch ``[R, E]``, the model, what else is known; a placement."""
 
 
 def plan(
-    name: str, loads: Any, model: LayerModel, *, present: Lanes | None = None, max_copies: int | None = None
+    name: str,
+    loads: Any,
+    model: LayerModel,
+    *,
+    present: Lanes | None = None,
+    earlier: Any = None,
+    max_copies: int | None = None,
 ) -> Lanes:
     """Place one layer's experts for a batch like the last one.
 
@@ -27,11 +50,13 @@ def plan(
         loads: rows of each source for each expert in the last batch, ``[R, E]``.
         model: what is minimised.
         present: the placement that the layer has, from which ``lanes`` searches, too.
+        earlier: rows of the batch before the last, ``[R, E]``; ``lanes`` judges what it found by it, which helps where
+            batches differ much.
         max_copies: most experts that a rank may hold besides those it is home to; ``None``: any number.
 
     Returns:
-        The placement. Never predicted slower than static; that of ``lanes`` neither than all local where
-        ``max_copies`` allows it. ``local`` is all local whatever is predicted.
+        The placement. Never predicted slower than static; that of ``lanes`` neither than all local, where
+        ``max_copies`` allows it and no ``earlier`` batch says otherwise. ``local`` is all local whatever is predicted.
 
     Raises:
         ValueError: for an unknown name, fewer than 0 copies, loads that are none, experts that don't divide, a
@@ -41,13 +66,19 @@ def plan(
     num_ranks, num_experts = table.shape
     static = Lanes.static(num_ranks, num_experts)
     planner = check_planner(name, num_ranks=num_ranks, num_experts=num_experts, max_copies=max_copies)
-    owner = None
     if present is not None:
         present.check(num_ranks, num_experts)
-        owner = np.array(present.owner, dtype=np.int64)
+    before = None if earlier is None else as_loads(earlier)
+    if before is not None:
+        static.check(*before.shape)
     if num_ranks == 1:
         return static
-    found = as_lanes(planner(table, model, owner, max_copies))
+    known = Known(
+        present=None if present is None else np.array(present.owner, dtype=np.int64),
+        earlier=before,
+        max_copies=max_copies,
+    )
+    found = as_lanes(planner(table, model, known))
     if name != "local" and model.seconds(found, table) > model.seconds(static, table):
         return static
     return found
@@ -103,24 +134,24 @@ def reroute(lanes: Lanes, loads: Any, model: LayerModel) -> Lanes:
     return as_lanes(search_routes(model, table, np.array(lanes.owner, dtype=np.int64)))
 
 
-def _static(loads: Floats, model: LayerModel, present: Ints | None, max_copies: int | None) -> Ints:
+def _static(loads: Floats, model: LayerModel, known: Known) -> Ints:
     return np.tile(homes(*loads.shape), (len(loads), 1))
 
 
-def _local(loads: Floats, model: LayerModel, present: Ints | None, max_copies: int | None) -> Ints:
+def _local(loads: Floats, model: LayerModel, known: Known) -> Ints:
     return np.repeat(np.arange(len(loads))[:, None], loads.shape[1], axis=1)
 
 
-def _fastermoe(loads: Floats, model: LayerModel, present: Ints | None, max_copies: int | None) -> Ints:
-    return capped(shadowed(loads, model), loads, max_copies)
+def _fastermoe(loads: Floats, model: LayerModel, known: Known) -> Ints:
+    return capped(shadowed(loads, model), loads, known.max_copies)
 
 
-def _pro_prophet(loads: Floats, model: LayerModel, present: Ints | None, max_copies: int | None) -> Ints:
-    return capped(best_subsets(loads, model), loads, max_copies)
+def _pro_prophet(loads: Floats, model: LayerModel, known: Known) -> Ints:
+    return capped(best_subsets(loads, model), loads, known.max_copies)
 
 
-def _lanes(loads: Floats, model: LayerModel, present: Ints | None, max_copies: int | None) -> Ints:
-    return search(model, loads, present=present, max_copies=max_copies)
+def _lanes(loads: Floats, model: LayerModel, known: Known) -> Ints:
+    return search(model, loads, present=known.present, earlier=known.earlier, max_copies=known.max_copies)
 
 
 PLANNERS: dict[str, Planner] = {

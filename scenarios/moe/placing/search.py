@@ -47,17 +47,27 @@ class Best:
         return True
 
 
-def search(model: LayerModel, loads: Floats, *, present: Ints | None = None, max_copies: int | None = None) -> Ints:
+def search(
+    model: LayerModel,
+    loads: Floats,
+    *,
+    present: Ints | None = None,
+    earlier: Floats | None = None,
+    max_copies: int | None = None,
+) -> Ints:
     """Search from static, level by level; from all local, thinned; from Pro-Prophet's; from the present placement.
 
     A step looks at every move of one expert's lanes from the ranks that compute, receive or copy most to any other,
     for O(E R^2), and makes the one that lowers the objective most. What is found is never predicted slower than
-    static, the present placement, or (if ``max_copies`` allows it) all local and what the rivals' rules give.
+    static, the present placement, or (if ``max_copies`` allows it and no batch ``earlier`` says otherwise) all local
+    and what the rivals' rules give.
 
     Args:
         model: what is minimised.
-        loads: rows of every lane, ``[R, E]``.
+        loads: rows of every lane in the last batch, ``[R, E]``.
         present: rank of every lane now, ``[R, E]``.
+        earlier: rows of every lane in the batch before the last. What was found for the last batch, and what it was
+            found from, are judged by it: it differs from the last one about as much as the next one will.
         max_copies: of a rank; ``None``: any number.
 
     Returns:
@@ -75,7 +85,18 @@ def search(model: LayerModel, loads: Floats, *, present: Ints | None = None, max
     for owner in (*starts[1:], best.owner):
         _descend(State(model, loads, owner, max_copies), best, STEPS_FROM_OTHERS)
     found = best if best.seconds < plain.seconds * (1 - WORTH) else plain
-    return _without_useless(State(model, loads, found.owner, max_copies))
+    owner = _without_useless(State(model, loads, found.owner, max_copies))
+    return owner if earlier is None else _judged(model, loads, earlier, owner, starts)
+
+
+def _judged(model: LayerModel, loads: Floats, earlier: Floats, owner: Ints, starts: list[Ints]) -> Ints:
+    """What was searched, if it beats its starts in another batch than its own; else the start that is best there."""
+    static_s = model.whole(model.parts(starts[0], loads))
+    able = [start for start in starts if model.whole(model.parts(start, loads)) <= static_s]
+    there_s = [model.whole(model.parts(start, earlier)) for start in able]
+    if model.whole(model.parts(owner, earlier)) < min(there_s) * (1 - WORTH):
+        return owner
+    return able[there_s.index(min(there_s))]
 
 
 def search_routes(model: LayerModel, loads: Floats, owner: Ints) -> Ints:
