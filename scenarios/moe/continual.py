@@ -33,7 +33,7 @@ class ContinualTraining(Scenario):
     aux_weight: float | None = 0.01
     expert_weights: Weights = "replicated"
     placement: Placement = "static"
-    plan_every: int = 1
+    plan_every: int = 10
     max_copies: int | None = None
     _num_experts: int = field(init=False, default=0)
     _load: Tensor | None = field(init=False, default=None)
