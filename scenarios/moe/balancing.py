@@ -29,7 +29,7 @@ CHANGE = 0.1
 SEARCH_S, SEARCH_LANE_S = 3e-3, 5e-5
 """What a search among copies takes, and for each lane; it is a part of the batch, so there must be more to gain."""
 
-VARYING = ("busiest rank", "  with all at home", "copies", "copied", "summed", "hidden", "planning")
+VARYING = ("busiest rank", "busiest rank at home", "copies", "copied", "summed", "hidden", "planning")
 """Entries of the report that may differ between two runs with the same bits: plans depend on measured seconds."""
 
 
@@ -161,7 +161,7 @@ class ExpertBalancing:
         """What the last batch was.
 
         Returns:
-            ``"busiest rank"``, rows of the busiest rank over the mean; ``"  with all at home"``, the same if all had
+            ``"busiest rank"``, rows of the busiest rank over the mean; ``"busiest rank at home"``, the same if all had
             been computed at home; ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of
             gradients that were ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited;
             ``"planning"``, milliseconds, and how many of them somebody waited for. Bytes and seconds are sums over
@@ -173,7 +173,7 @@ class ExpertBalancing:
         sums, at_home, placed = last.sums, last.balance_of({}), last.balance_of(last.lanes)
         report: Report = {
             "busiest rank": f"{placed:.2f} of mean",
-            "  with all at home": f"{at_home:.2f} of mean",
+            "busiest rank at home": f"{at_home:.2f} of mean",
             "copies": int(sums.copies),
             "copied": f"{sums.trans_bytes / 1e6:.2f} MB",
             "summed": f"{sums.agg_bytes / 1e6:.2f} MB",
