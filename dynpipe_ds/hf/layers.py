@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,45 +20,13 @@ from dynpipe_ds.hf.carry import Activation, Carry, Layout
 from dynpipe_ds.hf.experts import ExpertStacks, MakeExperts
 from dynpipe_ds.hf.families import Family, family_of, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
+from dynpipe_ds.hf.pieces import Piece, Source, rows_of
 from dynpipe_ds.hf.routing import take_expert_load, watched
 from dynpipe_ds.host.parts import split_layers
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
-from dynpipe_ds.owning import inherit, owner_of
+from dynpipe_ds.owning import inherit
 
 IGNORED_LABEL = -100
-
-
-class Piece(NamedTuple):
-    """A weight as model folders store it.
-
-    Attributes:
-        full: name of the parameter in the model.
-        stored: name in files.
-        part: of the parameter.
-        rows: that the parameter has of a whole, if it is one replica's own.
-    """
-
-    full: str
-    stored: str
-    part: Tensor
-    rows: range | None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is not a part of the parameter, but all of it."""
-        return self.stored == self.full
-
-
-class Source(NamedTuple):
-    """Where a weight of a folder goes.
-
-    Attributes:
-        target: takes it.
-        rows: of it that are read; ``None`` for all.
-    """
-
-    target: Tensor
-    rows: range | None = None
 
 
 class PretrainedLayer(nn.Module):
@@ -105,7 +73,7 @@ class PretrainedLayer(nn.Module):
     def pieces(self) -> Iterator[Piece]:
         """The layer's weights as model folders store them."""
         for full, parameter in self._named().items():
-            rows = _rows(parameter)
+            rows = rows_of(parameter)
             for stored, part in self.family.pieces(full, parameter.detach(), 0 if rows is None else rows.start):
                 yield Piece(full, stored, part, rows)
 
@@ -163,12 +131,6 @@ class PretrainedLayer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.load()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-
-def _rows(parameter: nn.Parameter) -> range | None:
-    """The rows that a parameter has of a whole; ``None`` where it is the whole."""
-    owner = owner_of(parameter)
-    return None if owner is None else owner.rows(len(parameter) * owner.count)
 
 
 def _names(name: str, family: Family) -> tuple[str, ...]:
