@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from deepspeed.pipe import LayerSpec
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,19 @@ class PretrainedModel:
         """Experts of a block; 0 for none."""
         return int(getattr(self.config, "num_local_experts", getattr(self.config, "num_experts", 0)))
 
-    def layers(self, *, router_loss_weight: float | None = None) -> list[LayerSpec]:
+    def expert_widths(self) -> list[list[int]]:
+        """Rows that gate and up of each expert have, block by block."""
+        config, each = self.config, self.num_experts
+        sizes = getattr(config, "size_experts", None)
+        if sizes is not None:
+            return [list(map(int, widths)) for widths in sizes]
+        is_cut = hasattr(config, "num_selects")  # LLaMA-MoE's experts are pieces of one MLP
+        return [[int(config.intermediate_size) // (each if is_cut else 1)] * each] * self.depth
+
+    def layers(
+        self, *, router_loss_weight: float | None = None, experts: Callable[[Any], nn.Module] | None = None
+    ) -> list[LayerSpec]:
         """List its layers; see ``dynpipe_ds.hf.causal_lm_layers``."""
         from dynpipe_ds.hf import causal_lm_layers
 
-        return causal_lm_layers(self._folder, router_loss_weight=router_loss_weight)
+        return causal_lm_layers(self._folder, router_loss_weight=router_loss_weight, experts=experts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynpipe_ds.hf.carry import Carry
+from dynpipe_ds.hf.experts import ExpertStacks, MakeExperts
 from dynpipe_ds.hf.routing import add_up, joint_balance_loss, note_load
 
 # A tensor as checkpoints store it: its name, and the part of a parameter that it is.
@@ -112,14 +113,29 @@ class Family:
         )  # fmt: skip
         return mask
 
-    def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
+    def pieces(self, name: str, parameter: Tensor, first: int = 0) -> Iterator[Piece]:
         """Split a parameter into what checkpoints store; the views share its memory.
 
         Args:
             name: full name in the model.
             parameter: the parameter's data.
+            first: number of its first row, where it is one replica's rows of a whole.
         """
         yield name, parameter
+
+    def replace_experts(self, block: nn.Module, make: MakeExperts) -> None:
+        """Let experts of a block be computed by another module.
+
+        Args:
+            block: of this family, with its weights if they are random.
+            make: makes the module.
+
+        Raises:
+            ValueError: if the block has no experts, or such that can't be stacked.
+        """
+        raise ValueError(
+            f"experts= needs a model with experts, but model_type={self.config.model_type!r} has none: leave it out"
+        )
 
     # -- routers ------------------------------------------------------------------------------
 
@@ -178,20 +194,26 @@ class Mixtral(Family):
 
     package, prefix, architecture = "mixtral", "Mixtral", "MixtralForCausalLM"
 
-    def pieces(self, name: str, parameter: Tensor) -> Iterator[Piece]:
+    def pieces(self, name: str, parameter: Tensor, first: int = 0) -> Iterator[Piece]:
         """Split stacked experts into the matrices that Mixtral's files hold."""
         name = name.replace(".mlp.", ".block_sparse_moe.")
         prefix, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
             width = parameter.shape[1] // 2
-            for expert in range(len(parameter)):
-                yield f"{prefix}.{expert}.w1.weight", parameter[expert, :width]
-                yield f"{prefix}.{expert}.w3.weight", parameter[expert, width:]
+            for expert, both in enumerate(parameter, first):
+                yield f"{prefix}.{expert}.w1.weight", both[:width]
+                yield f"{prefix}.{expert}.w3.weight", both[width:]
         elif kind == "down_proj" and prefix.endswith(".experts"):
-            for expert in range(len(parameter)):
-                yield f"{prefix}.{expert}.w2.weight", parameter[expert]
+            for expert, down in enumerate(parameter, first):
+                yield f"{prefix}.{expert}.w2.weight", down
         else:
             yield name, parameter
+
+    def replace_experts(self, block: nn.Module, make: MakeExperts) -> None:
+        """Let experts be computed by another module."""
+        own: Any = block.get_submodule("mlp.experts")
+        weights = {"gate_up_proj": own.gate_up_proj, "down_proj": own.down_proj}
+        block.get_submodule("mlp").experts = make(ExpertStacks(weights, ("gate_up_proj",), "down_proj", own.act_fn))
 
     def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
         """Choices and probabilities of every expert, ``[2, E]``."""
@@ -214,6 +236,9 @@ class Mixtral(Family):
         return joint_balance_loss(carry.routing, rows * self.depth) * self.config.router_aux_loss_coef  # type: ignore[no-any-return]
 
 
+_SPLIT_KINDS = ("weight_gate", "weight_up", "weight_down")
+
+
 class LlamaMoE(Family):
     """LLaMA-MoE: experts in every block, whose balance losses are summed."""
 
@@ -230,6 +255,24 @@ class LlamaMoE(Family):
         from dynpipe_ds.hf.llama_moe import build_block
 
         return build_block(self.config, index)
+
+    def pieces(self, name: str, parameter: Tensor, first: int = 0) -> Iterator[Piece]:
+        """Split stacked experts into the matrices that LLaMA-MoE's files hold."""
+        if name.rpartition(".")[2] in _SPLIT_KINDS:
+            for expert, matrix in enumerate(parameter, first):
+                yield f"{name}.{expert}", matrix
+        else:
+            yield name, parameter
+
+    def replace_experts(self, block: nn.Module, make: MakeExperts) -> None:
+        """Stack the experts, and let them be computed by another module."""
+        calculator: Any = block.get_submodule("mlp.calculator")
+        own = calculator.experts
+        widths = [len(matrix) for matrix in own.weight_gate]
+        if len(set(widths)) > 1:
+            raise ValueError(f"experts= needs experts of one width, but size_experts={widths} in a block: leave it out")
+        weights = {kind: nn.Parameter(torch.stack([*getattr(own, kind)]).detach()) for kind in _SPLIT_KINDS}
+        calculator.experts = make(ExpertStacks(weights, _SPLIT_KINDS[:2], _SPLIT_KINDS[2], own.act))
 
     def routing_shape(self, weight: float | None) -> tuple[int, ...] | None:
         """The sum of the blocks' losses, a scalar."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,16 +87,21 @@ class PretrainedFolder:
                     found[name] = tuple(reader.get_slice(name).get_shape())
         return found
 
-    def read_into(self, targets: dict[str, Tensor]) -> None:
+    def read_into(self, targets: dict[str, Tensor], rows: Mapping[str, range] | None = None) -> None:
         """Copy weights into tensors, one at a time, converting their type.
 
         Args:
             targets: tensors of the right shape by the name of a weight.
+            rows: which rows of a weight are read, by name; all of those that it does not name.
         """
+        rows = rows or {}
         for file, names in self._by_file(targets).items():
             with _open(self.path / file) as reader, torch.no_grad():
                 for name in names:
-                    weight: Tensor = reader.get_tensor(name)
+                    part = rows.get(name)
+                    weight: Tensor = (
+                        reader.get_tensor(name) if part is None else reader.get_slice(name)[part.start : part.stop]
+                    )
                     targets[name].copy_(weight)
                     self.bytes_read += weight.nbytes
 

@@ -7,7 +7,7 @@ them. Everything a layer needs comes in by the activation, so a stage boundary m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dynpipe_ds.hf.carry import Activation, Carry, Layout
+from dynpipe_ds.hf.experts import ExpertStacks, MakeExperts
 from dynpipe_ds.hf.families import Family, family_of, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
-from dynpipe_ds.hf.routing import watched
+from dynpipe_ds.hf.pieces import Piece, Source, rows_of
+from dynpipe_ds.hf.routing import take_expert_load, watched
 from dynpipe_ds.host.parts import split_layers
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
+from dynpipe_ds.owning import inherit
 
 IGNORED_LABEL = -100
 
@@ -67,46 +70,43 @@ class PretrainedLayer(nn.Module):
             initialise(self.family, part)
             part.to(self._dtype)
 
-    def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The layer's weights as model folders store them.
-
-        Yields:
-            Name in the model, name in files, and the part of a parameter that it is.
-        """
+    def pieces(self) -> Iterator[Piece]:
+        """The layer's weights as model folders store them."""
         for full, parameter in self._named().items():
-            for stored, part in self.family.pieces(full, parameter):
-                yield full, stored, part
+            rows = rows_of(parameter)
+            for stored, part in self.family.pieces(full, parameter.detach(), 0 if rows is None else rows.start):
+                yield Piece(full, stored, part, rows)
 
-    def _named(self) -> dict[str, Tensor]:
+    def _named(self) -> dict[str, nn.Parameter]:
         return {
-            f"{stored_as}.{name}": parameter.detach()
+            f"{stored_as}.{name}": parameter
             for attribute, stored_as in self.stored_as.items()
             for name, parameter in self.get_submodule(attribute).named_parameters()
         }
 
-    def sources(self, folder: PretrainedFolder) -> dict[str, Tensor]:
+    def sources(self, folder: PretrainedFolder) -> dict[str, Source]:
         """Find the layer's weights in a folder.
 
         Returns:
-            Part of a parameter by the name in the folder.
+            Where a weight goes, by the name in the folder.
 
         Raises:
             ValueError: if one is missing.
         """
-        found: dict[str, Tensor] = {}
+        found: dict[str, Source] = {}
         whole = self._named()
-        for full, stored, part in self.pieces():
-            name = folder.find(_names(stored, self.family))
-            if name is not None:
-                found[name] = part
-                continue
-            fused = folder.find(_names(full, self.family))
-            if fused is None:
+        for piece in self.pieces():
+            name = folder.find(_names(piece.stored, self.family))
+            fused = folder.find(_names(piece.full, self.family)) if name is None else None
+            if name is not None and not piece.is_whole:
+                found[name] = Source(piece.part)
+            elif name is not None or fused is not None:
+                found[name or fused or ""] = Source(whole[piece.full].detach(), piece.rows)
+            else:
                 raise ValueError(
-                    f"{folder.path} holds no weight {stored}: it is not a {type(self.family).__name__} for causal "
-                    "language modelling, or incomplete"
+                    f"{folder.path} holds no weight {piece.stored}: it is not a {type(self.family).__name__} for "
+                    "causal language modelling, or incomplete"
                 )
-            found[fused] = whole[full]
         return found
 
     def num_bytes(self) -> int:
@@ -122,8 +122,11 @@ class PretrainedLayer(nn.Module):
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     data = torch.empty(parameter.shape, dtype=self._dtype, device="cpu")
-                    module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        folder.read_into(self.sources(folder))
+                    module._parameters[name] = new = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                    inherit(parameter, new)
+        sources = self.sources(folder)
+        rows = {name: source.rows for name, source in sources.items() if source.rows is not None}
+        folder.read_into({name: source.target for name, source in sources.items()}, rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.load()
@@ -179,6 +182,7 @@ class Block(PretrainedLayer):
     Args:
         *args: those of :class:`PretrainedLayer`.
         index: which one.
+        experts: computes the block's experts in its place, if given.
 
     Attributes:
         part: which of :attr:`part_names` it is, if it is not the whole block (:func:`~dynpipe_ds.split_layers`).
@@ -187,9 +191,11 @@ class Block(PretrainedLayer):
     part_names: ClassVar[tuple[str, ...]] = ("attention", "mlp")
     block: nn.Module
 
-    def __init__(self, *args: Any, index: int) -> None:
+    def __init__(self, *args: Any, index: int, experts: MakeExperts | None = None) -> None:
         super().__init__(*args)
         self.add_part("block", self.family.make_block(index), f"{self.family.blocks}.{index}")
+        if experts is not None:
+            self.family.replace_experts(self.block, experts)
         self.part: str | None = None
         with torch.device("cpu"):  # its buffers are made, not read
             self.rotary = self.family.make_rotary()
@@ -218,6 +224,10 @@ class Block(PretrainedLayer):
             self.family.route(self.block, output, carry)
         carry.stream = stream
         return self.layout.pack(carry)
+
+    def drop_gradients(self) -> None:
+        """Forget what was counted in a batch that all ranks drop."""
+        take_expert_load(self)
 
     def _attending(self, carry: Carry) -> dict[str, Any]:
         positions = carry.position_ids()
@@ -295,6 +305,7 @@ def causal_lm_layers(
     position_ids: bool = False,
     router_loss_weight: float | None = None,
     split_blocks: bool = False,
+    experts: Callable[[ExpertStacks], nn.Module] | None = None,
 ) -> list[LayerSpec]:
     """List the layers of a causal language model, for ``DynamicPipelineModule``.
 
@@ -309,6 +320,8 @@ def causal_lm_layers(
             configuration says (``output_router_logits`` and ``router_aux_loss_coef`` of Mixtral,
             ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
         split_blocks: whether attention and MLP of a block are two layers.
+        experts: makes a module that computes the experts of a block in its place, and may keep one replica's rows of
+            them (:func:`~dynpipe_ds.own_by_replica`); called where a block is built. See docs/huggingface.md.
 
     Returns:
         Token embedding, for GPT-2 position embedding, blocks, head (in a tied model the norm before it is a layer
@@ -328,12 +341,13 @@ def causal_lm_layers(
     family = family_of(config)
     layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss_weight))
     args = (family, layout, folder, dtype)
+    others = {} if experts is None else {"experts": experts}
     tied = partial(_TiedSpec, "embedding", TokenEmbedding, *args, tied_weight_attr="embed.weight")
     head = [_Spec(FinalNorm, *args), tied(forward_fn=_project_with_embedding)] if family.tied else [_Spec(Head, *args)]
     layers = [
         tied() if family.tied else _Spec(TokenEmbedding, *args),
         *([] if family.positions is None else [_Spec(PositionEmbedding, *args)]),
-        *(_Spec(Block, *args, index=index) for index in range(family.depth)),
+        *(_Spec(Block, *args, index=index, **others) for index in range(family.depth)),
         *head,
     ]
     if folder is not None:
@@ -343,7 +357,9 @@ def causal_lm_layers(
 
 def _check(layers: list[LayerSpec], folder: PretrainedFolder) -> None:
     """Compare names and shapes of all weights with the folder's, without reading one."""
-    expected = {name: tuple(part.shape) for spec in layers for name, part in spec.build().sources(folder).items()}
+    expected = {
+        name: tuple(source.target.shape) for spec in layers for name, source in spec.build().sources(folder).items()
+    }
     found = folder.shapes(expected)
     for name, shape in expected.items():
         if found[name] != shape:

@@ -165,7 +165,7 @@ class Calculator(nn.Module):
 
     def __init__(self, config: LlamaMoEConfig, layer: int) -> None:
         super().__init__()
-        self.experts = SplitExperts(config, layer)
+        self.experts: nn.Module = SplitExperts(config, layer)
         self.num_experts = config.num_experts
         factor = config.score_scale_factor
         self.factor = factor[layer] if isinstance(factor, list) else factor
@@ -173,6 +173,9 @@ class Calculator(nn.Module):
 
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """Add up the weighted answers of the chosen experts, ``[T, hidden]``."""
+        if not isinstance(self.experts, SplitExperts):  # someone else computes them
+            weights = choice.scores * self.factor if self.weighted else None
+            return self.experts(x, choice.experts, weights)  # type: ignore[no-any-return]
         num_selects = choice.experts.shape[1]
         chosen, order = choice.experts.flatten().sort(stable=True)
         token = order // num_selects

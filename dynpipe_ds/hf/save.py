@@ -104,11 +104,18 @@ def save_pretrained(
 
 
 def _local_weights(engine: Any) -> dict[str, Tensor]:
-    """This rank's share: the layers of its stage on the first replica, nothing elsewhere."""
+    """This rank's share: the layers of its stage on the first replica, elsewhere what this replica alone has."""
     layers = [module for module in engine.module.modules() if isinstance(module, PretrainedLayer)]
-    if engine.mpu.get_data_parallel_rank() != 0:
-        return {}
-    return {stored: part for layer in layers for _, stored, part in layer.pieces()}
+    is_first, found = engine.mpu.get_data_parallel_rank() == 0, {}
+    for piece in (piece for layer in layers for piece in layer.pieces()):
+        if piece.rows is not None and piece.is_whole:
+            raise ValueError(
+                f"{piece.full} is one replica's own rows of a weight that {type(layers[0].family).__name__}'s files "
+                "hold in one: save a checkpoint instead"
+            )
+        if is_first or piece.rows is not None:
+            found[piece.stored] = piece.part
+    return found
 
 
 def _begin(target: Path) -> None:

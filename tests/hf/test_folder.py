@@ -18,9 +18,7 @@ from tests.hf import tiny  # noqa: E402
 
 
 def weights(path: Path) -> dict[str, Any]:
-    return {
-        stored: part for layer in tiny.build(causal_lm_layers(path)) for _, stored, part in layer.pieces()
-    }
+    return {piece.stored: piece.part for layer in tiny.build(causal_lm_layers(path)) for piece in layer.pieces()}
 
 
 @pytest.fixture(scope="module")

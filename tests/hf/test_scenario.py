@@ -61,3 +61,19 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
         layers(settings(llama, "scenario=moe_continual"))
     with pytest.raises(ValueError, match="aux_weight=-1 must be 0 or more"):
         layers(settings(mixtral, "scenario=moe_continual", "scenario.aux_weight=-1"))
+    with pytest.raises(ValueError, match="placement=local places experts, and expert_weights=replicated gives all"):
+        layers(settings(mixtral, "scenario=moe_continual", "scenario.placement=local"))
+
+
+def test_shared_experts_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    sharded = ("model.seq_len=16", "scenario=moe_continual", "scenario.expert_weights=sharded")
+    found = settings(f"model.path={folders['mixtral']}", *sharded)
+    scenario = build_scenario(found.scenario, found.scenario_settings)
+    build_layers(scenario, found.model)
+    scenario.check_replicas(2)
+    with pytest.raises(ValueError, match="num_experts=4 on 3 data-parallel replicas"):
+        scenario.check_replicas(3)
+    uneven = tiny.write_llama_moe(tmp_path / "uneven", size_experts=[[4, 12, 8, 8]] * 4)
+    assert len(layers(settings(f"model.path={uneven}", "model.seq_len=16", "scenario=moe_continual"))) == 6
+    with pytest.raises(ValueError, match=r"sharded needs experts of one width, .* \[4, 12, 8, 8\] in a block"):
+        layers(settings(f"model.path={uneven}", *sharded))

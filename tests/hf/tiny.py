@@ -64,8 +64,8 @@ def write_llama_moe(folder: Path, **changes: Any) -> Path:
         shapes[f"{block}mlp.gate.gate_network.0.weight"] = (made.num_experts, hidden)
         shapes[f"{block}mlp.gate.gate_network.2.weight"] = (made.num_experts, made.num_experts)
         shapes[f"{block}mlp.gate.weight_noise.weight"] = (made.num_experts, hidden)
-        width = made.intermediate_size // made.num_experts
-        for expert in range(made.num_experts):
+        equal = [made.intermediate_size // made.num_experts] * made.num_experts
+        for expert, width in enumerate(equal if made.size_experts is None else made.size_experts[layer]):
             experts = f"{block}mlp.calculator.experts.weight_"
             shapes |= {f"{experts}{kind}.{expert}": (width, hidden) for kind in ("gate", "up")}
             shapes[f"{experts}down.{expert}"] = (hidden, width)

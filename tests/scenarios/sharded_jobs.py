@@ -18,8 +18,14 @@ from scenarios.moe.placing import Lanes
 from tests.distributed.splitting import Way, order_for_of
 from tests.scenarios.exactness import Job, build
 
-SHARDED = {"every": 1, "num_experts": 12, "expert_weights": "sharded", "plan_every": 1}
-PLAIN = {"every": 1, "num_experts": 12, "expert_parallel": False}
+SHARDED: dict[str, dict[str, Any]] = {
+    "moe": {"every": 1, "num_experts": 12, "expert_weights": "sharded", "plan_every": 1},
+    "moe_continual": {"expert_weights": "sharded", "plan_every": 1},
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "moe": {"every": 1, "num_experts": 12, "expert_parallel": False}, "moe_continual": {},
+}  # fmt: skip
+"""Settings by scenario."""
 
 Placement = str | None
 """A name; ``"random"``: another one for each layer and batch; ``None``: replicated experts, not shared at all."""
@@ -50,9 +56,10 @@ def within_copies(lanes: Lanes, rows: Sequence[Sequence[int]]) -> Lanes:
 def build_placed(job: Job, placement: Placement, way: Way = None) -> Any:
     """Build a run, a ``Contender``, on this rank of a started process group."""
     if placement is None:
-        settings: dict[str, Any] = {**PLAIN, **job.settings}
+        settings: dict[str, Any] = {**PLAIN[job.scenario], **job.settings}
     else:
-        settings = {**SHARDED, "placement": "lanes" if placement == "random" else placement, **job.settings}
+        name = "lanes" if placement == "random" else placement
+        settings = {**SHARDED[job.scenario], "placement": name, **job.settings}
     run = build(replace(job, settings=settings))
     if placement == "random":
         run.scenario._balancing._plan = anywhere
@@ -65,10 +72,11 @@ def train_placed(
     _rank: int, job: Job, placements: Sequence[Placement], moves: bool = True, way: Way = None
 ) -> list[Seen]:
     """Train with each placement."""
-    return [_train(build_placed(job, placement, way), job, moves) for placement in placements]
+    return [train_run(build_placed(job, placement, way), job, moves) for placement in placements]
 
 
-def _train(run: Any, job: Job, moves: bool) -> Seen:
+def train_run(run: Any, job: Job, moves: bool) -> Seen:
+    """Train what was built to its end."""
     boundaries = job.moves(run.engine.partition[-1]) if moves and job.stages > 1 else {}
     for batch in range(job.num_batches):
         if batch in boundaries:

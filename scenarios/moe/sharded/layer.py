@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from dynpipe_ds import Replica, own_by_replica
@@ -33,6 +34,18 @@ class LaneProducts:
     def multiply(self, rows: Tensor, name: str) -> Tensor:
         """Multiply each lane's rows, ``[N, in]``, with its expert's matrix of a name: ``[N, out]``."""
         return multiply(rows, self.own[name], self.sharing.weights(self.state, name), self.spans)
+
+    def apart(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Compute rows lane by lane, so that their bits don't depend on the other lanes of this rank.
+
+        Args:
+            function: row by row, of autograd's own operations, without weights.
+            *tensors: its arguments, of all lanes, ``[N, …]`` each.
+        """
+        if not self.spans:
+            return function(*tensors)
+        done = [function(*(tensor[start:stop] for tensor in tensors)) for *_, start, stop in self.spans]
+        return torch.cat(done)
 
     def gelu(self, rows: Tensor) -> Tensor:
         """GELU of each lane's rows."""
