@@ -110,6 +110,8 @@ class UsersGroups:
         return self._optimizer.param_groups[: self._num_groups]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._optimizer, name)
 
 
