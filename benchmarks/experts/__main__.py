@@ -1,7 +1,7 @@
 """What placements of experts gain by the performance model, next to Pro-Prophet's tables; nothing is trained.
 
-python -m benchmarks.experts --quick        # few settings: a minute
-python -m benchmarks.experts                # all three tables: five minutes of two idle cores
+python -m benchmarks.experts --quick        # few settings
+python -m benchmarks.experts                # all three tables
 python -m benchmarks.experts paper          # Tables IV and V
 python -m benchmarks.experts layers         # 4 to 32 ranks, all models, k, drifts
 python -m benchmarks.experts ablation       # Figures 14 and 15

@@ -88,6 +88,19 @@ class Row:
         }  # fmt: skip
 
 
+def short(row: dict[str, Any]) -> dict[str, Any]:
+    """What the large table keeps of a row in JSON.
+
+    Args:
+        row: of :meth:`Row.plain`.
+    """
+    kept = {name: row[name] for name in ("setting", "overlapped", "layer", "over_rivals")}
+    kept["setting"] = " ".join(str(value) for value in row["setting"].values())
+    for name in ("balance", "plan_ms", "copies", "hidden"):
+        kept[name] = {who: row[name][who] for who in (STATIC, LANES)}
+    return kept
+
+
 def simulated(case: tuple[Setting, bool], *, size: Size, who: tuple[str, ...] = ALL) -> Row:
     """Simulate a setting.
 
@@ -200,7 +213,7 @@ def large(report: Report, size: Size) -> None:
             f"{row.hidden[LANES]:.0%}" if row.overlapped else "", f"{row.plan_ms[PRO_PROPHET]:.1f}",
             f"{row.plan_ms[LANES]:.0f}", f"{row.plan_ms[REROUTED] - row.plan_ms[LANES]:.1f}",
         ])  # fmt: skip
-        values.append(row.plain())
+        values.append(short(row.plain()))
         found.append(row)
     head = [
         "ranks x experts at home", "Agg", "model", "k", "drift", "transfers", *SHOWN, "lanes over the faster rival",

@@ -93,5 +93,5 @@ def test_what_is_written(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "layers.json").read_text(encoding="utf-8"))["values"]
     assert len(values) == 16
     for row in values:
-        assert row["layer"][STATIC] == row["iteration"][STATIC] == 1
+        assert row["layer"][STATIC] == 1
         assert row["layer"][LANES] >= 0.9 and row["balance"][LANES] <= row["balance"][STATIC] * 1.1

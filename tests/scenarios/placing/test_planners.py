@@ -154,6 +154,36 @@ def test_a_good_present_placement_is_not_lost() -> None:
         assert model.seconds(plan("lanes", loads, model, present=present), loads) <= model.seconds(present, loads)
 
 
+def test_what_helps_the_last_batch_alone_is_not_taken() -> None:
+    """Another expert was the fullest in the batch before: copies of today's would have helped nothing there."""
+    model, last = MODELS["overlapped"], np.full((4, 4), 100)
+    last[:, 0] += 2000
+    earlier = np.full((4, 4), 100)
+    earlier[:, 3] += 2000
+    assert plan("lanes", last, model) != Lanes.static(4, 4)
+    assert plan("lanes", last, model, earlier=last) == plan("lanes", last, model)
+    assert plan("lanes", last, model, earlier=earlier) == Lanes.static(4, 4)
+
+
+def test_an_earlier_batch_never_makes_it_worse_than_static_for_the_last() -> None:
+    for kind, seed in product(MODELS, range(4)):
+        model, last, earlier = MODELS[kind], skewed(4, 8, seed), skewed(4, 8, seed + 50)
+        lanes = plan("lanes", last, model, earlier=earlier, max_copies=2)
+        assert model.seconds(lanes, last) <= model.seconds(Lanes.static(4, 8), last)
+        assert max(len(lanes.copies(rank)) for rank in range(4)) <= 2
+
+
+def test_judged_by_an_earlier_batch_the_next_is_faster_where_batches_differ_much() -> None:
+    model, draw = MODELS["blocking"], np.random.default_rng(3)
+    blind_s, judged_s = 0.0, 0.0
+    for _ in range(30):
+        usual = skewed(4, 4, int(draw.integers(1000)))
+        earlier, last, following = (draw.poisson(usual * draw.lognormal(0, 0.5, 4)) for _ in range(3))
+        blind_s += model.seconds(plan("lanes", last, model), following)
+        judged_s += model.seconds(plan("lanes", last, model, earlier=earlier), following)
+    assert judged_s < blind_s
+
+
 def test_one_rank_has_no_choice() -> None:
     for name in PLANNERS:
         assert plan(name, np.array([[3, 4, 5]]), MODELS["overlapped"]) == Lanes.static(1, 3)
@@ -266,6 +296,8 @@ def test_what_is_refused_at_start(arguments: dict[str, object], message: str) ->
 
 
 def test_placements_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="placement 4x8 is for 4 ranks and 8 experts; here are 2 ranks and 8 experts"):
+        plan("lanes", np.ones((4, 8)), MODELS["overlapped"], earlier=np.ones((2, 8)))
     for call in (lambda: plan("lanes", np.ones((4, 8)), MODELS["overlapped"], present=Lanes.static(2, 8)),
                  lambda: reroute(Lanes.static(2, 8), np.ones((4, 8)), MODELS["overlapped"])):  # fmt: skip
         with pytest.raises(ValueError, match="placement 2x8 is for 2 ranks and 8 experts; here are 4 ranks"):
