@@ -26,7 +26,10 @@ FIXED = ("static", "local")
 CHANGE = 0.1
 """By how much a placement must change what the busiest rank of a layer has to do, for its profiles to be forgotten."""
 
-VARYING = ("busiest rank", "  with all at home", "copies", "copied", "summed", "hidden", "planning")
+SEARCH_S, SEARCH_LANE_S = 3e-3, 5e-5
+"""What a search among copies takes, and for each lane; it is a part of the batch, so there must be more to gain."""
+
+VARYING = ("busiest rank", "busiest rank at home", "copies", "copied", "summed", "hidden", "planning")
 """Entries of the report that may differ between two runs with the same bits: plans depend on measured seconds."""
 
 
@@ -66,7 +69,7 @@ class ExpertBalancing:
     """
 
     def __init__(
-        self, num_experts: int, shapes: Sequence[tuple[int, int]], placement: str, *, plan_every: int = 1,
+        self, num_experts: int, shapes: Sequence[tuple[int, int]], placement: str, *, plan_every: int = 10,
         max_copies: int | None = None,
     ) -> None:
         self._num_experts, self._shapes, self._placement = num_experts, tuple(shapes), placement
@@ -158,7 +161,7 @@ class ExpertBalancing:
         """What the last batch was.
 
         Returns:
-            ``"busiest rank"``, rows of the busiest rank over the mean; ``"  with all at home"``, the same if all had
+            ``"busiest rank"``, rows of the busiest rank over the mean; ``"busiest rank at home"``, the same if all had
             been computed at home; ``"copies"`` of experts; MB of them that were ``"copied"`` and MB of sums of
             gradients that were ``"summed"``; ``"hidden"``, the share of both's time for which nobody waited;
             ``"planning"``, milliseconds, and how many of them somebody waited for. Bytes and seconds are sums over
@@ -170,7 +173,7 @@ class ExpertBalancing:
         sums, at_home, placed = last.sums, last.balance_of({}), last.balance_of(last.lanes)
         report: Report = {
             "busiest rank": f"{placed:.2f} of mean",
-            "  with all at home": f"{at_home:.2f} of mean",
+            "busiest rank at home": f"{at_home:.2f} of mean",
             "copies": int(sums.copies),
             "copied": f"{sums.trans_bytes / 1e6:.2f} MB",
             "summed": f"{sums.agg_bytes / 1e6:.2f} MB",
@@ -214,18 +217,35 @@ class ExpertBalancing:
 
     def _plan(self, layer: int, rows: list[list[int]]) -> Lanes:
         """Plan a layer's next batch; on one rank, on a thread."""
-        present = self._lanes_of(layer, len(rows))
-        return plan(self._placement, rows, self._model, present=present, max_copies=self._max_copies)
+        present, earlier = self._lanes_of(layer, len(rows)), None
+        if self.last is not None and layer in self.last.rows and len(self.last.rows[layer]) == len(rows):
+            earlier = self.last.rows[layer].tolist()
+        return plan(
+            self._placement, rows, self._model, present=present, earlier=earlier, max_copies=self._max_copies
+        )
 
     def _reroute(self, lanes: Lanes, rows: list[list[int]]) -> Lanes:
         """Spread the batch's own rows over the copies that there are; on all ranks of a stage alike."""
-        if self._placement != "lanes" or not any(map(any, rows)):
+        if self._placement != "lanes" or not lanes.num_copies or not any(map(any, rows)):
             return lanes
+        model = self._model
+        whole = [[count * model.constants.num_micro_batches for count in row] for row in rows]
         try:
-            return reroute(lanes, rows, self._model)
+            if self._to_gain_s(model, lanes, whole) <= SEARCH_S + SEARCH_LANE_S * len(rows) * self._num_experts:
+                return lanes
+            found = reroute(lanes, whole, model)
+            _check_copies(found, lanes)
+            return found
         except Exception as error:  # noqa: BLE001 - it is the planner's, the same on all ranks
-            self._warn_once(f"rows were not spread over the copies of experts ({type(error).__name__}: {error})")
+            assert self._sharing is not None
+            text = f"rows were not spread over the copies of experts ({type(error).__name__}: {error})"
+            self._warn_once(text, says=self._sharing.rank == 0)
             return lanes
+
+    @staticmethod
+    def _to_gain_s(model: LayerModel, lanes: Lanes, rows: list[list[int]]) -> float:
+        """Seconds that a batch would save at most if all ranks had as much to do."""
+        return model.predict(lanes, rows).compute_s * (1.0 - 1.0 / balance(lanes, rows))
 
     def _decide_when(self, last: SharedBatch) -> None:
         """Which layers are planned in the next batch, for the one after it."""
@@ -233,21 +253,31 @@ class ExpertBalancing:
             self._is_due[layer] = self._when_of(layer).due(balance(last.lanes[layer], rows.tolist()))
 
     def _renew(self, engine: Engine, last: SharedBatch) -> None:
-        """Let the batch's own times count."""
-        if self._constants is None or self._placement in FIXED:
+        """Let the batch's own times count; on all ranks alike."""
+        if self._constants is None or self._placement in FIXED or not last.rows:
             return
         rows, times = ([table.tolist() for table in tables.values()] for tables in (last.rows, last.times))
-        samples = samples_of(list(last.rows), rows, last.lanes, times)
-        profile = engine.last_batch_profile
-        rest = None
-        if profile is not None and last.rows:  # of a block with experts, what is left of it without them
-            num_micro_batches = engine.gradient_accumulation_steps()
-            blocks = [profile.layers[layer] for layer in last.rows]
-            own = [sum(max(each) for each in table.tolist()[:2]) for table in last.times.values()]
-            both_s = sum(block.seconds for block in blocks) * num_micro_batches - sum(own)
-            forward_s = max(0.0, both_s) / (3 * len(blocks))
-            rest = forward_s, 2 * forward_s
-        self._constants = renewed(self._constants, samples, rest)
+        try:
+            samples = samples_of(list(last.rows), rows, last.lanes, times)
+            self._constants = renewed(self._constants, samples, self._rest_s(engine, last, rows, times))
+        except Exception as error:  # noqa: BLE001 - odd times are no reason to stop
+            text = f"what a batch took was left out ({type(error).__name__}: {error})"
+            self._warn_once(text, says=dist.get_rank() == 0)
+
+    def _rest_s(
+        self, engine: Engine, last: SharedBatch, rows: Sequence[Any], times: Sequence[Any]
+    ) -> tuple[float, float] | None:
+        """Seconds of a block's forwards and backwards without its experts, if blocks were profiled."""
+        profile, model = engine.last_batch_profile, self._model
+        if profile is None:
+            return None
+        blocks_s = sum(profile.layers[layer].seconds for layer in last.rows) * engine.gradient_accumulation_steps()
+        experts_s = sum(max(forward_s) + max(backward_s) for forward_s, backward_s, _ in times)
+        if not experts_s:  # not measured here
+            pairs = zip(last.rows, rows, strict=True)
+            experts_s = sum(model.predict(last.lanes[layer], table).compute_s for layer, table in pairs)
+        forward_s = max(0.0, blocks_s - experts_s) / (3 * len(last.rows))
+        return forward_s, 2 * forward_s
 
     def _changes_times(self, last: SharedBatch, before: Mapping[int, Lanes]) -> bool:
         """Whether the busiest rank of some layer will have so much more or less to do that profiles tell nothing."""
@@ -288,13 +318,19 @@ class ExpertBalancing:
         texts = [text for found in everybody for text in found]
         self._warn_once(
             f"the planner failed ({texts[0]}), so experts of layers {list(layers)} are computed at home in the next "
-            "batch"
-        )
+            "batch", says=dist.get_rank() == 0,
+        )  # fmt: skip
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_once(self, message: str, *, says: bool) -> None:
         kind = message.partition("(")[0]
-        if kind not in self._warned and dist.get_rank() == 0:
+        if kind not in self._warned and says:
             warnings.warn(
                 f"scenario.placement={self._placement}: {message}; further ones will not be reported", stacklevel=2
             )
         self._warned.add(kind)
+
+
+def _check_copies(lanes: Lanes, planned: Lanes) -> None:
+    for expert in range(lanes.num_experts):
+        if not set(lanes.holders(expert)) <= set(planned.holders(expert)):
+            raise ValueError(f"{lanes} needs copies of expert {expert} that {planned} has not")

@@ -57,7 +57,7 @@ class MixtureOfExperts(Scenario):
     expert_parallel: bool = True
     expert_weights: Weights = "replicated"
     placement: Placement = "static"
-    plan_every: int = 1
+    plan_every: int = 10
     max_copies: int | None = None
     experts: ExpertConfig = field(init=False)
     _sizes: tuple[int, ...] = field(init=False, default=())

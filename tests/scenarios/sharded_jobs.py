@@ -18,7 +18,7 @@ from scenarios.moe.placing import Lanes
 from tests.distributed.splitting import Way, order_for_of
 from tests.scenarios.exactness import Job, build
 
-SHARDED = {"every": 1, "num_experts": 12, "expert_weights": "sharded"}
+SHARDED = {"every": 1, "num_experts": 12, "expert_weights": "sharded", "plan_every": 1}
 PLAIN = {"every": 1, "num_experts": 12, "expert_parallel": False}
 
 Placement = str | None

@@ -211,7 +211,7 @@ def test_what_a_run_says_and_a_planner_that_raises() -> None:
     assert last["copies"] > 0 and last["hidden"].endswith("%") and "ms" in last["planning"]
     expert_bytes = 2 * 4 * 16 * 16 * 4
     assert last["copied"] == f"{last['copies'] * expert_bytes / 1e6:.2f} MB"
-    assert first["busiest rank"] == first["  with all at home"]
+    assert first["busiest rank"] == first["busiest rank at home"]
     assert sum(rank[4] for rank in ranks) == 2 * 8 * expert_bytes, "every expert of two layers is held once"
 
 

@@ -38,6 +38,7 @@ COUNTS = 0
 SUMMING = 16
 """Topics of meetings: counts of a forward; the sums of a layer, by index from there on."""
 
+
 class Sharing:
     """Sharing of experts within one group of ranks; all methods are collective over it unless they say otherwise.
 
