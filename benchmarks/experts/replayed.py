@@ -88,6 +88,7 @@ class Contender:
         self.name, self.measured, self._stage, self._model = name, Measured(), stage, model
         first = (Lanes.local if name == "local" else Lanes.static)(stage.num_ranks, stage.sizes.num_experts)
         self._lanes = dict.fromkeys(range(stage.sizes.blocks), first)
+        self._earlier: dict[int, Tensor] = {}
 
     def run(self, tables: Sequence[Sequence[Tensor]], *, counted: bool) -> None:
         """Run a batch, which plans the next one meanwhile."""
@@ -96,12 +97,14 @@ class Contender:
             tables, self._lanes, self._plan if planned else None, self._reroute if self.name == "lanes" else None
         )
         self._lanes |= batch.shared.plans
+        self._earlier = dict(batch.shared.rows)
         if counted:
             self.measured.add(batch, tables, self._stage.sizes)
 
     def _plan(self, layer: int, rows: list[list[int]]) -> Lanes:
         began = time.thread_time()
-        found = plan(self.name, rows, self._model, present=self._lanes[layer])
+        earlier = self._earlier[layer].tolist() if self._earlier else None
+        found = plan(self.name, rows, self._model, present=self._lanes[layer], earlier=earlier)
         self.measured.plan_cpu_s.append(time.thread_time() - began)
         return found
 
