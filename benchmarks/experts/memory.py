@@ -70,7 +70,7 @@ class Transient:
 def alive() -> list[Tensor]:
     """All tensors, with their gradients."""
     gc.collect()
-    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.layout == torch.strided]
     return found + [each.grad for each in found if each.is_leaf and each.grad is not None]
 
 

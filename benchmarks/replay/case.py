@@ -19,12 +19,11 @@ from benchmarks.replay.clocks import Costs
 from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.equations import EQUATIONS
 from benchmarks.traces.models import MODELS
-from dynpipe_ds.partition import balanced, register_partitioner
+from dynpipe_ds.partition import balanced, partitioner_names, register_partitioner
 from dynpipe_ds.simulation import Workload
 
 PROBED = "probed"
 """The paper's partitioner, by name at run time."""
-register_partitioner(PROBED, probed)
 LOAD_MODELS = {**MODELS, **EQUATIONS}
 PARAMETERS_A_LAYER = 50_000  # of a replay layer, on the mean; the trace's are scaled down to it
 CALIBRATION = Path(__file__).parent / "calibration.json"
@@ -68,6 +67,8 @@ class Method:
         section["profile_every"] = 1  # results say what every batch took
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
+        if self.partitioner == PROBED and PROBED not in partitioner_names():
+            register_partitioner(PROBED, probed)  # on every rank that runs it, and nowhere else
         section |= {"partitioner": self.partitioner, "cost": self.cost}
         if not self.auto:
             # A fixed interval, one profiled batch, any gain: what DynMo does.

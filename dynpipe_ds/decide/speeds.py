@@ -113,7 +113,7 @@ class Speeds:
         usual = [math.exp(-self._replicas.mean(stage)) for stage in range(self._num_stages)]
         newest = tuple(cost * usual[stage] for cost, stage in zip(costs, stages, strict=True))
         if self._costs and self._is_change(newest):
-            self._costs.clear()
+            self.expect_change()
         self._costs.append((batch, newest))
         if self._before is not None and len(self._costs) >= _LEAST_BATCHES:
             before = [costs for number, costs in self._before[1] if number > batch - _SPAN]
@@ -137,7 +137,7 @@ class Speeds:
         ]
 
     def expect_change(self) -> None:
-        """Layers were frozen, replaced or thawed: what they took before tells nothing of workers."""
+        """Layers have changed: what they took before tells nothing of workers."""
         self._costs.clear()
         self._before = None
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.paper.algorithms import diffuse, partition, probed, repack
-from benchmarks.replay.case import PROBED
-from dynpipe_ds.partition import get_partitioner, optimal, run_partitioner
+from dynpipe_ds.partition import optimal, run_partitioner
 
 
 def costs_of(seed: int, count: int) -> list[float]:
@@ -45,9 +44,8 @@ def test_a_coarse_tolerance_shows() -> None:
 
 
 def test_a_pipeline_that_runs_has_no_empty_stages() -> None:
-    fn = get_partitioner(PROBED)
-    assert list(run_partitioner(fn, [5.0, 1.0, 1.0, 1.0, 0.0], 4).boundaries) == [0, 1, 3, 4, 5]
-    assert list(run_partitioner(fn, [0.0] * 8, 4).boundaries) == [0, 2, 4, 6, 8]
+    assert list(run_partitioner(probed, [5.0, 1.0, 1.0, 1.0, 0.0], 4).boundaries) == [0, 1, 3, 4, 5]
+    assert list(run_partitioner(probed, [0.0] * 8, 4).boundaries) == [0, 2, 4, 6, 8]
 
 
 def test_diffusion_sends_the_least_layer_to_the_least_loaded_rank_of_all() -> None:

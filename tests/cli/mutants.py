@@ -167,7 +167,7 @@ def clip_on_one_stage_only(patches: Patches) -> None:
 
 @mutant("fp32", "gradient norm")
 def norm_of_the_first_stage(patches: Patches) -> None:
-    patches.put(GradientNorm, "_counts", lambda self, parameter: self._grid.get_pipe_parallel_rank() == 0)
+    patches.put(GradientNorm, "_counts", lambda self, parameter, replica: self._grid.get_pipe_parallel_rank() == 0)
 
 
 @mutant("ZeRO-1", "gradient norm")
@@ -180,7 +180,7 @@ def norm_of_the_own_stage(patches: Patches) -> None:
 
 @mutant("fp32", "gradient norm")
 def tied_weights_counted_twice(patches: Patches) -> None:
-    patches.put(GradientNorm, "_counts", lambda self, parameter: True)
+    patches.put(GradientNorm, "_counts", lambda self, parameter, replica: True)
 
 
 @mutant("ZeRO-1", "gradient norm")

@@ -26,7 +26,7 @@ def test_a_table_has_every_key_with_default_rule_and_meaning() -> None:
     assert [row[0].strip("`") for row in rows] == list(DynamicPipelineConfig.model_fields)
     assert all(len(row) == 4 and all(row) for row in rows)
     row = {row[0]: row for row in rows}["`min_gain`"]
-    assert row[1:3] == ["`0.01`", "a number from 0 up to, but not including, 1"]
+    assert row[1:3] == ["`0.003`", "a number from 0 up to, but not including, 1"]
     assert row[3].startswith("Least predicted gain")
 
 
