@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from dynpipe_ds.partition import registry
 
 
-@pytest.fixture(autouse=True)
-def own_partitioners(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def own_partitioners() -> Iterator[None]:
     """Replay makes the paper's partitioner known by name; other tests shall not see it."""
-    monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(registry, "_partitioners", dict(registry._partitioners))
+        yield
