@@ -84,6 +84,7 @@ class Balancer:
         self._sampling = Sampling(config.profile_every, max(SETTLED, config.profile_batches))
         self._decided_batch: int | None = None
         self._left: tuple[int, tuple[int, ...]] | None = None  # after which batch a move left which partition
+        self._waits_from = 0  # the batch after which a plan was found that waits
         self._num_failures = 0
         self._paused_until = 0
         self._held_until = 0.0  # so many batches must have been trained; inf: no number will do
@@ -182,8 +183,8 @@ class Balancer:
         Raises:
             Exception: what the method raises, a ``ValueError`` if no partition satisfies the constraints.
         """
-        if (back := self._back(batch, current)) is not None:
-            return back
+        if (known := self._back(batch, current) or self._again(batch, current)) is not None:
+            return known
         if not self.due(batch):
             return None
         profile = self.smoothed()
@@ -194,9 +195,26 @@ class Balancer:
         decision = self.judge(plan, profile, glances=glances)
         batch_s = self._config.horizon_batches * max(profile.stage_seconds(current, speeds=self.speeds))
         least_s = self._config.min_gain * batch_s * profile.num_micro_batches
-        if not decision.rebalance and decision.saved_s > max(decision.cost_s, least_s):
-            self.ordering.look_again()
+        if not decision.rebalance and not glances and decision.saved_s > max(decision.cost_s, least_s):
+            self.ordering.wait(plan.boundaries)
+            self._waits_from = batch
         return plan, decision
+
+    def _again(self, batch: int, current: Sequence[int]) -> tuple[Plan, Decision] | None:
+        """Judge the plan that waits by one more batch, which spares another search; a few batches long."""
+        boundaries, profile = self.ordering.waiting, self.smoothed()
+        if boundaries is None or profile is None:
+            return None
+        if batch < self._paused_until or self.is_held(batch) or set(self.pinned) & set(boundaries[1:-1]):
+            self.ordering.wait_no_more()
+            return None
+        plan = self.plan_of(boundaries, current, profile)
+        prospect = self.ordering.again(plan, profile)
+        decision = None if prospect is None else self._judged(plan, profile, prospect)
+        pays = decision is not None and decision.saved_s > decision.cost_s
+        if not pays or batch >= self._waits_from + EVIDENCE or (decision is not None and decision.rebalance):
+            self.ordering.wait_no_more()
+        return (plan, decision) if decision is not None and pays else None
 
     def _back(self, batch: int, current: Sequence[int]) -> tuple[Plan, Decision] | None:
         """Back to the partition before the last move of 'auto', if the batches since have shown that it was better.
@@ -324,6 +342,9 @@ class Balancer:
         prospect: Prospect | None = None
         if judges_seconds:
             prospect = (self.ordering.glance if glances else self.ordering.prospect)(plan, profile)
+        return self._judged(plan, profile, prospect)
+
+    def _judged(self, plan: Plan, profile: PipelineProfile, prospect: Prospect | None) -> Decision:
         cost_s = self._costs.expected_s(plan.bytes_to_move)
         decision = judge(plan, profile, self._history, self._config, cost_s, prospect)
         if decision.rebalance and self._config.rebalance_every == "auto":
@@ -356,6 +377,7 @@ class Balancer:
         self._moved_bytes = num_bytes
         self._decided_batch = batch
         self._num_failures = 0
+        self.ordering.wait_no_more()
         self.expect_change(of_layers=False)
 
     def record_cost(self, seconds: float) -> None:
@@ -423,6 +445,7 @@ class Balancer:
             "links": self._links.state_dict(),
             "decided_batch": self._decided_batch,
             "left": self._left,
+            "waits_from": self._waits_from,
             "num_failures": self._num_failures,
             "paused_until": self._paused_until,
             "held_until": self._held_until,
@@ -447,6 +470,7 @@ class Balancer:
         self._links.load_state_dict(kept.get("links", {}))
         left = kept.get("left")
         self._left = None if left is None else (left[0], tuple(left[1]))
+        self._waits_from = kept.get("waits_from", 0)
         self._num_failures = kept.get("num_failures", 0)
         self._paused_until = kept.get("paused_until", 0)
         self._held_until = kept.get("held_until", 0.0)

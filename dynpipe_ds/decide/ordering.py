@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -44,7 +45,7 @@ class Ordering:
         self._settled: list[float] | None = None  # what all was decided by, once it was
         self._searched = 0.0  # computations that the last plan could look at
         self._needed = 0.0  # computations that the next plan must be able to look at, since the last one gained nothing
-        self._looks_again = False
+        self._waiting: OrderedBatch | None = None  # found, pays, and not sure yet
 
     @property
     def order(self) -> Order | None:
@@ -97,7 +98,7 @@ class Ordering:
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed: measure halves anew."""
         self._halves.expect_change()
-        self._settled, self._needed = None, 0.0
+        self._settled, self._needed, self._waiting = None, 0.0, None
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, where they are known.
@@ -148,9 +149,38 @@ class Ordering:
         total_s = sum(seconds) or 1.0
         return [*(each / total_s for each in seconds), self._orders.correction, profile.num_micro_batches]
 
-    def look_again(self) -> None:
-        """Plan after the next batch, too: another partition pays, but is not confirmed yet."""
-        self._looks_again = True
+    @property
+    def waiting(self) -> tuple[int, ...] | None:
+        """Boundaries of a plan that pays, but was not sure when it was found."""
+        return None if self._waiting is None else self._waiting.boundaries
+
+    def wait(self, boundaries: Sequence[int]) -> None:
+        """Keep a plan for the batches that will show whether it is right: to find it took long.
+
+        Args:
+            boundaries: of the plan.
+        """
+        if self._orders.knows(boundaries):
+            found = self._orders.known(boundaries)
+            self._waiting = replace(found, planned=self._orders.written(found))
+
+    def wait_no_more(self) -> None:
+        """Forget the plan that waits."""
+        self._waiting = None
+
+    def again(self, plan: Plan, profile: PipelineProfile) -> Prospect | None:
+        """What the plan that waits promises by now.
+
+        Args:
+            plan: its partition.
+            profile: with halves; its boundaries are the present partition.
+
+        Returns:
+            The prospect; ``None`` where the plan can't be run any more.
+        """
+        assert self._waiting is not None, "asked where a plan waits"
+        seconds = self._orders.again(profile, self._waiting)
+        return None if seconds is None else self._prospect(plan, profile, *seconds)
 
     def can_glance(self) -> bool:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
@@ -199,11 +229,14 @@ class Ordering:
         present, planned = (self._orders.best(profile, cuts) for cuts in (profile.boundaries, plan.boundaries))
         if present.planned is None and planned.planned is None:
             return None
-        gain = 1.0 - planned.seconds / present.seconds if present.seconds else 0.0
+        return self._prospect(plan, profile, present.seconds, planned.seconds)
+
+    def _prospect(self, plan: Plan, profile: PipelineProfile, present_s: float, planned_s: float) -> Prospect:
+        gain = 1.0 - planned_s / present_s if present_s else 0.0
         gains = self._history.ordered_gains(
             profile.boundaries, plan.boundaries, self._halves.fill, profile, gain
         )
-        return Prospect(present.seconds, planned.seconds, gains)
+        return Prospect(present_s, planned_s, gains)
 
     def choose(self, profile: PipelineProfile | None, boundaries: Sequence[int]) -> Order | None:
         """The best order for a partition.
@@ -219,7 +252,7 @@ class Ordering:
             if profile is not None and tuple(boundaries) != profile.boundaries:
                 self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
-        self._settled, self._looks_again = None if self._looks_again else self._state(), False
+        self._settled = self._state()
         best, least = self._orders.best(profile, boundaries), self._orders.least_effort(profile)
         self._searched = max(least, self._orders.effort + self._orders.spent)
         gains = tuple(boundaries) != profile.boundaries or self._orders.gain > NEWS
@@ -239,10 +272,11 @@ class Ordering:
 
     def state_dict(self) -> dict[str, Any]:
         """All that it knows, plain values."""
+        waiting = self._waiting
         return {
             "halves": self._halves.state_dict(), "orders": self._orders.state_dict(), "settled": self._settled,
-            "looks_again": self._looks_again, "needed": self._needed,
-            "searched": self._searched,
+            "needed": self._needed, "searched": self._searched,
+            "waiting": waiting and (waiting.boundaries, None if waiting.planned is None else str(waiting.planned)),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
@@ -255,8 +289,11 @@ class Ordering:
         self._halves.load_state_dict(state.get("halves", {}))
         self._orders.load_state_dict(state.get("orders", {}) if same_stages else {})
         self._settled = state.get("settled") if same_stages else None
-        self._looks_again, self._needed = state.get("looks_again", False), state.get("needed", 0.0)
-        self._searched = state.get("searched", 0.0)
+        self._needed, self._searched = state.get("needed", 0.0), state.get("searched", 0.0)
+        self._waiting = None
+        if same_stages and state.get("waiting"):
+            boundaries, order = state["waiting"]
+            self._waiting = OrderedBatch(tuple(boundaries), None if order is None else Order.parse(order), 0.0)
 
 
 def _splits(order: Order | None) -> bool:

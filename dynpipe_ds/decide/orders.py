@@ -91,7 +91,7 @@ class Orders:
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self.spent, self.gain = 0, 0.0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
-        self._kept: Timetable | None = None
+        self._kept: list[Timetable] = []
         self._newest_batch = self._looked_at = -1
         self._ran_on: tuple[int, ...] = ()
         self._batch_s = 0.0
@@ -189,6 +189,14 @@ class Orders:
         """
         return tuple(boundaries) in self._known
 
+    def known(self, boundaries: Sequence[int]) -> OrderedBatch:
+        """What was found.
+
+        Args:
+            boundaries: of a partition that it knows.
+        """
+        return self._known[tuple(boundaries)]
+
     def best(self, profile: PipelineProfile, boundaries: Sequence[int]) -> OrderedBatch:
         """The best order for a partition.
 
@@ -217,10 +225,7 @@ class Orders:
             boundaries: of the other one.
         """
         now = self._now(profile)
-        here_s, there_s = (
-            simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
-            for cuts in (profile.boundaries, boundaries)
-        )
+        here_s, there_s = (self._usual_s(profile, tuple(cuts)) for cuts in (profile.boundaries, boundaries))
         return here_s if now is None else now[0], there_s
 
     def together(
@@ -249,6 +254,37 @@ class Orders:
         for cuts, planned in noted.items():
             self._note(profile, cuts, planned)
         return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds)
+
+    def again(self, profile: PipelineProfile, found: OrderedBatch) -> tuple[float, float] | None:
+        """Seconds of a batch as it runs now, and as was found by an earlier profile; nothing is searched.
+
+        Args:
+            profile: with halves; its boundaries are the present partition.
+            found: an earlier plan of another one, its order written down.
+
+        Returns:
+            Both; ``None`` where the order is for other batches, or would hold too much by now.
+        """
+        order, cuts = found.planned, found.boundaries
+        now = self._now(profile)
+        present_s = now[0] if now else self._usual_s(profile, profile.boundaries)
+        if order is None:
+            there = OrderedBatch(cuts, None, self._usual_s(profile, cuts))
+        else:
+            assert isinstance(order, Order), "written down when it was kept"
+            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+            workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values, late=order.late)
+            if order.num_micro_batches != workload.num_micro_batches:
+                return None
+            timetable = self._timetable(order, workload)
+            if any(peak > cap for peak, cap in zip(timetable.peak_bytes(workload), caps, strict=True)):
+                return None
+            there = OrderedBatch(cuts, order, timetable.makespan_s(workload) * self.correction)
+        self._known[cuts] = there
+        return present_s, there.seconds
+
+    def _usual_s(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> float:
+        return simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
 
     def _note(self, profile: PipelineProfile, cuts: tuple[int, ...], planned: PlannedOrder | None) -> None:
         """Of a partition, which order is the best: what was planned, what runs now, or 1F1B."""
@@ -282,11 +318,14 @@ class Orders:
         return timetable.makespan_s(workload) * self.correction, timetable.peak_bytes(workload)
 
     def _timetable(self, order: Order, workload: Workload) -> Timetable:
-        """That of an order, kept for the next time."""
-        kept, frozen = self._kept, workload.frozen_boundaries
-        if kept is None or kept.order is not order or kept.frozen_boundaries != frozen:
-            self._kept = kept = Timetable(order, frozen)
-        return kept
+        """That of an order, kept for the next time; the newest two are: what runs, and what is about to."""
+        frozen = workload.frozen_boundaries
+        for kept in self._kept:
+            if kept.order is order and kept.frozen_boundaries == frozen:
+                return kept
+        made = Timetable(order, frozen)
+        self._kept = [made, *self._kept[:1]]
+        return made
 
     def written(self, batch: OrderedBatch) -> Order | None:
         """The order of a batch, written down if it is not yet.
