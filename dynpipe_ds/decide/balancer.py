@@ -210,7 +210,7 @@ class Balancer:
             return None
         plan = self.plan_of(boundaries, current, profile)
         prospect = self.ordering.again(plan, profile)
-        decision = None if prospect is None else self._judged(plan, profile, prospect)
+        decision = None if prospect is None else self._judged(plan, profile, prospect, batch - self._waits_from)
         pays = decision is not None and decision.saved_s > decision.cost_s
         if not pays or batch >= self._waits_from + EVIDENCE or (decision is not None and decision.rebalance):
             self.ordering.wait_no_more()
@@ -344,9 +344,11 @@ class Balancer:
             prospect = (self.ordering.glance if glances else self.ordering.prospect)(plan, profile)
         return self._judged(plan, profile, prospect)
 
-    def _judged(self, plan: Plan, profile: PipelineProfile, prospect: Prospect | None) -> Decision:
+    def _judged(
+        self, plan: Plan, profile: PipelineProfile, prospect: Prospect | None, num_unseen: int = 0
+    ) -> Decision:
         cost_s = self._costs.expected_s(plan.bytes_to_move)
-        decision = judge(plan, profile, self._history, self._config, cost_s, prospect)
+        decision = judge(plan, profile, self._history, self._config, cost_s, prospect, num_unseen)
         if decision.rebalance and self._config.rebalance_every == "auto":
             self._left = profile.batch, profile.boundaries
         return decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,6 +18,9 @@ FIRST_COST = 0.05
 
 Nothing is known of a move before there was one, and one that is put off for ever teaches nothing.
 """
+
+UNSEEN = 2
+"""Batches that a plan was not made from, which show its gain without what chance has added to it."""
 
 ROUNDING = 1e-9
 """Batches whose predicted seconds differ by a smaller share take equally long: sums round."""
@@ -59,7 +63,7 @@ class Prospect:
 
 def judge(
     plan: Plan, profile: PipelineProfile, history: History, config: DynamicPipelineConfig, cost_s: float | None,
-    prospect: Prospect | None = None,
+    prospect: Prospect | None = None, num_unseen: int = 0,
 ) -> Decision:
     """Decide on a plan.
 
@@ -70,6 +74,7 @@ def judge(
         config: the section.
         cost_s: seconds that the move is expected to take; ``None``: nothing is known yet.
         prospect: of planned orders; ``None``: both run 1F1B.
+        num_unseen: newest batches that the plan was not made from.
     """
     every = config.rebalance_every
     if tuple(plan.boundaries) == profile.boundaries:
@@ -98,6 +103,9 @@ def judge(
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":
         rebalance, reason = _pays(config, gains, noise, saved_s, cost_s, history.num_comparable)
+        if not rebalance and saved_s / num_batches >= 2.0 * cost_s > 0:  # a mistake costs less than another wait
+            shown = _is_shown(config, gains.by_batch[-num_unseen:], noise, num_unseen)
+            rebalance, reason = shown is not None, shown or reason
     else:
         rebalance = gain > 0 and gain >= config.min_gain
         compared = "reaches" if rebalance else "is less than"
@@ -124,3 +132,10 @@ def _pays(
         seen = median(gains.by_batch[-evidence:]) if gains.by_batch else 0.0
         return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
     return True, f"pays: {money}; gain confirmed by {num_batches} batches"
+
+
+def _is_shown(config: DynamicPipelineConfig, gains: Sequence[float], noise: float, num_unseen: int) -> str | None:
+    """Whether batches that the plan was not made from show that it is better: all of them, by half of the noise."""
+    if not UNSEEN <= num_unseen == len(gains) or min(gains) <= config.min_gain or median(gains) <= noise / 2:
+        return None
+    return f"gain {median(gains):.1%} shown by {num_unseen} batches that the plan was not made from"

@@ -346,3 +346,52 @@ def test_another_cut_is_taken_at_a_glance_when_planning_is_spent() -> None:
     deciding.ordering._orders.effort = 1e4
     run.train(deciding, 1, first=11)
     assert deciding.ordering.order is not None
+
+
+def until_a_plan_waits(seed: int) -> tuple[OnPaper, Balancer, np.random.Generator, int]:
+    """Noise of a tenth, and layers that become a little dearer at the end: a gain that one batch can't prove."""
+    random = np.random.default_rng(seed)
+    run, deciding = OnPaper([1.0] * 12, (0, 3, 6, 9, 12)), balancer(rebalance_every="auto")
+    for batch in range(200):
+        run.forward_s = noisy(random, batch)
+        run.train(deciding, 1, first=batch)
+        if deciding.ordering.waiting is not None:
+            return run, deciding, random, batch + 1
+    raise AssertionError("no plan had to wait")
+
+
+def noisy(random: np.random.Generator, batch: int) -> list[float]:
+    true = np.where(np.arange(12) >= 9, 1.0 + 0.4 * (batch >= 30), 1.0)
+    return list(true * (1.0 + 0.1 * random.standard_normal(12).clip(-2, 2)))
+
+
+def test_a_plan_that_is_not_sure_is_judged_again_without_another_search() -> None:
+    run, deciding, random, batch = until_a_plan_waits(1)
+    found, searched = deciding.ordering.waiting, deciding.ordering.num_looked_at
+    run.forward_s = noisy(random, batch)
+    run.train(deciding, 1, first=batch)
+    assert deciding.ordering.num_looked_at < searched / 4
+    assert run.boundaries == found or deciding.ordering.waiting in (found, None)
+
+
+def test_a_plan_waits_for_a_few_batches_only() -> None:
+    run, deciding, random, batch = until_a_plan_waits(2)
+    before = run.boundaries
+    for later in range(batch, batch + 5):
+        run.forward_s = noisy(random, 0)  # what it was found for is gone
+        run.train(deciding, 1, first=later)
+    assert run.boundaries != before or deciding.ordering.waiting is None
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_plan_that_waits_outlives_a_checkpoint(seed: int) -> None:
+    run, deciding, random, batch = until_a_plan_waits(seed)
+    other = balancer(rebalance_every="auto")
+    other.load_state_dict(deciding.state_dict())
+    twin = replace(run, orders=[], trials=[], seconds=[])
+    for later in range(batch, batch + 12):
+        run.forward_s = twin.forward_s = noisy(random, later)
+        run.train(deciding, 1, first=later)
+        twin.train(other, 1, first=later)
+        assert (run.boundaries, deciding.ordering.waiting) == (twin.boundaries, other.ordering.waiting)
+        assert str(deciding.ordering.order) == str(other.ordering.order)
