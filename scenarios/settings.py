@@ -22,10 +22,8 @@ _MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
 def config_folder() -> Path:
-    """Find ``conf/``: inside an installed package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "conf"
-    return installed if installed.is_dir() else here.parent / "conf"
+    """Find ``conf/``, which is beside this package."""
+    return Path(__file__).resolve().parents[1] / "conf"
 
 
 def load_deepspeed_json(name: str) -> dict[str, Any]:
