@@ -36,7 +36,9 @@ class Entry:
         for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
             monkeypatch.delenv(name, raising=False)
 
-    def _launch(self, module: str, overrides: Sequence[str], settings: LaunchSettings) -> int:
+    def _launch(
+        self, module: str, overrides: Sequence[str], settings: LaunchSettings, *, told: bool = False
+    ) -> int:
         assert module == "scenarios.train"
         self.launched.append(list(overrides))
         self.settings.append(settings)
@@ -51,7 +53,7 @@ class Entry:
             self._patch.setenv("RANK", str(rank))
         self._patch.setattr(sys, "argv", ["train.py", *words])
         with pytest.raises(SystemExit) as ended:
-            entry.start(self.jobs.append, "scenarios.train", sweeps=sweeps)
+            entry.start(self.jobs.append, "scenarios.train", sweeps=sweeps, resumes=True)
         assert isinstance(ended.value.code, int)
         return ended.value.code
 
