@@ -83,7 +83,7 @@ $(LOWEST)/.ready: setup.py dynpipe_ds/_versions.py
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check "$(TORCH_LOWEST)" numpy setuptools
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check --no-build-isolation "$(DEEPSPEED_LOWEST)"
-	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -e .
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -e '.[scenarios]'
 	@touch $@
 
 test-lowest: export PATH := $(CURDIR)/$(LOWEST)/bin:$(PATH)

@@ -1,6 +1,6 @@
-"""Write the tables of the JSON section's keys into the pages that show them.
+"""Write the tables of the JSON section's keys into the pages that show them, and the schema for editors.
 
-python docs/keys.py            rewrite what stands between the markers
+python docs/keys.py            rewrite what stands between the markers, and dynpipe.schema.json
 python docs/keys.py --check    say whether all are up to date (exit code 1 if not)
 
 Keys, defaults, rules and meanings are those of the config model: ``dynpipe_ds/config.py``,
@@ -20,6 +20,7 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.release.options import CallbackOptions, KubernetesOptions, SlurmOptions
 from dynpipe_ds.repacking.config import RepackConfig
+from dynpipe_ds.schema import json_schema
 from dynpipe_ds.sections import Section
 
 FOLDER = Path(__file__).resolve().parent
@@ -34,6 +35,8 @@ SECTIONS: dict[str, tuple[type[Section], str]] = {
 }
 
 PAGES = {"configuration.md": ("dynamic_pipeline", "repack"), "repacking.md": ("slurm", "kubernetes", "callback")}
+
+SCHEMA = FOLDER / "dynpipe.schema.json"
 
 # Texts in quotes, {words}, names with an underscore or a call's brackets.
 _CODE = re.compile(r'"[^"]+"|\{\w+\}|[\w.]*\w_\w[\w.]*\w(?:\(\w*\))?|[\w.]+\w\(\w*\)')
@@ -101,18 +104,25 @@ def rewritten(page: str) -> tuple[str, str]:
     return before, after
 
 
+def files() -> Iterator[tuple[Path, str, str]]:
+    """Every file that is written, as it is and as it should be."""
+    for page in PAGES:
+        yield FOLDER / page, *rewritten(page)
+    before = SCHEMA.read_text(encoding="utf-8") if SCHEMA.exists() else ""
+    yield SCHEMA, before, json.dumps(json_schema(), indent=1) + "\n"
+
+
 def main() -> None:
-    """Rewrite the pages, or check them."""
+    """Rewrite the files, or check them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page is out of date")
     check = parser.parse_args().check
-    for page in PAGES:
-        before, after = rewritten(page)
+    for file, before, after in files():
         if before == after:
             continue
         if check:
-            sys.exit(f"docs/{page} is out of date: python docs/keys.py")
-        (FOLDER / page).write_text(after, encoding="utf-8")
+            sys.exit(f"docs/{file.name} is out of date: python docs/keys.py")
+        file.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

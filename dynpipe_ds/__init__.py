@@ -9,57 +9,23 @@ out. Letters: L layers, S stages, M micro-batches.
 
 from __future__ import annotations
 
-from dynpipe_ds._command_line import is_command_line
-from dynpipe_ds.host.quiet import import_deepspeed_quietly
+from typing import TYPE_CHECKING, Any
 
-if is_command_line():  # before the first import of DeepSpeed, which writes to stdout
-    import_deepspeed_quietly()
-
-from dynpipe_ds.host import install  # noqa: E402
-
-if not is_command_line():  # `dynpipe doctor` must run where nothing may be trained, to say so
-    install.check_version()
-
-from dynpipe_ds.checkpoint import CheckpointError, keep_in_checkpoints  # noqa: E402
-from dynpipe_ds.engine import DynamicPipelineEngine, engine_class  # noqa: E402
-from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent  # noqa: E402
-from dynpipe_ds.host.install import init_distributed  # noqa: E402
-from dynpipe_ds.host.parts import LayerPart, split_layers, whole_layers  # noqa: E402
-from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile  # noqa: E402
-from dynpipe_ds.migration.replace import ParameterReplacement  # noqa: E402
-from dynpipe_ds.migration.transaction import MigrationError  # noqa: E402
-from dynpipe_ds.module import DynamicPipelineModule  # noqa: E402
-from dynpipe_ds.owning import Replica, building_replica, own_by_replica  # noqa: E402
-from dynpipe_ds.partition import register_partitioner  # noqa: E402
-from dynpipe_ds.ranks.fatal import FatalError, RankLostError  # noqa: E402
-from dynpipe_ds.repacking.live import RepackError  # noqa: E402
-
-install.install(DynamicPipelineModule, engine_class)
+from dynpipe_ds._command_line import is_entry
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CheckpointError",
-    "DynamicPipelineEngine",
-    "DynamicPipelineModule",
-    "FatalError",
-    "LayerPart",
-    "LayerProfile",
-    "MigrationError",
-    "Overhead",
-    "ParameterReplacement",
-    "PipelineProfile",
-    "RankLostError",
-    "RebalanceEvent",
-    "RepackError",
-    "RepackEvent",
-    "Replica",
-    "StageProfile",
-    "building_replica",
-    "init_distributed",
-    "keep_in_checkpoints",
-    "own_by_replica",
-    "register_partitioner",
-    "split_layers",
-    "whole_layers",
-]
+if TYPE_CHECKING or not is_entry():
+    from dynpipe_ds import _public
+    from dynpipe_ds._public import *  # noqa: F403
+
+    __all__ = _public.__all__
+else:  # see _public
+
+    def __getattr__(name: str) -> Any:
+        """A public name, or ``__all__``, imported when it is first asked for."""
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module("dynpipe_ds._public"), name)

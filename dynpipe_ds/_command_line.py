@@ -1,4 +1,4 @@
-"""Whether this process is the command line; imports nothing but the standard library."""
+"""How this process was started; imports nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from itertools import pairwise
 from pathlib import Path
 
 
+def is_entry() -> bool:
+    """Whether this process was started as ``dynpipe`` or ``python -m dynpipe_ds``."""
+    return _is_program() or _module() == "dynpipe_ds"
+
+
 def is_command_line() -> bool:
     """Whether this process was started as ``dynpipe`` or ``python -m dynpipe_ds``, or by that."""
-    program = Path(sys.argv[0]).stem if sys.argv else ""
-    modules = [module for flag, module in pairwise(sys.orig_argv) if flag == "-m"]
-    return program == "dynpipe" or any(m == "dynpipe_ds" or m.startswith("dynpipe_ds.cli.") for m in modules[:1])
+    return is_entry() or _module().startswith("dynpipe_ds.cli.")
+
+
+def _is_program() -> bool:
+    return bool(sys.argv) and Path(sys.argv[0]).stem == "dynpipe"
+
+
+def _module() -> str:
+    """The module that ``python -m`` runs; empty if it runs none."""
+    return next((module for flag, module in pairwise(sys.orig_argv) if flag == "-m"), "")

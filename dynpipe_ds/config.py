@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from dynpipe_ds.partition.registry import known_capabilities
 from dynpipe_ds.repacking.config import RepackConfig
-from dynpipe_ds.sections import Section, key, parse_bytes, read_section, show
+from dynpipe_ds.sections import AlsoText, Section, key, parse_bytes, read_section, show
 
 SECTION = "dynamic_pipeline"
 """Key of the section in the DeepSpeed JSON."""
@@ -30,6 +30,7 @@ def _each_parse_bytes(value: object) -> object:
 
 _NonNegativeInt = Annotated[int, Field(ge=0)]
 _PositiveInt = Annotated[int, Field(ge=1)]
+_Bytes = Annotated[int, Field(ge=1), AlsoText()]
 Hold = _PositiveInt | Literal["forever"]
 """For how many batches a partition that the user chose is not changed by itself."""
 _Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -125,7 +126,7 @@ class DynamicPipelineConfig(Section):
         example="1.5",
     )
     memory_cap_bytes: Annotated[
-        _PositiveInt | Annotated[list[_PositiveInt], Field(min_length=1)] | None,
+        _Bytes | Annotated[list[_Bytes], Field(min_length=1)] | None,
         BeforeValidator(_each_parse_bytes),
     ] = key(
         None,
@@ -167,7 +168,7 @@ class DynamicPipelineConfig(Section):
         rule="null or a whole number >= 0",
         example="1000",
     )
-    transfer_buffer_bytes: Annotated[int, Field(ge=2**20), BeforeValidator(parse_bytes)] = key(
+    transfer_buffer_bytes: Annotated[int, Field(ge=2**20), AlsoText(), BeforeValidator(parse_bytes)] = key(
         64 * 2**20,
         "Largest message in which weights and optimizer state travel between stages. More makes big moves faster and "
         "takes more memory.",

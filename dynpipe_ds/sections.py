@@ -19,7 +19,8 @@ _BYTE_UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
-_BYTES_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+_BYTES_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMGT]i?)?B)\s*", re.IGNORECASE)
+_BYTES_PATTERN = r"^\s*\d+(\.\d+)?\s*([KMGTkmgt][iI]?)?[Bb]\s*$"  # the same as a JSON schema has it
 
 SectionT = TypeVar("SectionT", bound="Section")
 Problems = dict[Any, list[str]]
@@ -40,6 +41,14 @@ def parse_bytes(value: object) -> object:
     if match is None:
         return value
     return int(Decimal(match[1]) * _BYTE_UNITS[match[2].upper()])
+
+
+class AlsoText:
+    """Marks a number of bytes that :func:`parse_bytes` may have read from text, for JSON schemas."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """A number, or a size as text."""
+        return {"anyOf": [handler(schema), {"type": "string", "pattern": _BYTES_PATTERN}]}
 
 
 def key(default: Any, meaning: str, *, rule: str, example: str) -> Any:

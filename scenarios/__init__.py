@@ -7,7 +7,9 @@ the kernels (:mod:`scenarios.kernels`), the comparison of a static with a dynami
 (:mod:`scenarios.report`).
 """
 
-from scenarios.ranks import is_entry, quieten
+from scenarios.ranks import check_installed, end_quietly, is_entry, quieten
 
 if is_entry():
+    end_quietly()
+    check_installed()
     quieten()

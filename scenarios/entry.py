@@ -20,10 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from scenarios.begun import check, expected, found
 from scenarios.checking import read
+from scenarios.export import check_target
 from scenarios.launch import LaunchSettings, launch
+from scenarios.opening import opening, was_told
 from scenarios.overrides import explain
-from scenarios.ranks import is_rank, rank
+from scenarios.ranks import is_rank, num_ranks, rank
 from scenarios.scenario import build_layers, build_scenario
 from scenarios.settings import Settings, config_folder
 from scenarios.sweep import Sweep
@@ -32,13 +35,16 @@ _MULTIRUN = {"--multirun", "-m"}
 _GRACE_S = 30.0  # for the first rank to say what is wrong, before a launcher ends it because another rank has ended
 
 
-def start(job: Callable[[Settings], None], module: str, *, sweeps: bool = False) -> None:
+def start(
+    job: Callable[[Settings], None], module: str, *, sweeps: bool = False, resumes: bool = False
+) -> None:
     """Run an entry; what is no fault of the code ends in one line, not in a traceback.
 
     Args:
         job: trains; called on every rank.
         module: the entry's name, to start ranks with.
         sweeps: whether its results make a table (``--multirun``).
+        resumes: whether it goes on with an interrupted run that the output folder holds.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra itself would print what it has to say, and end each rank
     sweep = Sweep(module)
@@ -47,11 +53,11 @@ def start(job: Callable[[Settings], None], module: str, *, sweeps: bool = False)
     def task(config: DictConfig) -> None:
         try:
             if is_rank():
-                job(_settings(config))
+                _as_rank(job, _settings(config), resumes=resumes)
             elif HydraConfig.get().mode is RunMode.MULTIRUN:
                 _add_to(sweep, config, sweeps)
             else:
-                sys.exit(launch(module, HydraConfig.get().overrides.task, _checked(config)))
+                sys.exit(_launch(module, config, resumes=resumes))
         except ValueError as error:
             leave(str(error))
 
@@ -87,16 +93,40 @@ def _settings(config: DictConfig) -> Settings:
     return Settings.from_mapping(values)
 
 
-def _checked(config: DictConfig) -> LaunchSettings:
+def _as_rank(job: Callable[[Settings], None], settings: Settings, *, resumes: bool) -> None:
+    """Run the job in a process that a launcher has started; the first says what it is, unless that has been said."""
+    told = _opening(settings, num_ranks(), resumes=resumes)
+    if rank() == 0 and not was_told():
+        print(told, flush=True)
+    job(settings)
+
+
+def _opening(settings: Settings, ranks: int, *, resumes: bool) -> str:
+    """What the run says first; what all ranks would refuse together is refused here, before they wait for others."""
+    check_target(settings)
+    job = expected(settings, ranks)
+    stored = found(settings) if resumes else None
+    if stored is not None:
+        check(stored, job)
+    return opening(job, ranks, resumes=resumes)
+
+
+def _checked(config: DictConfig) -> tuple[Settings, LaunchSettings]:
     """Refuse here what all ranks would."""
     settings = _settings(config)
     build_layers(build_scenario(settings.scenario, settings.scenario_settings), settings.model)
     problems: list[str] = []
     values: Any = OmegaConf.to_container(config.launch, resolve=True)
-    found = read("launch", LaunchSettings, values, problems)
-    if found is None:
+    where = read("launch", LaunchSettings, values, problems)
+    if where is None:
         raise ValueError("; ".join(problems))
-    return found
+    return settings, where
+
+
+def _launch(module: str, config: DictConfig, *, resumes: bool) -> int:
+    settings, where = _checked(config)
+    print(_opening(settings, where.num_ranks, resumes=resumes), flush=True)
+    return launch(module, HydraConfig.get().overrides.task, where, told=True)
 
 
 def _add_to(sweep: Sweep, config: DictConfig, sweeps: bool) -> None:
@@ -107,7 +137,7 @@ def _add_to(sweep: Sweep, config: DictConfig, sweeps: bool) -> None:
     if any(override.lstrip("+").startswith("output_dir=") for override in overrides):
         raise ValueError("output_dir: each job of a sweep has a folder of its own; give hydra.sweep.dir=…")
     try:
-        launch_settings = _checked(config)
+        _, launch_settings = _checked(config)
     except ValueError as error:
         sweep.refuse(context.sweep.dir, overrides, str(error))
     else:

@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from deepspeed.accelerator import get_accelerator
+
+from scenarios.opening import TOLD
+from scenarios.ranks import ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,15 @@ class LaunchSettings:
             raise ValueError("; ".join(problems))
 
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over all machines."""
+        if self.hostfile is None:
+            return self.num_accelerators
+        lines = Path(self.hostfile).read_text(encoding="utf-8").splitlines()
+        return self.num_accelerators * sum(bool(line.partition("#")[0].strip()) for line in lines)
+
+
 def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettings) -> list[str]:
     """Return the command that runs a module on all ranks.
 
@@ -54,7 +67,7 @@ def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettin
     ]  # fmt: skip
 
 
-def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> int:
+def launch(module: str, arguments: Sequence[str], settings: LaunchSettings, *, told: bool = False) -> int:
     """Run a module on all ranks and wait.
 
     SIGTERM, SIGHUP and Ctrl-C ask the ranks to end, which save their state first; a second Ctrl-C ends them at once.
@@ -63,15 +76,27 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> i
         module: run as ``python -m``.
         arguments: its arguments.
         settings: where.
+        told: whether the ranks need not say what they train.
 
     Returns:
-        The launcher's exit code.
+        The launcher's exit code; 128 and the signal's number if the ranks ended because they were asked to.
     """
     # The launcher looks for ninja on the PATH, and warns of a device that it had to find.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path}
+    if told:
+        environment[TOLD] = "1"
+    with tempfile.TemporaryDirectory(prefix="scenarios-") as folder:
+        environment[ENDED] = f"{folder}/ended"
+        code, asked = _run(launch_command(module, arguments, settings), environment, module)
+        ended = (Path(folder) / "ended").exists()
+    return 128 + asked[0] if ended and asked else code
+
+
+def _run(command: list[str], environment: dict[str, str], module: str) -> tuple[int, list[int]]:
+    """Run the launcher; returns its exit code, and the signals that asked for an end."""
     # In a session of its own, or Ctrl-C would reach all processes and end them before they have saved anything.
-    process = subprocess.Popen(launch_command(module, arguments, settings), env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
     asked: list[int] = []
 
     def ask(number: int, _frame: object) -> None:
@@ -88,7 +113,7 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings) -> i
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
-        return process.wait()
+        return process.wait(), asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import signal
 import sys
 import warnings
 from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+ENDED = "SCENARIOS_ENDED"
+"""Environment variable of ranks that :mod:`scenarios.launch` has started: the file by which they say that they end
+because they were asked to. They may then end with exit code 0, for any other makes the launcher print its stack."""
 
 _hears_warnings = False
 
@@ -21,9 +30,47 @@ def rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 
 
+def num_ranks() -> int:
+    """Ranks over all machines; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
+
+
 def is_entry() -> bool:
     """Whether this process was started as ``python -m scenarios.…``, not by a program that imports ``scenarios``."""
     return any(option == "-m" and module.startswith("scenarios.") for option, module in pairwise(sys.orig_argv))
+
+
+def end_as_asked(number: int) -> NoReturn:
+    """End this rank because a signal asked for it, all being well.
+
+    Args:
+        number: the signal's.
+    """
+    file = os.environ.get(ENDED)
+    if file is not None:
+        Path(file).touch()
+    sys.stdout.flush()
+    sys.exit(128 + number if file is None else 0)
+
+
+def end_quietly() -> None:
+    """Before there is anything to save, let SIGTERM end a rank, and Ctrl-C any process, without a stack."""
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            shown(kind, error, where)
+
+    sys.excepthook = show
+    if is_rank() and ENDED in os.environ:
+        signal.signal(signal.SIGTERM, lambda number, _frame: end_as_asked(number))
+
+
+def check_installed() -> None:
+    """End with one line where the extra is not installed that these entries need."""
+    missing = [name for name in ("hydra", "omegaconf", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"error: {', '.join(missing)} can't be imported: pip install -e '.[scenarios]' in this repository")
 
 
 def quieten() -> None:

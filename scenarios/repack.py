@@ -24,6 +24,7 @@ from dynpipe_ds.reporting import format_table
 from scenarios.compare import Contender, build_contender
 from scenarios.data import Tokens, load_data
 from scenarios.entry import start
+from scenarios.opening import clear
 from scenarios.report.comparison import same_bits
 from scenarios.report.pictures import save_workers
 from scenarios.settings import Settings
@@ -132,6 +133,8 @@ def run(settings: Settings) -> None:
     start_distributed()
     tokens, _ = load_data(settings.data, settings.model.vocab_size)
     environment = describe(settings)
+    if dist.get_rank() == 0:
+        clear(Path(settings.output_dir))
     everyone = train(settings, tokens, repack=False)
     repacked = train(settings, tokens, repack=True)
     if dist.get_rank() == 0:

@@ -10,7 +10,6 @@ A moment counts once ``job.json``, replaced by a rename, names it; only then doe
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -26,24 +25,9 @@ import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
 from dynpipe_ds.ranks import together
+from scenarios.begun import JOB, Job, as_values, check, checkpoints_of, read, split_blocks_begun
 from scenarios.compare import Contender
 from scenarios.settings import Settings
-
-FOLDER = "checkpoints"
-_JOB = "job.json"
-
-# What may differ between the two parts of a run; another number of stages needs other values of the second kind.
-_FREE = ("output_dir", "run.batches", "run.num_stages", "run.threads", "run.save_every", "run.resume",
-         "run.validate_every", "run.validate_batches")  # fmt: skip
-_OF_STAGES = ("partition_method", "dynamic_partition_method", "deepspeed.dynamic_pipeline.stage_speeds")
-# These may differ as long as their product with the replicas, the samples of a batch, is the same.
-_OF_BATCH = tuple(
-    f"deepspeed.{key}"
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-)
-
-
-_SHOWN = {"scenario": "scenario.name", "scenario_settings": "scenario"}
 
 
 def in_words(trained: Sequence[int]) -> str:
@@ -60,11 +44,7 @@ def begun_with(settings: Settings) -> bool | None:
     Returns:
         Its value; ``None`` where there is no such run, or one that :meth:`JobCheckpoints.resume` will refuse.
     """
-    box: list[Any] = [None]
-    if settings.run.resume and dist.get_rank() == 0:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            stored = _read(Path(settings.output_dir) / FOLDER / _JOB)
-            box = [stored and stored["settings"]["model"].get("split_blocks", False)]
+    box = [split_blocks_begun(settings) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -89,7 +69,7 @@ class JobCheckpoints:
     def __init__(self, settings: Settings, contenders: Sequence[Contender]) -> None:
         self._settings = settings
         self._contenders = contenders
-        self._folder = Path(settings.output_dir) / FOLDER
+        self._folder = checkpoints_of(settings)
         self._saved_after = 0
         self.newest: str | None = None
         self._asked_to_end = False
@@ -131,13 +111,13 @@ class JobCheckpoints:
             ValueError: on every rank, if the file that names them can't be removed.
         """
         together(self._remove, self._device, lambda message: ValueError(
-            f"{self._folder / _JOB} can't be removed ({message}): the next run would be continued from there"
+            f"{self._folder / JOB} can't be removed ({message}): the next run would be continued from there"
         ))  # fmt: skip
 
     def _remove(self) -> None:
         if not self._first:
             return
-        file = self._folder / _JOB
+        file = self._folder / JOB
         if file.exists():  # first, since without it the others count for nothing
             file.unlink()
         for contender in self._contenders:
@@ -147,8 +127,8 @@ class JobCheckpoints:
 
     def _find(self) -> dict[str, Any] | None:
         """What the first rank reads, on every rank."""
-        file = self._folder / _JOB
-        box = [together(lambda: _read(file) if self._first else None, self._device, lambda message: ValueError(
+        file = self._folder / JOB
+        box = [together(lambda: read(file) if self._first else None, self._device, lambda message: ValueError(
             f"{file} can't be used ({message}); start anew with run.resume=false, or with another output_dir"
         ))]
         dist.broadcast_object_list(box, src=0)
@@ -156,25 +136,14 @@ class JobCheckpoints:
 
     def _check(self, stored: Mapping[str, Any]) -> None:
         """Refuse to go on as another job."""
-        now = self._description()
-        free = _FREE + _OF_BATCH + (_OF_STAGES if stored["num_stages"] != now["num_stages"] else ())
-        then = _flat(stored["settings"])
-        differences = _differences(then, _flat(now["settings"]), free)
-        if stored["samples"] != now["samples"]:
-            replicas = self._contenders[0].data.shape.num_replicas
-            differences.append(
-                f"samples a batch were {stored['samples']} and are {now['samples']} (change "
-                f"ds.gradient_accumulation_steps where the number of replicas, now {replicas}, differs)"
-            )
-        trained, batches = max(stored["trained"].values()), self._settings.run.batches
-        if trained > batches:
-            differences.append(f"{trained} batches are trained and run.batches is {batches}")
-        if differences:
-            raise ValueError(
-                f"{self._folder} holds an interrupted run with other settings: {'; '.join(differences)}. To "
-                "continue it, give the settings of then; to start anew, give another output_dir, or run.resume=false, "
-                "which discards it"
-            )
+        shape = self._contenders[0].data.shape
+        check(stored, Job(
+            settings=self._settings, num_stages=self._num_stages, num_replicas=shape.num_replicas, samples=shape.samples
+        ))  # fmt: skip
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self._contenders[0].engine.partition) - 1
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -227,7 +196,7 @@ class JobCheckpoints:
         """Let the moment count, and remove all others."""
         if not self._first:
             return
-        _replace(self._folder / _JOB, json.dumps({"tag": tag, **now}, indent=1) + "\n")
+        _replace(self._folder / JOB, json.dumps({"tag": tag, **now}, indent=1) + "\n")
         for contender in self._contenders:
             for other in (self._folder / contender.label).iterdir():
                 if other.name != tag:
@@ -237,42 +206,11 @@ class JobCheckpoints:
         """Say which job this is and how far it is, as values that JSON can hold."""
         shape = self._contenders[0].data.shape
         return {
-            "settings": json.loads(json.dumps(dataclasses.asdict(self._settings), default=str)),
-            "num_stages": len(self._contenders[0].engine.partition) - 1,
+            "settings": as_values(self._settings),
+            "num_stages": self._num_stages,
             "samples": shape.samples,
             "trained": {contender.label: len(contender.measured.losses) for contender in self._contenders},
         }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name nested values by their path; the scenario's settings as the command line has them."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        path = prefix + _SHOWN.get(key, key)
-        if not prefix and key.startswith("data_"):  # as a job's file had it before these were one value
-            path = f"data.{key.removeprefix('data_')}"
-        flat |= _flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return flat
-
-
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any], free: Sequence[str]) -> list[str]:
-    """Name the settings that differ, both values each."""
-    return [
-        f"{name} was {then.get(name, 'not set')} and is {now.get(name, 'not set')}"
-        for name in dict.fromkeys([*then, *now])
-        if name not in free and then.get(name) != now.get(name)
-    ]
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """Read what :meth:`JobCheckpoints._description` has written, and the tag; ``None`` if there is no such file."""
-    if not file.exists():
-        return None
-    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    missing = [key for key in ("tag", "settings", "num_stages", "samples", "trained") if key not in stored]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    return stored
 
 
 def _replace(file: Path, text: str) -> None:

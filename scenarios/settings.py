@@ -22,10 +22,8 @@ _MONITORS = ("tensorboard", "csv_monitor")  # those that write into a folder
 
 
 def config_folder() -> Path:
-    """Find ``conf/``: inside an installed package, or beside it in a checkout."""
-    here = Path(__file__).resolve().parent
-    installed = here / "conf"
-    return installed if installed.is_dir() else here.parent / "conf"
+    """Find ``conf/``, which is beside this package."""
+    return Path(__file__).resolve().parents[1] / "conf"
 
 
 def load_deepspeed_json(name: str) -> dict[str, Any]:
@@ -94,6 +92,7 @@ class RunSettings:
         resume: continue an interrupted run that is found in the output folder; ``False`` discards it.
         validate_every: batches of a run between two evaluations of the validation part; 0 for the end alone.
         validate_batches: batches of the validation part that are evaluated, spread evenly; ``None`` for all.
+        export: folder for the trained model, which must be empty or new; ``None``: the model is not kept.
     """
 
     batches: int = 62
@@ -105,6 +104,7 @@ class RunSettings:
     resume: bool = True
     validate_every: int = 0
     validate_batches: int | None = None
+    export: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse lengths without a meaning, all problems at once."""

@@ -2,11 +2,10 @@
 
     python -m scenarios.train scenario=freezing
     python -m scenarios.train --multirun scenario=freezing partition=uniform,parameters,optimal
-    deepspeed --no_local_rank --hostfile hosts --module scenarios.train scenario=freezing
 
-The first two start ranks of their own, as ``launch`` says. Configuration by Hydra, from ``conf/``; every value can be
-changed on the command line. A run that was
-interrupted goes on from its last checkpoint when it is started again with the same output folder.
+It starts its ranks itself, as ``launch`` says. Configuration by Hydra, from ``conf/``; every value can be
+changed on the command line. A run that was interrupted goes on from its last checkpoint when it is started again with
+the same output folder.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from dynpipe_ds.ranks import explaining_lost_ranks
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
+from scenarios.export import export
 from scenarios.machine import Reading, as_values, busy_words, count, since
-from scenarios.ranks import hear_warnings, rank
+from scenarios.opening import clear
+from scenarios.ranks import end_as_asked, hear_warnings, rank
 from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
 from scenarios.resume import InterruptedRunError, JobCheckpoints, begun_with, in_words
@@ -107,8 +109,8 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
     )  # fmt: skip
     with bar:
         for contender, batch in train_in_turns(contenders, settings, checkpoints.after_turn):
-            if first and contender is dynamic and batch in says_after and contender.notes() != notes:
-                notes = contender.notes()
+            if first and contender is dynamic and batch in says_after and telling(contender.notes()) != notes:
+                notes = telling(contender.notes())
                 values = ", ".join(f"{name}: {value}" for name, value in notes.items())
                 tqdm.write(f"after batch {batch + 1}: {values}", file=sys.stdout)
             rate = contender.data.shape.tokens / contender.measured.batches_s[-1]
@@ -123,6 +125,11 @@ def train(settings: Settings, contenders: tuple[Contender, Contender], checkpoin
                 tqdm.write(f"after batch {batch + 1}: {contender.label} validation {values}", file=sys.stdout)
         for contender in contenders:
             contender.validate()
+
+
+def telling(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """The notes that say something: "frozen layers: 0 of 14" does not."""
+    return {name: value for name, value in notes.items() if not re.match(r"0(\.0*)?(%| |$)", str(value))}
 
 
 def refresh_s() -> float:
@@ -222,12 +229,17 @@ def run(settings: Settings) -> None:
         if trained is not None and dist.get_rank() == 0:
             after, batches = in_words(trained), settings.run.batches
             print(f"continuing an interrupted run after batch {after} of {batches}", flush=True)
+        if dist.get_rank() == 0:
+            clear(Path(settings.output_dir))
         before = count()
         train(settings, contenders, checkpoints)
         machine = since(before)
         runs = [contender.summary() for contender in contenders]
         if dist.get_rank() == 0:
             save(settings, contenders, runs, machine)
+        export(contenders[1].engine, contenders[1].scenario, settings)
+        if settings.run.export is not None and dist.get_rank() == 0:
+            print(f"trained model:              {settings.run.export}")
         checkpoints.discard()
     except RuntimeError:
         with explaining_lost_ranks("the job was trained", lambda: checkpoints.newest):
@@ -242,10 +254,10 @@ def main(settings: Settings) -> None:
     except InterruptedRunError as error:
         if rank() == 0:
             print(f"\n{error}", flush=True)
-        sys.exit(128 + signal.SIGTERM)
+        end_as_asked(signal.SIGTERM)
     except FatalError as error:
         sys.exit(f"error: {error}; the same command continues from the last checkpoint of both runs, if there is one")
 
 
 if __name__ == "__main__":
-    start(main, "scenarios.train", sweeps=True)
+    start(main, "scenarios.train", sweeps=True, resumes=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("dynpipe_ds", "scenarios")
-FOLDERS = (*PACKAGES, "benchmarks", "conf", "docs", "tests")
+FOLDERS = ("dynpipe_ds", "scenarios", "benchmarks", "conf", "docs", "tests")
 FILES = sorted(
     path.name for path in ROOT.iterdir()
     if path.suffix in (".cff", ".in", ".md", ".py", ".toml") or path.name in ("LICENSE", "Makefile")
@@ -79,14 +79,46 @@ def test_the_sdist_holds_what_tests_and_documentation_need(sdist: Path) -> None:
     assert not [name for name in held if ".pyc" in name or name.startswith(("outputs/", ".venv/"))]
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """Nothing but ``dynpipe_ds`` lands in site-packages: no ``scenarios``, no ``conf``, no ``tests``."""
     with zipfile.ZipFile(wheel) as opened:
         held = set(opened.namelist())
-    modules = {path for package in PACKAGES for path in sources(package, ".py")}
-    configuration = {f"scenarios/{path}" for path in sources("conf", ".yaml", ".json")}
-    assert len(modules) > 100 and len(configuration) > 20
+    modules = sources("dynpipe_ds", ".py")
+    assert len(modules) > 100
     beside = {name for name in held if ".dist-info/" not in name}
-    assert beside == {*modules, *configuration, "dynpipe_ds/py.typed"}
+    assert {name.split("/")[0] for name in beside} == {"dynpipe_ds"}
+    assert beside == {*modules, "dynpipe_ds/py.typed"}
+
+
+def read_metadata(source: Path, output: Path) -> email.message.Message:
+    """What a build of these sources would say of itself."""
+    folder = build("prepare_metadata_for_build_wheel", source, output)
+    return email.message_from_bytes((folder / "METADATA").read_bytes())
+
+
+def links(description: str) -> list[str]:
+    """Where a description's links and pictures lead, code left out."""
+    text = re.sub(r"```.*?```", "", description, flags=re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+def test_a_package_index_gets_no_relative_link(sdist: Path, tmp_path: Path) -> None:
+    """With the repository's address in CITATION.cff they lead there; without it they are text."""
+    assert any(not target.startswith("http") for target in links((ROOT / "README.md").read_text(encoding="utf-8")))
+    copy = shutil.copytree(sdist, tmp_path / "copy")
+    citation = (copy / "CITATION.cff").read_text(encoding="utf-8")
+    without = re.sub(r"^repository-code:.*\n", "", citation, flags=re.MULTILINE)
+    for given in ("", "https://example.org/dynpipe"):
+        file = without + f'repository-code: "{given}"\n' * bool(given)
+        (copy / "CITATION.cff").write_text(file, encoding="utf-8")
+        metadata = read_metadata(copy, tmp_path / f"made{len(given)}")
+        description, urls = metadata.get_payload(), dict(u.split(", ") for u in metadata.get_all("Project-URL", []))
+        targets = [target for target in links(description) if not target.startswith("#")]
+        assert all(re.match(r"https?://", target) for target in targets), targets
+        assert urls["Paper that it follows"] == "https://arxiv.org/abs/2505.14864"
+        assert ("Source" in urls) == bool(given) == any(target.startswith(given or "-") for target in targets)
+        files = [t.removeprefix(f"{given}/blob/main/").partition("#")[0] for t in targets if "/blob/main/" in t]
+        assert all((ROOT / name).exists() for name in files)
 
 
 def test_the_metadata(wheel: Path) -> None:
@@ -98,9 +130,9 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Name"] in ("dynpipe_ds", "dynpipe-ds") and metadata["License-File"] == "LICENSE"
     assert metadata["Requires-Python"] == ">=3.10" and metadata["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in metadata.get_all("Classifier", []) and metadata["Keywords"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"kubernetes", "data", "hf", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"kubernetes", "data", "hf", "scenarios", "docs", "dev"}
     needed = {line.split(">")[0].split("<")[0] for line in metadata.get_all("Requires-Dist", []) if ";" not in line}
-    assert {"torch", "deepspeed", "hydra-core", "ninja"} <= needed
+    assert {"torch", "deepspeed", "pydantic", "ninja"} <= needed and not {"hydra-core", "tqdm"} & needed
     assert "dynpipe = dynpipe_ds.cli.main:main" in scripts
 
 
@@ -121,16 +153,12 @@ def installed(wheel: Path, folder: Path, *command: str) -> str:
 
 @pytest.mark.exhaustive
 def test_an_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
-    """The command line with the processes that it starts, the training entry with its configuration, data."""
-    where = "import dynpipe_ds, scenarios; print(dynpipe_ds.__file__, scenarios.__file__)"
-    files = installed(wheel, tmp_path, "-c", where).splitlines()[-1]  # DeepSpeed may say something before
-    assert all(path.startswith(str(tmp_path)) for path in files.split()), files
+    """The command line with the processes that it starts."""
+    where = "import dynpipe_ds; print(dynpipe_ds.__file__)"
+    file = installed(wheel, tmp_path, "-c", where).splitlines()[-1]  # DeepSpeed may say something before
+    assert file.startswith(str(tmp_path)), file
     assert "doctor" in installed(wheel, tmp_path, "-m", "dynpipe_ds", "--help")
     numerics = "from dynpipe_ds.cli.numerics import check_numerics; print({c.status for c in check_numerics()})"
     assert "{'ok'}" in installed(wheel, tmp_path, "-c", numerics)
-    composed = installed(wheel, tmp_path, "-m", "scenarios.train", "--cfg", "job", "scenario=moe", "model=gpt_small")
-    assert "num_experts:" in composed
-    (tmp_path / "elsewhere" / "text.txt").write_text("Some text.\n" * 100, encoding="utf-8")
-    told = installed(wheel, tmp_path, "-m", "scenarios.prepare", "text.txt", "prepared")
-    assert "data=memmap data.path=prepared" in told
-    assert json.loads((tmp_path / "elsewhere/prepared/prepared.json").read_text())["num_documents"] == 1
+    values = json.loads(installed(wheel, tmp_path, "-m", "dynpipe_ds", "demo", "--json"))
+    assert values["good"] and values["moves"]

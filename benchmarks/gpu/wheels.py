@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOTS = ("dynpipe_ds", "pytest", "pytest-timeout")
+EXTRAS = {"dynpipe-ds": "scenarios"}
 NOT_FROM_HERE = ("torch", "triton")
 """torch comes as the device needs it, with what it needs; the project itself is run from its checkout."""
 
@@ -43,7 +44,7 @@ def pins() -> list[str]:
 def _needs(name: str) -> Iterator[str]:
     for text in requires(name) or ():
         requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": EXTRAS.get(name, "")}):
             yield requirement.name
 
 

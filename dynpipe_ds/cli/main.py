@@ -6,35 +6,63 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import dynpipe_ds
-from dynpipe_ds.cli import doctor, plan, profile, simulate, try_script
-from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError
+from dynpipe_ds.cli.command import OK, PROBLEMS, USAGE, Parser, ProblemError, UsageError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
+COMMANDS = {
+    "demo": ("demo", "move layers between two processes of this machine, in a minute"),
+    "doctor": ("doctor", "check this machine and a configuration"),
+    "try": ("try_script", "run an existing script with and without moving layers"),
+    "profile": ("profile", "measure the layers of a model on this device"),
+    "plan": ("plan", "choose stage boundaries for a profile, and the order of forwards and backwards"),
+    "simulate": ("simulate", "show one batch of a partition in time"),
+    "schema": ("schema", "print the JSON schema of the \"dynamic_pipeline\" section, for editors"),
+}
+"""Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
+
 _MORE = """
-Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers
-cost?), plan (where to cut?), simulate (who waits for whom?), then train.
+See it work: demo. With a model of yours: doctor (is this machine ready?), try (does my script keep its losses?),
+profile (what do my layers cost?), plan (where to cut?), simulate (who waits for whom?), then train.
 """
 
 
-def build_parser() -> Parser:
-    """Build the parser of all commands."""
+def build_parser(wanted: str | None = None) -> Parser:
+    """Build the parser of all commands.
+
+    Args:
+        wanted: the only command that will be parsed, so that no other one is imported; ``None``: any.
+    """
     parser = Parser(
         prog="dynpipe", description=f"Dynamic pipeline parallelism for DeepSpeed.\n{_MORE}",
         epilog="'dynpipe COMMAND --help' has examples.",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (doctor, try_script, profile, plan, simulate):
-        command.add_parser(commands)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for name, (module, what) in COMMANDS.items():
+        if wanted in (None, name):
+            import_module(f"dynpipe_ds.cli.{module}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=what)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of a command line, else of the process's own, and return its exit code."""
-    parsed, unknown = build_parser().parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    wanted = next((word for word in given if not word.startswith("-")), "")
+    if wanted in COMMANDS:
+        import_module("dynpipe_ds._public")  # not before: it takes seconds, which --help does not need
+    parser = build_parser(wanted)
+    parsed, unknown = parser.parse_known_args(given)
+    if parsed.command is None:
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.print_help()
+        return OK
     if unknown:
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from dynpipe_ds.cli import main
 from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "profile", "plan", "simulate")
+COMMANDS = ("doctor", "profile", "plan", "simulate", "schema")
 _FOLLOWS = r"(?:^|\n)\s*(dynpipe [^\n]+)"
 
 
@@ -28,7 +30,7 @@ def test_the_examples_of_the_help_run(command: str, dynpipe: Command) -> None:
     assert len(examples) >= 2
     assert "exit codes: 0" in text
     for example in examples:
-        done = dynpipe(*shlex.split(example)[1:])
+        done = dynpipe(*shlex.split(example.partition(" > ")[0])[1:])
         # A machine may lack a compiler, say: the doctor's answer is then an answer, too.
         assert done.code in ((0, 1) if command == "doctor" else (0,)), f"{example}: {done.err}"
         if "--json" in example:
@@ -54,17 +56,53 @@ def test_the_commands_of_the_documentation_run(dynpipe: Command) -> None:
 
 
 def test_help_names_every_command(dynpipe: Command) -> None:
-    """The exit codes, too; and the version."""
+    """The exit codes, too; and the version. Without arguments there is the same help."""
     done = dynpipe("--help")
     assert done.code == 0 and "exit codes: 0" in done.out
-    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in (*COMMANDS, "try"))
+    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in main.COMMANDS)
     assert re.match(r"dynpipe_ds \d", dynpipe("--version").out)
+    assert dynpipe() == done
+
+
+def test_the_help_says_of_each_command_what_the_command_says() -> None:
+    """Though it imports none of them."""
+    assert main.build_parser("").format_help() == main.build_parser().format_help()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("--version",), ("pln",)], ids=" ".join)
+def test_help_imports_neither_torch_nor_deepspeed(arguments: tuple[str, ...]) -> None:
+    """So it is there at once: in half a second of processor time, most of it Python's own start."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "dynpipe_ds", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "dynpipe_ds.cli.main" in imported and "dynpipe_ds._public" not in imported
+    assert not {name for name in imported if name.split(".")[0] in ("torch", "deepspeed", "numpy", "pydantic")}
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_the_command_line_has_all_public_names_when_they_are_asked_for() -> None:
+    code = (
+        "import sys; sys.argv = ['/usr/bin/dynpipe']\n"
+        "import dynpipe_ds; assert 'torch' not in sys.modules\n"
+        "from dynpipe_ds import telling, DynamicPipelineModule\n"
+        "print(sorted(set(dynpipe_ds.__all__) - {name for name in dynpipe_ds.__all__ if getattr(dynpipe_ds, name)}))\n"
+        "print(hasattr(dynpipe_ds, 'Nothing'), hasattr(dynpipe_ds, '_nothing'), len(dynpipe_ds.__all__) > 20)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-3:] == ["[]", "False False True", ""], done.stderr
 
 
 @pytest.mark.parametrize(
     ("line", "code", "told"),
     [
-        ("", 2, "COMMAND"),
+        ("--jsn", 2, "unrecognized arguments: --jsn; see dynpipe --help"),
         ("pln profile.json", 2, "invalid choice: 'pln'"),
         ("plan", 2, "profile"),
         ("plan nowhere.json --stages 2", 2, "nowhere.json: no such file; write one with 'dynpipe profile'"),

@@ -14,11 +14,12 @@ import pytest
 
 from dynpipe_ds.cli.checks import Check
 from dynpipe_ds.cli.numerics import check_numerics, rank
-from dynpipe_ds.cli.numerics.check import check_mode, start, wait
+from dynpipe_ds.cli.numerics.check import check_mode
 from dynpipe_ds.cli.numerics.compare import compare, merge
 from dynpipe_ds.cli.numerics.model import COURSES, MODES, Mode
 from dynpipe_ds.cli.numerics.record import NORM, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.numerics.reference import train_undivided
+from dynpipe_ds.cli.pair import start, wait
 from dynpipe_ds.cli.running import Processes
 from tests.cli.conftest import Command
 from tests.cli.mutants import MUTANTS, Patches

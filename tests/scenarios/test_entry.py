@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 
 from scenarios import entry, sweep
 from scenarios.launch import LaunchSettings, launch_command
-from scenarios.settings import Settings
+from scenarios.opening import TOLD
+from scenarios.settings import Settings, config_folder
+from tests.scenarios.test_opening import interrupted
 
 ROOT = Path(__file__).parents[2]
 Result = tuple[int, list[Settings], list[tuple[str, list[str], LaunchSettings]]]
@@ -28,15 +32,17 @@ class Entry:
         self.launched: list[list[str]] = []
         self.settings: list[LaunchSettings] = []
         self.exit_codes = [0]
-        self._patch = monkeypatch
+        self.patch = monkeypatch
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         monkeypatch.setattr(entry, "_GRACE_S", 0.0)
         for module in (entry, sweep):
             monkeypatch.setattr(module, "launch", self._launch)
-        for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        for name in ("RANK", "OMPI_COMM_WORLD_RANK", "WORLD_SIZE", TOLD):
             monkeypatch.delenv(name, raising=False)
 
-    def _launch(self, module: str, overrides: Sequence[str], settings: LaunchSettings) -> int:
+    def _launch(
+        self, module: str, overrides: Sequence[str], settings: LaunchSettings, *, told: bool = False
+    ) -> int:
         assert module == "scenarios.train"
         self.launched.append(list(overrides))
         self.settings.append(settings)
@@ -48,10 +54,10 @@ class Entry:
 
     def __call__(self, *words: str, rank: int | None = None, sweeps: bool = True) -> int:
         if rank is not None:
-            self._patch.setenv("RANK", str(rank))
-        self._patch.setattr(sys, "argv", ["train.py", *words])
+            self.patch.setenv("RANK", str(rank))
+        self.patch.setattr(sys, "argv", ["train.py", *words])
         with pytest.raises(SystemExit) as ended:
-            entry.start(self.jobs.append, "scenarios.train", sweeps=sweeps)
+            entry.start(self.jobs.append, "scenarios.train", sweeps=sweeps, resumes=True)
         assert isinstance(ended.value.code, int)
         return ended.value.code
 
@@ -114,6 +120,55 @@ def test_mistakes_end_in_one_line(
     assert start(*words) == 2
     told = capsys.readouterr().err
     assert message in told and told.count("\n") == 1 and not start.launched
+
+
+def test_what_is_started_is_said_first(start: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before ranks are started, or by the first of those that a launcher has started; only once."""
+    assert start(f"output_dir={tmp_path}", "model=gpt_tiny", "launch.num_accelerators=4") == 0
+    told = capsys.readouterr().out
+    assert told.startswith("ranks:  4 (4 pipeline stages)\nmodel:  GPT, 6 blocks") and f"output: {tmp_path}\n" in told
+    assert len(start.launched) == 1
+    start(f"output_dir={tmp_path}", "model=gpt_tiny", rank=0)
+    assert capsys.readouterr().out.startswith("ranks:  1 (1 pipeline stages)\n")
+    start(f"output_dir={tmp_path}", "model=gpt_tiny", rank=1)
+    assert capsys.readouterr().out == ""
+
+
+def test_other_settings_than_the_interrupted_run_had_start_no_rank(
+    start: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (f"output_dir={tmp_path / 'out'}", "model=gpt_tiny", "run.batches=20")
+    start(*words, rank=0)
+    interrupted(start.jobs[0], num_ranks=2)
+    start.patch.delenv("RANK")
+    assert start(*words, "run.batches=30") == 0 and len(start.launched) == 1
+    assert "continues the run that was interrupted there after batch 6" in capsys.readouterr().out
+    assert start(*words, "seed=7") == 2 and len(start.launched) == 1
+    err = capsys.readouterr().err
+    assert "holds an interrupted run with other settings: seed was 1234 and is 7. To continue it" in err
+    assert start(*words, "seed=7", "run.resume=false") == 0 and len(start.launched) == 2
+
+
+def test_an_export_that_is_in_the_way_starts_no_rank(
+    start: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kept").touch()
+    assert start("model=gpt_tiny", f"run.export={tmp_path / 'kept'}") == 2 and not start.launched
+    assert "kept exists and is not an empty folder: give another name, or remove it" in capsys.readouterr().err
+
+
+def test_help_has_examples() -> None:
+    """Every one composes; what it lists are the choices that there are."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scenarios.train", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not done.stderr and "scenario: early_exit, " in done.stdout and "experiment: " in done.stdout
+    examples = re.findall(r"^ +python -m scenarios\.train(.*?)(?:   .*)?$", done.stdout, re.MULTILINE)
+    assert len(examples) >= 5
+    with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
+        for example in examples:
+            words = [word for word in example.split() if "=" in word]
+            compose("config", overrides=[re.sub(r"=(\w+),.*", r"=\1", word) for word in words])
 
 
 def test_a_mistake_is_told_by_the_first_rank(start: Entry, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,7 +96,7 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         assert values == pytest.approx(run["losses"]), "live metrics of each run are its own"
     assert not list((tmp_path / "here").iterdir()), "no folder of Hydra's"
     ranks = done.stdout[done.stdout.rindex("spawned with command") :].partition("\n")[2]
-    assert ranks.startswith("after batch") and "[WARNING]" not in ranks, "DeepSpeed's log is quiet in the ranks"
+    assert ranks.startswith("ranks:  2 (2 pipeline") and "[WARNING]" not in ranks, "DeepSpeed's log is quiet in the ranks"
 
 
 @pytest.mark.slow
@@ -110,26 +109,42 @@ def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def interrupt(folder: Path, line: str, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Start the entry, which starts its ranks, press Ctrl-C when it has printed a line, and wait for its end."""
+    command = [
+        sys.executable, "-m", "scenarios.train", "model=gpt_tiny", "model.depth=4", "run.batches=14", "run.window=2",
+        "run.save_every=2", f"output_dir={folder}", *overrides,
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        while line not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=200)
+    assert "Ctrl-C again ends at once" in err and process.returncode == 128 + signal.SIGINT, out + err
+    for words in ("Traceback", "CalledProcessError", "Error: ", "launch.py"):
+        assert words not in out + err, out + err
+    return subprocess.CompletedProcess(command, process.returncode, out, err), command
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    """The entry that starts its own ranks asks them to end; no traceback, exit code as of SIGTERM."""
-    command = [
-        sys.executable, "-m", "scenarios.train", "model=gpt_tiny", "model.depth=4", "run.batches=14", "run.window=2",
-        "run.save_every=2", f"output_dir={tmp_path}",
-    ]  # fmt: skip
-    options: Any = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE,
-                    "stderr": subprocess.PIPE, "text": True}  # fmt: skip
-    with subprocess.Popen(command, **options) as process:
-        assert process.stdout is not None
-        while "after batch 2" not in process.stdout.readline():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=100)
-    ended = re.search(r"asked to end after (\d+(?: and \d+)?) batches; saved in", out)
-    assert ended, out + err
-    assert "Ctrl-C again ends at once" in err and "Traceback" not in out + err
-    assert process.returncode == 128 + signal.SIGTERM
-    done = subprocess.run(command, timeout=100, check=True, **options)
-    assert f"continuing an interrupted run after batch {ended[1]} of 14" in done.stdout
+    """The entry that starts its own ranks asks them to end; no stack of anybody's, exit code as of Ctrl-C."""
+    ended, command = interrupt(tmp_path, "after batch 4", "scenario.batches=[2]", "scenario.frozen=[1]")
+    found = re.search(r"asked to end after (\d+(?: and \d+)?) batches; saved in", ended.stdout)
+    assert found, ended.stdout + ended.stderr
+    done = subprocess.run(command, timeout=200, check=True, cwd=ROOT, capture_output=True, text=True)
+    assert f"continuing an interrupted run after batch {found[1]} of 14" in done.stdout
     assert "equal bits (14)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_ctrl_c_before_anything_trains(tmp_path: Path) -> None:
+    """While ranks start there is nothing to save."""
+    ended, _ = interrupt(tmp_path, "output: ")
+    assert "saved" not in ended.stdout and not list(tmp_path.iterdir())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
+from dynpipe_ds.cli import pair
 from dynpipe_ds.cli.numerics.model import (
     COURSES,
     DROPOUT_SEED,
@@ -31,7 +30,6 @@ from dynpipe_ds.cli.numerics.model import (
     micro_batches,
 )
 from dynpipe_ds.cli.numerics.record import LOSS, NORM, Quantity, Record, note, note_layer, save
-from dynpipe_ds.host.install import init_distributed
 from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
 from dynpipe_ds.host.start import activation_checkpointing, initialize
 
@@ -41,17 +39,12 @@ def record_file(folder: Path, mode: Mode, course: Course, rank: int) -> Path:
     return folder / f"{MODES.index(mode)}-{COURSES.index(course)}-{rank}.pt"
 
 
-def progress_file(folder: Path, rank: int) -> Path:
-    """Where a rank says what it is at."""
-    return folder / f"progress-{rank}"
-
-
 def run_rank(folder: Path, modes: Sequence[Mode] = MODES, courses: Sequence[Course] = COURSES) -> None:
     """Train, in an initialized world of two ranks, and write one record for each mode and course."""
     rank = torch.distributed.get_rank()
     for mode in modes:
         for course in courses:
-            save(train_divided(mode, course, progress_file(folder, rank)), record_file(folder, mode, course, rank))
+            save(train_divided(mode, course, pair.progress_file(folder, rank)), record_file(folder, mode, course, rank))
 
 
 def train_divided(mode: Mode, course: Course, progress: Path) -> Record:
@@ -121,16 +114,9 @@ def _states(engine: DynamicPipelineEngine, layer: torch.nn.Module) -> dict[str, 
 
 def main(folder: str) -> None:
     """Be one rank; ``RANK``, ``WORLD_SIZE`` and the address of the first are in the environment."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    init_distributed("gloo")
+    pair.join()
     run_rank(Path(folder))
     torch.distributed.barrier()  # one that left early would break the other's connections
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()  # its other end is the parent's, and closes with it
-    os._exit(1)
 
 
 if __name__ == "__main__":
