@@ -62,10 +62,10 @@ def _scenarios(values: dict[str, Any] | None) -> tuple[list[str], list[str], tup
     )
     words = (
         f"Conditions: two stages of one thread, real compute, {scenario['num_batches']} batches a run. The runs take "
-        "turns. *Best static*: the better of `uniform` and `parameters`. *Ideal*: the best partition of the measured times of "
-        "layers and micro-batches, chosen with hindsight, with fill and drain and without overhead. In brackets: the "
-        "share our partition would reach without communication or overhead. *Speedup*: from the seconds of the last "
-        "windows. *Whole run*: from all timed windows. Each window is one pair of the interval."
+        "turns. *Best static*: the better of `uniform` and `parameters`. *Ideal*: the best partition of the measured "
+        "times of layers and micro-batches, chosen with hindsight, with fill and drain and without overhead. In "
+        "brackets: the share our partition would reach without communication or overhead. *Speedup*: from the seconds "
+        "of the last windows. *Whole run*: from all timed windows. Each window is one pair of the interval."
     )
     about = values["environment"]
     return [*head_lines(about), f"{in_words(about)}."], [words], head, cells
