@@ -7,7 +7,7 @@
 #              .venv-lowest; downloads a torch with CUDA (TORCH_LOWEST='torch==2.4.0+cpu' where there is such a build)
 # make lint    ruff and mypy
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
-# make bench   the quick benchmarks, about 8 minutes; rewrites benchmarks/results and the README's table
+# make bench   the quick benchmarks, about 8 minutes; rewrites benchmarks/results and the table of docs/results.md
 # make bench-full  all benchmarks, hours
 # make gpu     all that one CUDA device can say, in at most ten minutes and without network; writes benchmarks/results/gpu.
 #              WHEELS=folder: in a fresh environment made from wheels; DEVICE=cpu: a rehearsal, in outputs/gpu

@@ -1,6 +1,6 @@
-"""Write the README's performance table from ``benchmarks/results/``.
+"""Write the performance table of docs/results.md from ``benchmarks/results/``.
 
-python -m benchmarks.readme            rewrite what stands between the markers in README.md
+python -m benchmarks.readme            rewrite what stands between the markers
 python -m benchmarks.readme --check    say whether it is up to date (exit code 1 if not)
 """
 
@@ -19,6 +19,7 @@ from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.record import head as head_lines
 from benchmarks.scenarios.summary import summarise, told
 
+PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
 
 
@@ -60,11 +61,11 @@ def _scenarios(values: dict[str, Any] | None) -> tuple[list[str], list[str], tup
         "speedup, whole run (95% interval)", "own overhead",
     )
     words = (
-        f"Two stages of one thread, real compute, {scenario['num_batches']} batches a run, runs in turns; the best "
-        "static partition is the better of uniform and by parameters. *Ideal*: the best partition of the measured "
-        "times of layers and micro-batches, with hindsight, fill and drain included, without overhead; in brackets "
-        "what our cut alone has of it: the rest are messages and overhead. Speedups are of the seconds of all windows "
-        "at the end (of all timed ones), and their intervals take each window as one pair."
+        f"Conditions: two stages of one thread, real compute, {scenario['num_batches']} batches a run. The runs take "
+        "turns. *Best static*: the better of `uniform` and `parameters`. *Ideal*: the best partition of the measured "
+        "times of layers and micro-batches, chosen with hindsight, with fill and drain and without overhead. In "
+        "brackets: the share our partition would reach without communication or overhead. *Speedup*: from the seconds "
+        "of the last windows. *Whole run*: from all timed windows. Each window is one pair of the interval."
     )
     about = values["environment"]
     return [*head_lines(about), f"{in_words(about)}."], [words], head, cells
@@ -83,12 +84,12 @@ def _replay(report: dict[str, Any] | None) -> tuple[list[str], list[int], dict[s
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
     stages = sorted({count for cells in by_scenario.values() for count in cells})
     words = (
-        "More stages than cores by **replay**: the real engine with real messages, decisions and moves, in virtual "
-        "time: layers take what a load model says, everything else calibrated constants. Speedup of ours over the "
-        "best static partition, the same of the best of the other balancers, and ours as a share of the ideal (every "
-        "batch on its best partition, no overhead). Two runs give the same cells, so there are no intervals. A load "
-        "model is not the scenario of the same name: it changes by other amounts. All tables, and the paper's figures "
-        "beside them: [benchmarks/results/paper](benchmarks/results/paper)."
+        "*Replay* covers more stages than cores. It is the real engine with real messages, decisions and moves in "
+        "virtual time. A load model gives the time of each layer. Everything else is a calibrated constant. A cell has "
+        "our speedup over the best static partition, the speedup of the best other balancer, and our share of the "
+        "ideal (every batch on its best partition, without overhead). Two runs give the same cells, so there are no "
+        "intervals. A load model changes by other amounts than the scenario of the same name. All tables, beside the "
+        "paper's figures: [benchmarks/results/paper](../benchmarks/results/paper)."
     )
     return [words], stages, by_scenario
 
@@ -125,32 +126,31 @@ def _overhead(folder: Path) -> str:
     return "What the library itself costs:\n\n" + "\n".join(lines) if lines else ""
 
 
-def insert(readme: str, text: str) -> str:
+def insert(page: str, text: str) -> str:
     """Put a text between the markers.
 
     Args:
-        readme: the whole README.
+        page: the whole page.
         text: to insert.
 
     Raises:
         ValueError: if the markers are missing or in the wrong order.
     """
-    begin, end = readme.find(BEGIN), readme.find(END)
+    begin, end = page.find(BEGIN), page.find(END)
     if not 0 <= begin < end:
-        raise ValueError(f"README.md needs {BEGIN} and, after it, {END}: the table goes between them")
-    return f"{readme[:begin + len(BEGIN)]}\n{text}\n{readme[end:]}"
+        raise ValueError(f"docs/results.md needs {BEGIN} and, after it, {END}: the table goes between them")
+    return f"{page[:begin + len(BEGIN)]}\n{text}\n{page[end:]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it is out of date")
     options = parser.parse_args()
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8")
     after = insert(before, performance())
     if options.check:
-        sys.exit(None if before == after else "README.md is out of date: python -m benchmarks.readme")
-    path.write_text(after, encoding="utf-8")
+        sys.exit(None if before == after else "docs/results.md is out of date: python -m benchmarks.readme")
+    PAGE.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

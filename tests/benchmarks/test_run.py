@@ -1,4 +1,4 @@
-"""The runner, what it keeps, and the README's table."""
+"""The runner, what it keeps, and the table of docs/results.md."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_insert() -> None:
         readme.insert(f"{readme.END} {readme.BEGIN}", "new")
 
 
-def test_the_readme_is_up_to_date() -> None:
-    page = (record.ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_results_is_up_to_date() -> None:
+    page = readme.PAGE.read_text(encoding="utf-8")
     assert page == readme.insert(page, readme.performance()), "run python -m benchmarks.readme"
 
 
@@ -121,7 +121,7 @@ def test_share_at_20_ms_a_layer() -> None:
     assert every_batch.share_at_goal(row) == pytest.approx(0.2 / 3.8)
 
 
-def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
+def test_overheads_are_written_and_read_by_the_page_of_results(tmp_path: Path) -> None:
     environment = record.environment(reading=IDLE)
     folder = tmp_path / "overhead"
     migration.report({"environment": environment, "rows": [moved([0.05], [0.04])]}, folder)
@@ -135,7 +135,7 @@ def test_overheads_are_written_and_read_by_the_readme(tmp_path: Path) -> None:
     assert "AdamW 50 ms for 36 MB (80%)" in text and "moe 2.0%" in text
 
 
-def test_the_table_of_the_readme_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:
+def test_the_table_of_results_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:
     """From windows, three and more; none where the best static run had the same partition, and of replays."""
     values = example()
     slow = {**values, "runs": {**values["runs"], UNIFORM: {**values["runs"][UNIFORM], "boundaries": OURS_CUTS}}}

@@ -26,10 +26,10 @@ HERE, RANKS, NAMES = "run in this process", "tests/docs/test_on_ranks.py", "name
 
 # How each Python block of a page is checked, in order: in one of the three ways, or by the test that runs it.
 CHECKED: dict[str, list[str]] = {
-    "README.md": [RANKS, HERE],
+    "README.md": [RANKS],
     "docs/change_one_import.md": [RANKS, RANKS],
     "docs/checkpoints.md": [RANKS],
-    "docs/cli.md": [HERE, RANKS],
+    "docs/cli.md": [HERE, RANKS, HERE],
     "docs/clients.md": [HERE],
     "docs/configuration.md": [NAMES],
     "docs/experts.md": [HERE, HERE],

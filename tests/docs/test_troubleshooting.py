@@ -15,8 +15,8 @@ def documented(page: str) -> list[str]:
     """First cells of the tables, where they are code; in clients.md it is the second cell."""
     rows = re.findall(r"^\|(.*)\|$", pages.read(page), re.MULTILINE)
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows]
-    column = 0 if page == PAGE else 1
-    return [row[column].strip("`") for row in cells if len(row) == 3 and row[column].startswith("`")]
+    column, width = (0, 2) if page == PAGE else (1, 3)
+    return [row[column].strip("`") for row in cells if len(row) == width and row[column].startswith("`")]
 
 
 @pytest.mark.parametrize("page", [PAGE, "docs/clients.md"])
