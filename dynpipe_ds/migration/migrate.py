@@ -15,6 +15,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from dynpipe_ds.host.module import registration_order
 from dynpipe_ds.host.optimizers.groups import Entry
 from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, PlaceText
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
@@ -213,7 +214,7 @@ class Migration:
             leaving = {move.layer for move in self._leaving}
             layers = {i: list(layer.parameters()) for i, layer in self._old_layers.items() if i not in leaving}
             layers |= {layer: [entry.parameter for entry in arrived] for layer, arrived in entries.items()}
-            order = self._module.parameters_with(layers)
+            order = registration_order(self._module, layers)
             coming.buffers = self._optimizer.make_buffers(self._departed, coming.all_entries, order)
             coming.places = {i: self._optimizer.places(arrived, coming.buffers) for i, arrived in entries.items()}
         return coming

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,7 @@ from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.resharding import among_replicas, arrive, description, leave, lies_at, place_text
 from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, Parts, PlaceText, PlainOptimizer, StageOptimizer
 from dynpipe_ds.host.optimizers.supported import check_flat
-from dynpipe_ds.ranks.agreement import together
-
-BUCKET_ELEMENTS = 2**22
-"""Elements of parameters whose state replicas put together in one message; bounds what that needs at a time."""
-
-Source = tuple[Any, Any, State]  # a parameter's fragment, its replicas, and the state of the flat buffer that has it
+from dynpipe_ds.host.optimizers.whole import Source, full_states, is_moment
 
 
 class FlatOptimizer(StageOptimizer):
@@ -54,7 +49,7 @@ class FlatOptimizer(StageOptimizer):
 
     @override
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
-        states = dict(_full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
+        states = dict(full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
         return [states.get(p, {}) for p in parameters]
 
     def _source(self, parameter: nn.Parameter) -> Source:
@@ -268,7 +263,7 @@ class FlatOptimizer(StageOptimizer):
         if mapping is None or not parameter.requires_grad:
             return 0
         flat_state = self._source(parameter)[-1]
-        moments = [v for v in flat_state.values() if _is_moment(v)]
+        moments = [v for v in flat_state.values() if is_moment(v)]
         elements = int(mapping.hp_fragment_address.numel)
         return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
@@ -352,82 +347,9 @@ def _forget_wrapper(parameter: nn.Parameter) -> None:
 
 def _like(value: Any, flat: Tensor) -> Any:
     """An entry of a flat parameter's state before it is filled."""
-    if isinstance(value, Pieces) or _is_moment(value):
+    if isinstance(value, Pieces) or is_moment(value):
         return torch.zeros_like(flat, dtype=value.dtype)
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Parameter, State]]:
-    """Complete state of parameters; without replicas it shares memory with the flat buffers."""
-    bucket: list[nn.Parameter] = []
-    for parameter, (_, group, _) in sources.items():
-        is_full = sum(p.numel() for p in bucket) >= BUCKET_ELEMENTS
-        if bucket and (is_full or sources[bucket[0]][1] is not group):
-            yield from _whole(bucket, sources).items()
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield from _whole(bucket, sources).items()
-
-
-def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]) -> dict[nn.Parameter, State]:
-    """Complete state of parameters with the same replicas, put together from their fragments in one message."""
-    group, device = sources[parameters[0]][1], parameters[0].device
-    if dist.get_world_size(group) == 1:
-        states, shares = _shares(parameters, sources)
-        for parameter, key, share in shares:
-            states[parameter][key] = share
-        return states
-    states, bits = together(lambda: _own_bits(parameters, sources, device), device, RuntimeError, group)
-    dist.all_reduce(bits, group=group)
-    return states
-
-
-def _shares(
-    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]
-) -> tuple[dict[nn.Parameter, State], list[tuple[nn.Parameter, str, Tensor | None]]]:
-    """What of the parameters' state has no elements; this rank's fragments of all else."""
-    states: dict[nn.Parameter, State] = {}
-    shares: list[tuple[nn.Parameter, str, Tensor | None]] = []
-    for parameter in parameters:
-        mapping, _, flat_state = sources[parameter]
-        states[parameter] = {key: value for key, value in flat_state.items() if not _is_moment(value)}
-        # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
-        # other groups have no state yet, and never again.
-        shares.append((parameter, "master", mapping and mapping.hp_fragment.detach()))
-        moments = ((key, value) for key, value in flat_state.items() if _is_moment(value))
-        shares += [(parameter, key, mapping and _fragment(value, mapping)) for key, value in moments]
-    return states, shares
-
-
-def _own_bits(
-    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source], device: torch.device
-) -> tuple[dict[nn.Parameter, State], Tensor]:
-    """States whose tensors lie in one row of bits, and that row with this rank's fragments in it.
-
-    One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
-    """
-    states, shares = _shares(parameters, sources)
-    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
-    start = 0
-    for parameter, key, share in shares:
-        place = bits[start : start + parameter.numel()]
-        if share is not None:
-            address = sources[parameter][0].lp_fragment_address
-            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
-        states[parameter][key] = place.view(torch.float32)
-        start += parameter.numel()
-    return states, bits
-
-
-def _is_moment(value: Any) -> bool:
-    """Whether a flat buffer's state has a value an element, not a count of steps or the like."""
-    return isinstance(value, Tensor) and value.numel() > 1
-
-
-def _fragment(flat: Tensor, mapping: Any) -> Tensor:
-    address = mapping.hp_fragment_address
-    return flat.detach().narrow(0, address.start, address.numel)
 
 
 def write_state(parameter: nn.Parameter, state: State) -> None:
