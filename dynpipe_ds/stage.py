@@ -36,6 +36,7 @@ class Stage:
         module: as given.
         guard: ends all ranks where a change can't be undone.
         optimizer: moves the optimizer's state; ``None`` before there is an optimizer.
+        buffer_bytes: as given.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Stage:
         self.module = module
         self.guard = Guard(newest_checkpoint)
         self.optimizer: StageOptimizer | None = None
-        self._buffer_bytes = buffer_bytes
+        self.buffer_bytes = buffer_bytes
         self._trainable: list[tuple[int, bool]] = []
 
     def start(self) -> None:
@@ -137,7 +138,7 @@ class Stage:
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
             has_news = self._unnoticed() is not Change.NONE
-            num_bytes = Migration(self, placement, buffer_bytes=self._buffer_bytes).run(has_news=has_news)
+            num_bytes = Migration(self, placement, buffer_bytes=self.buffer_bytes).run(has_news=has_news)
             if num_bytes is not None:
                 self.settle()
         return num_bytes

@@ -275,3 +275,26 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
             return x
 
         return run
+
+
+def registration_order(module: MovableModule, layers: Mapping[int, Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+    """A stage's parameters in the order in which they will be registered once it consists of other layers.
+
+    Args:
+        module: of the stage, as it is.
+        layers: parameters of each layer then.
+    """
+    tied: dict[str, int] = {}  # the first layer of every key is registered among the tied ones
+    for layer in sorted(layers):
+        key = tied_key(module._layer_specs[layer])
+        if key is not None:
+            tied.setdefault(key, layer)
+    replaced = {str(layer) for layer in module.local_indices()}
+    found = list(module._parameters.values())
+    for name, part in module._modules.items():
+        if part is module.tied_modules:
+            found += [p for layer in tied.values() for p in layers[layer]]
+        elif name not in replaced and part is not None:
+            found += part.parameters()
+    found += [p for layer in sorted(layers) if layer not in tied.values() for p in layers[layer]]
+    return list(dict.fromkeys(p for p in found if p is not None))

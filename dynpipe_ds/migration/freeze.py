@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from torch import nn
 
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers
 from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import Transaction, nothing
+from dynpipe_ds.migration.transport import Transfer
 from dynpipe_ds.ranks.agreement import difference_of_replicas
 
 
@@ -68,9 +70,45 @@ def rebuild_optimizer(stage: Subject, *, has_changed: bool) -> None:
     """
     optimizer = stage.optimizer
     assert optimizer is not None
+    change = Transaction(optimizer, stage.device, "rebuilding the optimizer for frozen layers")
 
-    def take_in() -> None:
-        if has_changed:
-            optimizer.prepare((), {}, optimizer.make_buffers((), (), ()))
+    def make_buffers() -> NewBuffers:
+        parameters = stage.module.parameters()
+        return optimizer.make_buffers((), (), parameters) if has_changed else NewBuffers()
 
-    Transaction(optimizer, stage.device, "rebuilding the optimizer for frozen layers").run(take_in, nothing, {})
+    if not optimizer.shares_out:  # so nothing travels, and one vote is enough
+        change.run(lambda: optimizer.prepare((), {}, make_buffers()) if has_changed else None, nothing, {})
+        return
+    buffers, journey = among_replicas(change, stage, make_buffers)
+    journey.start()
+    change.run(
+        lambda: optimizer.prepare((), {}, buffers) if has_changed else None, nothing, {}, meanwhile=journey.finish
+    )
+
+
+def among_replicas(
+    change: Transaction, stage: Subject, make_buffers: Callable[[], NewBuffers]
+) -> tuple[NewBuffers, Transfer]:
+    """Make the buffers of a changed optimizer, and the journey of what replicas have of each other's; collective.
+
+    Args:
+        change: of which this is a part.
+        stage: whose layers stay where they are.
+        make_buffers: this rank's part.
+
+    Returns:
+        The buffers, and the journey; it has to be started, and finished before the buffers are filled.
+
+    Raises:
+        MigrationError: on every rank, if any rank could not do its part.
+    """
+    assert stage.optimizer is not None
+    optimizer = stage.optimizer
+
+    def get_ready() -> tuple[NewBuffers, Transfer]:
+        buffers = make_buffers()
+        return buffers, Transfer(
+            *optimizer.parts({}, (), buffers), buffer_bytes=stage.buffer_bytes, device=stage.device
+        )
+
+    return change.together(get_ready)

@@ -1,8 +1,9 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases: pack what leaves, tell what comes, allocate for it, and vote; put the layers together and take them into module
-and optimizer while weights and optimizer state travel, and vote. Until the last vote every rank can go back. What fails
-while data travels can't be voted on, since others wait for it: that ends all ranks (``fatal.py``).
+Phases: pack what leaves, tell what comes, allocate for it, tell where its optimizer state shall lie, and vote; put the
+layers together and take them into module and optimizer while weights and optimizer state travel, and vote. Until the
+last vote every rank can go back. What fails while data travels can't be voted on, since others wait for it: that ends
+all ranks (``fatal.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from dynpipe_ds.host.module import registration_order
 from dynpipe_ds.host.optimizers.groups import Entry
-from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, PlaceText
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
 from dynpipe_ds.migration.moves import plan_moves
 from dynpipe_ds.migration.packing import (
@@ -33,6 +35,9 @@ from dynpipe_ds.migration.transport import Transfer, exchange_bytes
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.telling import warn
 
+PLACES_BYTES = 4 * 2**10
+"""Size of the message that tells a sender where state shall lie; more follows if it is too short."""
+
 _NEWS = 2
 
 
@@ -42,13 +47,20 @@ class _Coming:
 
     Attributes:
         tensors: by layer, empty until the transfers.
-        entries: optimizer's view of all parameters among them.
+        entries: optimizer's view of the parameters among them, by layer.
         buffers: what the optimizer prepared for them.
+        places: where the optimizer's state of each parameter shall lie, by layer.
     """
 
     tensors: dict[int, LayerTensors]
-    entries: list[Entry]
+    entries: dict[int, list[Entry]]
     buffers: NewBuffers
+    places: dict[int, list[PlaceText | None]]
+
+    @property
+    def all_entries(self) -> list[Entry]:
+        """Those of all layers."""
+        return [entry for entries in self.entries.values() for entry in entries]
 
 
 class Migration:
@@ -107,17 +119,23 @@ class Migration:
         except Exception as caught:
             error = caught
         skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
+        allocated: _Coming | None = None
+        if not has_news and error is None and len(skeletons) == len(self._coming):
+            try:
+                allocated = self._allocate(skeletons)
+            except Exception as caught:
+                error = caught
+        places = self._exchange_places(allocated)
 
         def get_ready() -> tuple[tuple[_Coming, Transfer, Transfer] | None, int]:
             if has_news:
                 return None, _NEWS
             if error is not None:
                 raise error
-            if len(skeletons) < len(self._coming):
+            if allocated is None or places is None:
                 return None, 0  # the rank that did not send says why
-            coming = self._allocate(skeletons)
-            journeys = self._transfers({i: p.tensors for i, p in packages.items()}, coming.tensors)
-            return (coming, *journeys), int(any(package.encoder.runs_code for package in packages.values()))
+            journeys = self._transfers(packages, allocated, places)
+            return (allocated, *journeys), int(any(package.encoder.runs_code for package in packages.values()))
 
         ready, some_read = change.together_with_news(get_ready)
         if some_read == _NEWS:
@@ -136,7 +154,7 @@ class Migration:
 
         change.run(
             lambda: self._take_in(skeletons, coming), self._put_back,
-            {e.parameter: e.state for e in coming.entries if e.group is not None}, meanwhile=arrive,
+            {e.parameter: e.state for e in coming.all_entries if e.group is not None}, meanwhile=arrive,
         )
         self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
         for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):
@@ -149,7 +167,7 @@ class Migration:
     def _pack(self) -> dict[int, Package]:
         names = self._module.layer_names()
         leaving = [move.layer for move in self._leaving]
-        entries = {layer: self._entries(self._old_layers.get(layer)) for layer in leaving}  # replicas work together
+        entries = {layer: self._entries(self._old_layers.get(layer)) for layer in leaving}
         return {
             layer: pack(
                 self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer],
@@ -166,7 +184,7 @@ class Migration:
     def _entries(self, layer: nn.Module | None) -> list[Entry]:
         parameters = self._parameters(layer)
         index = self._optimizer.groups.index
-        states = self._optimizer.export(parameters)
+        states = self._optimizer.describe(parameters)
         return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
     def _by_rank(self, layers_of_stages: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
@@ -190,27 +208,62 @@ class Migration:
 
     def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
         tensors = {layer: empty_tensors(s, self._stage.device) for layer, s in skeletons.items()}
-        entries = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
-        start = self._before.boundaries[self._stage.stage_id]
-        front = [entry for layer in sorted(entries) if layer < start for entry in entries[layer]]
-        back = [entry for layer in sorted(entries) if layer >= start for entry in entries[layer]]
-        return _Coming(tensors, [*front, *back], self._optimizer.make_buffers(self._departed, front, back))
+        entries: dict[int, list[Entry]] = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
+        coming = _Coming(tensors, entries, NewBuffers(), {})
+        if self._departed or coming.all_entries:
+            leaving = {move.layer for move in self._leaving}
+            layers = {i: list(layer.parameters()) for i, layer in self._old_layers.items() if i not in leaving}
+            layers |= {layer: [entry.parameter for entry in arrived] for layer, arrived in entries.items()}
+            order = registration_order(self._module, layers)
+            coming.buffers = self._optimizer.make_buffers(self._departed, coming.all_entries, order)
+            coming.places = {i: self._optimizer.places(arrived, coming.buffers) for i, arrived in entries.items()}
+        return coming
+
+    def _exchange_places(self, coming: _Coming | None) -> dict[int, list[PlaceText | None]] | None:
+        """Where the state of what leaves shall lie, by layer; ``None`` if some receiver could not say."""
+        if not self._optimizer.shares_out:
+            return {}
+        places = {} if coming is None else coming.places
+        told = {rank: [places.get(i) for i in layers] for rank, layers in self._incoming.items()}
+        received = exchange_bytes(
+            {rank: pickle.dumps(places) for rank, places in told.items()}, list(self._outgoing), self._stage.device,
+            first_bytes=PLACES_BYTES,
+        )
+        found: dict[int, list[PlaceText | None]] = {}
+        for rank, layers in self._outgoing.items():
+            found |= zip(layers, load(received[rank]), strict=True)
+        return None if any(of_layer is None for of_layer in found.values()) else found
 
     def _transfers(
-        self, going: Mapping[int, LayerTensors], coming: Mapping[int, LayerTensors]
+        self, packages: dict[int, Package], coming: _Coming, places: dict[int, list[PlaceText | None]]
     ) -> tuple[Transfer, Transfer]:
         """The journeys of the layers' own tensors and of their optimizer state."""
+        going = {i: package.tensors for i, package in packages.items()}
 
         def tensors(of: Mapping[int, LayerTensors], ranks: dict[int, list[int]], part: str) -> dict[int, list[Tensor]]:
             return {rank: [t for i in layers for t in getattr(of[i], part)] for rank, layers in ranks.items()}
 
-        def journey(part: str) -> Transfer:
-            return Transfer(
-                tensors(going, self._outgoing, part), tensors(coming, self._incoming, part),
-                buffer_bytes=self._buffer_bytes, device=self._stage.device,
-            )
+        def journey(sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> Transfer:
+            return Transfer(sends, receives, buffer_bytes=self._buffer_bytes, device=self._stage.device)
 
-        return journey("own"), journey("extra")
+        own = journey(tensors(going, self._outgoing, "own"), tensors(coming.tensors, self._incoming, "own"))
+        parts = self._optimizer.parts(
+            {rank: [pair for i in layers for pair in self._with_places(i, places)]
+             for rank, layers in self._outgoing.items()},
+            [entry for layers in self._incoming.values() for i in layers for entry in coming.entries[i]],
+            coming.buffers,
+        )
+        sends, receives = tensors(going, self._outgoing, "extra"), tensors(coming.tensors, self._incoming, "extra")
+        for lists, more in ((sends, parts.sends), (receives, parts.receives)):
+            for rank, slices in more.items():
+                lists[rank] = [*lists.get(rank, ()), *slices]
+        return own, journey(sends, receives)
+
+    def _with_places(
+        self, layer: int, places: dict[int, list[PlaceText | None]]
+    ) -> list[tuple[nn.Parameter, PlaceText | None]]:
+        parameters = self._parameters(self._old_layers.get(layer))
+        return list(zip(parameters, places.get(layer, [None] * len(parameters)), strict=True))
 
     def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, LayerTensors]) -> dict[int, nn.Module]:
         names, layers = self._module.layer_names(), {}
@@ -234,7 +287,7 @@ class Migration:
         layers = kept | self._unpack(skeletons, coming.tensors)
         self._module.install(self._target, dict(sorted(layers.items())))
         self._stage.pipeline.name_parameters()
-        arrived = {e.parameter: e.group for e in coming.entries if e.group is not None}
+        arrived = {e.parameter: e.group for e in coming.all_entries if e.group is not None}
         if self._departed or arrived:
             self._optimizer.prepare(self._departed, arrived, coming.buffers)
 

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from dynpipe_ds.host.optimizers.groups import State
+from dynpipe_ds.host.optimizers.groups import Entry, State
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers
+from dynpipe_ds.migration.freeze import among_replicas
 from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.owning import inherit
@@ -70,9 +72,15 @@ def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplaceme
         raise MigrationError(problem)
     states: dict[nn.Parameter, State] = {}
 
-    def carry() -> None:
+    def carry() -> NewBuffers:
+        """Whole states, put together from all replicas' shares: ``carry`` maps whole tensors."""
         for old, state, replacement in zip(olds, optimizer.export(olds), replacements, strict=True):
             states[replacement.parameter] = _carried(state, old, replacement)
+        if not replacements:
+            return NewBuffers()
+        index, news = optimizer.groups.index, dict(zip(olds, (r.parameter for r in replacements), strict=True))
+        coming = [Entry(new, index.get(old), states[new]) for old, new in news.items()]
+        return optimizer.make_buffers(olds, coming, [news.get(p, p) for p in module.parameters()], is_here=True)
 
     def put(parameters: Iterable[nn.Parameter]) -> None:
         for replacement, parameter in zip(replacements, parameters, strict=True):
@@ -84,10 +92,11 @@ def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplaceme
         groups = {r.parameter: index[old] for old, r in zip(olds, replacements, strict=True) if old in index}
         put(replacement.parameter for replacement in replacements)
         if replacements:
-            optimizer.prepare(olds, groups)
+            optimizer.prepare(olds, groups, buffers)
 
-    change.together(carry)
-    change.run(take_in, lambda: put(olds), states)
+    buffers, journey = among_replicas(change, stage, carry)
+    journey.start()
+    change.run(take_in, lambda: put(olds), states, meanwhile=journey.finish)
 
 
 def _checked(replacements: Sequence[ParameterReplacement], module: DynamicPipelineModule) -> list[nn.Parameter]:

@@ -20,11 +20,13 @@ class Subject(Protocol):
         pipeline: DeepSpeed's engine.
         module: its layers.
         optimizer: moves their optimizer state.
+        buffer_bytes: largest message in which tensors travel.
     """
 
     pipeline: Pipeline
     module: DynamicPipelineModule
     optimizer: StageOptimizer | None
+    buffer_bytes: int
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 from dynpipe_ds import MigrationError
-from dynpipe_ds.host.optimizers import flat
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.migration import migrate
 from tests.distributed.configs import CLIP, EVEN, OPTIMIZERS, WARMUP
@@ -84,13 +83,11 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
     ]
     if engine.zero_optimization():
         steps.append((1, "wrap", lambda e: e, wrapper_of(engine)))
-    has_replicas = engine.grid.data_parallel_size > 1
-    if not (engine.zero_optimization() and has_replicas):
-        steps.append((1, "fill", lambda e: e.stage_optimizer, "fill"))
-    else:  # what replicas do together, on one of them alone
-        steps += [
-            (1, "export", lambda _: flat, "_own_bits"), (3, "write", lambda _: flat, "write_state")
-        ]
+    steps.append((1, "fill", lambda e: e.stage_optimizer, "fill"))
+    steps += [(r, m, lambda e: e.stage_optimizer, m) for r, m in ((1, "describe"), (2, "make_buffers"))]
+    if engine.zero_optimization() and engine.grid.data_parallel_size > 1:  # one replica alone
+        alone = (3, "places"), (0, "parts"), (3, "_check_layout")
+        steps += [(r, m, lambda e: e.stage_optimizer, m) for r, m in alone]
     for rank, what, owner, method in steps:
         for after in (False, True):
             text = f"rank {rank}: MemoryError: no room left here"

@@ -1,16 +1,16 @@
 """The state of flat optimizers, and how a stage's optimizer is told which kind it is.
 
 ZeRO-1 and bf16 keep each parameter group as one flat fp32 buffer, sharded over the data-parallel replicas. A stage
-whose parameters change gets new buffers. Without replicas these keep what stays where it is (``flat_buffers.py``);
-with replicas the shares shift, and every parameter's master weights and moments are copied over.
+whose parameters change gets new buffers (``flat_buffers.py``). With replicas the shares shift: each rank sends what it
+has to those that need it (``migration/shards.py``). Only :meth:`FlatOptimizer.export` puts whole states together.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,14 +23,10 @@ from typing_extensions import override
 from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
-from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, PlainOptimizer, StageOptimizer
+from dynpipe_ds.host.optimizers.resharding import among_replicas, arrive, description, leave, lies_at, place_text
+from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, Parts, PlaceText, PlainOptimizer, StageOptimizer
 from dynpipe_ds.host.optimizers.supported import check_flat
-from dynpipe_ds.ranks.agreement import together
-
-BUCKET_ELEMENTS = 2**22
-"""Elements of parameters whose state replicas put together in one message; bounds what that needs at a time."""
-
-Source = tuple[Any, Any, State]  # a parameter's fragment, its replicas, and the state of the flat buffer that has it
+from dynpipe_ds.host.optimizers.whole import Source, full_states, is_moment
 
 
 class FlatOptimizer(StageOptimizer):
@@ -46,79 +42,122 @@ class FlatOptimizer(StageOptimizer):
         self._forget_change()
 
     def _forget_change(self) -> None:
-        self._sources: dict[nn.Parameter, Source] = {}
         self._received: dict[nn.Parameter, Tensor] = {}  # memory of those that come
-        self._taken: NewBuffers = {}  # of these, what DeepSpeed took
+        self._new: Mapping[int, GroupBuffers] = {}
+        self._taken: dict[int, GroupBuffers] = {}  # of these, what DeepSpeed took
         self._before = None
 
     @override
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
-        states = dict(_full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
+        states = dict(full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
         return [states.get(p, {}) for p in parameters]
 
     def _source(self, parameter: nn.Parameter) -> Source:
         flat = self._flats()[self.groups.index[parameter]]
         return parameter._hp_mapping, parameter._dp_group, self._flat_state(flat)  # type: ignore[attr-defined]
 
+    @property
+    @override
+    def shares_out(self) -> bool:
+        return any(count > 1 for count in self.engine.optimizer.partition_count)
+
+    @override
+    def describe(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        buffers, index = self._buffers(), self.groups.index
+        return [description(buffers[index[p]], p) if self._has_share(p) else {} for p in parameters]
+
     @override
     def make_buffers(
-        self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
+        self, departed: Sequence[nn.Parameter], coming: Sequence[Entry], order: Iterable[nn.Parameter], *,
+        is_here: bool = False,
     ) -> NewBuffers:
-        wrapper = self.engine.optimizer
-        if any(count > 1 for count in wrapper.partition_count) or getattr(wrapper, "cpu_offload", False):
-            return {}  # the replicas' shares shift
-        frozen = [p for p in self.groups.index if not p.requires_grad]
-        gone = {*departed, *frozen, *self.groups.placeholders}
-        made: NewBuffers = {}
-        for i, buffers in enumerate(self._buffers()):
-            ends = [
-                [e for e in end if e.group == i and e.parameter.requires_grad and e.parameter.numel()]
-                for end in (front, back)
-            ]
-            after = buffers.after(gone, *ends)
-            if after is not None:
-                made[i] = after
-        return made
+        old = self._buffers()
+        arrived = {e.parameter: e.group for e in coming if e.group is not None}
+        members = self.groups.members_after({*departed}, arrived, order)
+        new = {i: old[i].after(group) for i, group in enumerate(members) if group}
+        states = {e.parameter: e.state for e in coming}
+        for i, buffers in new.items():
+            for parameter in buffers.members:
+                if parameter in old[i].layout.sizes:
+                    continue
+                if is_here or parameter not in states:
+                    buffers.write(parameter, states.get(parameter, {}))
+                else:
+                    buffers.receive(parameter)
+        return NewBuffers(old, new)
+
+    @override
+    def places(self, coming: Sequence[Entry], buffers: NewBuffers) -> list[PlaceText | None]:
+        return [place_text(buffers, entry) for entry in coming]
+
+    @override
+    def parts(
+        self, going: Mapping[int, Sequence[tuple[nn.Parameter, PlaceText | None]]],
+        coming: Sequence[Entry], buffers: NewBuffers,
+    ) -> Parts:
+        found = Parts(defaultdict(list), defaultdict(list))
+        among_replicas(buffers, found)
+        for rank, pairs in going.items():
+            leave([(self.groups.index[p], p, place) for p, place in pairs if self._has_share(p)], rank, buffers, found)
+        arrive(coming, buffers, found)
+        return found
 
     def _buffers(self) -> list[GroupBuffers]:
         wrapper, flats = self.engine.optimizer, self._flats()
         is_bf16 = self.engine.using_bf16_optimizer
-        groups = wrapper.bf16_groups if is_bf16 else wrapper.bit16_groups
         weights = wrapper.bf16_groups_flat if is_bf16 else wrapper.bit16_groups_flat
         gradients = wrapper.fp32_groups_gradients_flat if is_bf16 else [None] * len(flats)
         moments = [
             {k: v for k, v in self._flat_state(flat).items() if isinstance(v, Tensor) and v.shape == flat.shape}
             for flat in flats
         ]
-        parts = zip(groups, weights, flats, moments, gradients, strict=True)
-        return [GroupBuffers(*part, wrapper.nccl_start_alignment_factor) for part in parts]
+        multiple, rank = wrapper.nccl_start_alignment_factor, dist.get_rank()
+        return [
+            GroupBuffers(
+                members, weight, flat, its_moments, gradient, multiple, self._alignment(members),
+                tuple(dist.get_process_group_ranks(group)), rank,
+            )
+            for members, group, weight, flat, its_moments, gradient in zip(
+                self._members(), wrapper.real_dp_process_group, weights, flats, moments, gradients, strict=True
+            )
+        ]
+
+    def _members(self) -> list[list[nn.Parameter]]:
+        wrapper = self.engine.optimizer
+        members: list[list[nn.Parameter]] = (
+            wrapper.bf16_groups if self.engine.using_bf16_optimizer else wrapper.bit16_groups
+        )
+        return members
+
+    def _alignment(self, members: Sequence[nn.Parameter]) -> int:
+        """Elements to a multiple of which DeepSpeed rounds the offsets of a group's parameters up."""
+        if not getattr(self.engine.optimizer, "parameter_alignment", False):
+            return 1
+        return 16 // math.gcd(16, members[0].element_size())
 
     @override
     def prepare(
         self, departed: Iterable[nn.Parameter], arrived: Mapping[nn.Parameter, int], buffers: NewBuffers | None = None
     ) -> None:
         wrapper, basic = self.engine.optimizer, self.groups.optimizer
-        self._new_buffers = buffers or {}
+        self._new = (buffers or NewBuffers()).new
         involved = [*self.groups.index, *arrived, *self.groups.placeholders]
         self._before = self.groups.snapshot(), basic.state, vars(wrapper), [_ParameterSnapshot(p) for p in involved]
         old_states = [dict(state) for state in basic.state.values()]
         for handle in wrapper._grad_acc_hooks:
             handle.remove()
-        gone = set(departed)
-        self._sources = {
-            p: self._source(p) for p in self.groups.index if p.requires_grad and p not in gone and self._is_flat(p)
-        }
         self._received = {p: p.data for p in arrived}
         for parameter in involved:
             _forget_wrapper(parameter)
-        self.groups.replace(gone, arrived)
+        self.groups.replace(departed, arrived)
         for parameter in self.groups.index.keys() - arrived:
             if not parameter.requires_grad and parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()  # a view would keep the old flat buffer alive
         self.groups.sort(self.engine.module.parameters())
         self.groups.install(trainable_only=True)
         basic.state = defaultdict(dict)
-        with building(self._new_buffers.values()):
+        # With optimizers on the host DeepSpeed keeps what it makes its gradients of.
+        with building([] if getattr(wrapper, "cpu_offload", False) else self._new.values()):
             fresh = self._wrap(basic)
         # Sharing one dictionary keeps the identity that schedulers and users hold, while the hooks that
         # `fresh` registered on the parameters, bound to it, go on seeing the same state.
@@ -128,10 +167,23 @@ class FlatOptimizer(StageOptimizer):
         wrapper.__dict__ = fresh.__dict__
         wrapper.register_grad_acc_post_hook(self.engine._backward_post_hook)
         flats = self._flats()
-        self._taken = {i: r for i, r in self._new_buffers.items() if r.master.data_ptr() == flats[i].data_ptr()}
+        self._taken = {i: b for i, b in self._new.items() if b.master.data_ptr() == flats[i].data_ptr()}
         template = next((state for state in old_states if state), None)
         if template is not None:
             self.make_states([template] * len(flats))
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Make sure that DeepSpeed's buffers lie as was planned, since what travels was cut accordingly."""
+        for i, buffers in self._new.items():
+            planned, members = buffers.layout.places, self._members()[i]
+            same = list(map(id, members)) == list(map(id, planned)) and self._flats()[i].numel() == buffers.layout.share
+            if not same or not all(lies_at(p, planned[p], buffers.rank) for p in members):
+                raise RuntimeError(
+                    f"DeepSpeed lays parameter group {i} out otherwise than planned ({len(members)} parameters in "
+                    f"shares of {self._flats()[i].numel()}, planned were {len(planned)} in {buffers.layout.share}); "
+                    'leave "round_robin_gradients" out of "zero_optimization", and tell us of other cases'
+                )
 
     def make_states(self, templates: Sequence[State]) -> None:
         """Give every flat buffer an entry of optimizer state, which is then to be filled unless the buffer was given.
@@ -152,11 +204,7 @@ class FlatOptimizer(StageOptimizer):
     @property
     @override
     def copies(self) -> bool:
-        return bool(self._to_fill() or self._elsewhere())
-
-    def _to_fill(self) -> list[nn.Parameter]:
-        """Parameters whose buffers DeepSpeed made."""
-        return [p for p, i in self.groups.index.items() if i not in self._taken and self._is_flat(p)]
+        return self._new.keys() != self._taken.keys() or bool(self._elsewhere())
 
     def _elsewhere(self) -> list[tuple[Tensor, Tensor]]:
         """Weights of parameters that come, and where they are received, if these are two."""
@@ -166,17 +214,12 @@ class FlatOptimizer(StageOptimizer):
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
         for weights, received in self._elsewhere():
             weights.copy_(received)
-        to_fill = self._to_fill()
-        arrived = ((p, states.get(p, {})) for p in to_fill if p not in self._sources)
-        kept = _full_states({p: self._sources[p] for p in to_fill if p in self._sources})
-        error: Exception | None = None
-        for parameter, state in chain(arrived, kept):
-            try:
-                write_state(parameter, state)
-            except Exception as caught:  # the other replicas wait for what follows
-                error = error or caught
-        if error is not None:
-            raise error
+        for i, buffers in self._new.items():
+            if i not in self._taken:  # DeepSpeed made its own
+                flat = self._flats()[i]
+                for key, value in buffers.state.items():
+                    target = flat.detach() if key == "master" else self._flat_state(flat)[key]
+                    target[: buffers.share_used].copy_(value[: buffers.share_used])
 
     @override
     def commit(self) -> None:
@@ -220,7 +263,7 @@ class FlatOptimizer(StageOptimizer):
         if mapping is None or not parameter.requires_grad:
             return 0
         flat_state = self._source(parameter)[-1]
-        moments = [v for v in flat_state.values() if _is_moment(v)]
+        moments = [v for v in flat_state.values() if is_moment(v)]
         elements = int(mapping.hp_fragment_address.numel)
         return elements * int(mapping.hp_fragment.element_size() + sum(m.element_size() for m in moments))
 
@@ -234,6 +277,10 @@ class FlatOptimizer(StageOptimizer):
 
     def _is_flat(self, parameter: nn.Parameter) -> bool:
         return parameter in self.groups.index and hasattr(parameter, "_hp_mapping") and parameter.numel() > 0
+
+    def _has_share(self, parameter: nn.Parameter) -> bool:
+        """Whether it is trained, and was when the buffers were made."""
+        return parameter.requires_grad and self._is_flat(parameter)
 
     def _flat_state(self, flat: Tensor) -> State:
         state: State = self.groups.optimizer.state.get(flat, {})
@@ -300,82 +347,9 @@ def _forget_wrapper(parameter: nn.Parameter) -> None:
 
 def _like(value: Any, flat: Tensor) -> Any:
     """An entry of a flat parameter's state before it is filled."""
-    if isinstance(value, Pieces) or _is_moment(value):
+    if isinstance(value, Pieces) or is_moment(value):
         return torch.zeros_like(flat, dtype=value.dtype)
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _full_states(sources: Mapping[nn.Parameter, Source]) -> Iterator[tuple[nn.Parameter, State]]:
-    """Complete state of parameters; without replicas it shares memory with the flat buffers."""
-    bucket: list[nn.Parameter] = []
-    for parameter, (_, group, _) in sources.items():
-        is_full = sum(p.numel() for p in bucket) >= BUCKET_ELEMENTS
-        if bucket and (is_full or sources[bucket[0]][1] is not group):
-            yield from _whole(bucket, sources).items()
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield from _whole(bucket, sources).items()
-
-
-def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]) -> dict[nn.Parameter, State]:
-    """Complete state of parameters with the same replicas, put together from their fragments in one message."""
-    group, device = sources[parameters[0]][1], parameters[0].device
-    if dist.get_world_size(group) == 1:
-        states, shares = _shares(parameters, sources)
-        for parameter, key, share in shares:
-            states[parameter][key] = share
-        return states
-    states, bits = together(lambda: _own_bits(parameters, sources, device), device, RuntimeError, group)
-    dist.all_reduce(bits, group=group)
-    return states
-
-
-def _shares(
-    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]
-) -> tuple[dict[nn.Parameter, State], list[tuple[nn.Parameter, str, Tensor | None]]]:
-    """What of the parameters' state has no elements; this rank's fragments of all else."""
-    states: dict[nn.Parameter, State] = {}
-    shares: list[tuple[nn.Parameter, str, Tensor | None]] = []
-    for parameter in parameters:
-        mapping, _, flat_state = sources[parameter]
-        states[parameter] = {key: value for key, value in flat_state.items() if not _is_moment(value)}
-        # Not mapping.optim_fragment: ZeRO links it after the first group's first step, when the
-        # other groups have no state yet, and never again.
-        shares.append((parameter, "master", mapping and mapping.hp_fragment.detach()))
-        moments = ((key, value) for key, value in flat_state.items() if _is_moment(value))
-        shares += [(parameter, key, mapping and _fragment(value, mapping)) for key, value in moments]
-    return states, shares
-
-
-def _own_bits(
-    parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source], device: torch.device
-) -> tuple[dict[nn.Parameter, State], Tensor]:
-    """States whose tensors lie in one row of bits, and that row with this rank's fragments in it.
-
-    One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
-    """
-    states, shares = _shares(parameters, sources)
-    bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
-    start = 0
-    for parameter, key, share in shares:
-        place = bits[start : start + parameter.numel()]
-        if share is not None:
-            address = sources[parameter][0].lp_fragment_address
-            place.narrow(0, address.start, address.numel).copy_(share.float().view(torch.int32))
-        states[parameter][key] = place.view(torch.float32)
-        start += parameter.numel()
-    return states, bits
-
-
-def _is_moment(value: Any) -> bool:
-    """Whether a flat buffer's state has a value an element, not a count of steps or the like."""
-    return isinstance(value, Tensor) and value.numel() > 1
-
-
-def _fragment(flat: Tensor, mapping: Any) -> Tensor:
-    address = mapping.hp_fragment_address
-    return flat.detach().narrow(0, address.start, address.numel)
 
 
 def write_state(parameter: nn.Parameter, state: State) -> None:

@@ -2,7 +2,9 @@
 
 A stage holds consecutive layers, so layers leave and come at the ends of a parameter group's flat buffers. What stays
 keeps its place in memory, and what comes is put next to it as long as there is room there; only then are larger
-buffers made. DeepSpeed's constructors, which would allocate and fill buffers of their own, are given these.
+buffers made. Where replicas share out master weights and moments, these shares shift: they are made anew, and get what
+stays from the replicas that have it. DeepSpeed's constructors, which would allocate and fill buffers of their own, are
+given these.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import io
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from dynpipe_ds.host.optimizers.groups import Entry
+from dynpipe_ds.host.optimizers.groups import State
+from dynpipe_ds.migration.shards import FlatLayout, Place, Run, joined, runs_of
 
 ROOM = 0.5
 """Elements left free at either end of a new buffer in host memory, as a share of those in use.
@@ -47,15 +51,18 @@ _asked_once = functools.cache(torch_helpers.required_torch_version)
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """All flat buffers of one parameter group that one rank holds whole.
+    """All flat buffers of one parameter group on one rank.
 
     Attributes:
         members: the group's parameters in the order in which they lie in the buffers.
-        weights: what the model computes with.
-        master: fp32 weights.
-        moments: by the optimizer's names.
-        gradients: fp32 sums, zero between batches; ``None`` where the wrapper keeps none.
-        multiple: number of elements that the buffers' length is a multiple of.
+        weights: what the model computes with, whole on every replica.
+        master: fp32 weights, this rank's share.
+        moments: by the optimizer's names, this rank's share.
+        gradients: fp32 sums, whole, zero between batches; ``None`` where the wrapper keeps none.
+        multiple: number of elements that a share is a multiple of.
+        alignment: number of elements that every parameter's offset is a multiple of.
+        ranks: replicas that share master weights and moments out, in order.
+        rank: this one.
     """
 
     members: list[nn.Parameter]
@@ -64,115 +71,165 @@ class GroupBuffers:
     moments: dict[str, Tensor]
     gradients: Tensor | None
     multiple: int = 2  # DeepSpeed's nccl_start_alignment_factor
+    alignment: int = 1
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+
+    @cached_property
+    def layout(self) -> FlatLayout:
+        """Where each parameter lies."""
+        return self._layout_of(self.members)
+
+    def _layout_of(self, members: Sequence[nn.Parameter]) -> FlatLayout:
+        return FlatLayout({p: p.numel() for p in members}, self.ranks, self.multiple, self.alignment)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Master weights and moments by name: this rank's share of what the optimizer works on."""
+        return {"master": self.master.detach(), **self.moments}
+
+    @property
+    def share_used(self) -> int:
+        """Elements of this rank's share up to the end of the last parameter."""
+        before = self.ranks.index(self.rank) * self.layout.share
+        return min(max(self.layout.num_used - before, 0), self.layout.share)
 
     def clear_padding(self) -> None:
         """Zero what follows the last parameter."""
-        num_used = _num_elements(self.members)
-        for buffer in (self.weights, self.master, self.gradients, *self.moments.values()):
-            if buffer is not None and buffer.numel() > num_used:
-                buffer.detach()[num_used:].zero_()
+        for buffer in (self.weights, self.gradients):
+            if buffer is not None:
+                buffer.detach()[self.layout.num_used :].zero_()
+        for buffer in self.state.values():
+            buffer[self.share_used :].zero_()
 
-    def after(
-        self, gone: set[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
-    ) -> GroupBuffers | None:
-        """The buffers after a move; these stay valid, bit for bit, until something is written to the new ones' ends.
+    def after(self, members: list[nn.Parameter]) -> GroupBuffers:
+        """The buffers after a move; these stay valid, bit for bit, until something is written for what comes.
 
-        The tensors of what comes are made to lie in the new buffers, not yet filled.
+        What stays, and stays on this rank, is in its place. The rest is not filled, gradients are zero.
 
         Args:
-            gone: parameters that leave, or leave the group.
-            front: what comes before the parameters that stay.
-            back: what comes after them.
-
-        Returns:
-            The new buffers; ``None`` if parameters leave from the middle, or what comes is of another kind.
+            members: at least one parameter, in their new order; what is not among the present ones comes.
         """
-        staying = [i for i, p in enumerate(self.members) if p not in gone]
-        kept = [self.members[i] for i in staying]
-        members = [*(e.parameter for e in front), *kept, *(e.parameter for e in back)]
-        in_one_piece = not staying or staying[-1] - staying[0] == len(staying) - 1
-        if not members or not in_one_piece or not all(self._takes(e) for e in (*front, *back)):
-            return None
-        cut = _Cut(
-            num_before=_num_elements(e.parameter for e in front),
-            first=_num_elements(self.members[: staying[0]]) if staying else 0,
-            num_kept=_num_elements(kept),
-            num_after=_num_elements(e.parameter for e in back),
-            multiple=self.multiple,
+        old, new = self.layout, self._layout_of(members)
+        size = new.share * len(self.ranks)
+        whole = _Change(
+            joined(run for p in members if p in old.sizes for run in runs_of(_whole(old, p), _whole(new, p))),
+            [(_whole(new, p).offset, p.numel()) for p in members if p not in old.sizes], size,
+            has_holes=self.alignment > 1,
         )
-        new = GroupBuffers(
-            members, cut.apply(self.weights), cut.apply(self.master),
-            {key: cut.apply(moment) for key, moment in self.moments.items()},
-            None if self.gradients is None else cut.apply(self.gradients),
-            self.multiple,
-        )
-        new._place(front, 0)
-        new._place(back, cut.num_before + cut.num_kept)
-        return new
-
-    def _takes(self, entry: Entry) -> bool:
-        """Whether a parameter's tensors can lie in such buffers."""
-        numel, state = entry.parameter.numel(), dict(entry.state)
-        pairs = [(entry.parameter, self.weights), (state.pop("master", None), self.master)]
-        pairs += [(state.pop(key, None), moment) for key, moment in self.moments.items()]
-        strange = [v for v in state.values() if isinstance(v, Tensor) and v.numel() == numel > 1]
-        return not strange and all(
-            isinstance(t, Tensor) and t.numel() == numel and t.is_contiguous()
-            and (t.dtype, t.device) == (buffer.dtype, buffer.device)
-            for t, buffer in pairs
+        if len(self.ranks) == 1:
+            renewed = {key: whole.apply(buffer) for key, buffer in self.state.items()}
+        elif new.places == old.places:
+            renewed = self.state
+        else:
+            renewed = {key: self._resharded(buffer, new) for key, buffer in self.state.items()}
+        gradients = None if self.gradients is None else whole.apply(self.gradients)
+        if gradients is not None:
+            for start, length in whole.coming:
+                gradients[start:][:length].zero_()
+        master = renewed.pop("master")
+        return replace(
+            self, members=members, weights=whole.apply(self.weights), master=master, moments=renewed,
+            gradients=gradients,
         )
 
-    def _place(self, entries: Iterable[Entry], start: int) -> None:
-        for entry in entries:
-            stop = start + entry.parameter.numel()
-            entry.parameter.data = self.weights[start:stop].view(entry.parameter.shape)
-            for key, buffer in {"master": self.master, **self.moments}.items():
-                entry.state[key].data = buffer[start:stop].view(entry.state[key].shape)
-            if self.gradients is not None:
-                self.gradients[start:stop].zero_()
-            start = stop
+    def _resharded(self, buffer: Tensor, new: FlatLayout) -> Tensor:
+        renewed = _new(new.share, buffer, has_holes=self.alignment > 1)
+        for run in self.runs_to(new):
+            if run.source == run.destination == self.rank:
+                renewed[run.write_at :][: run.num_elements].copy_(buffer[run.read_at :][: run.num_elements])
+        return renewed
+
+    def runs_to(self, new: FlatLayout) -> list[Run]:
+        """Which replica has and which needs what of the parameters that are here and stay here.
+
+        Args:
+            new: layout of the same replicas.
+        """
+        old = self.layout.places
+        return joined(run for p, place in new.places.items() if p in old for run in runs_of(old[p], place))
+
+    def receive(self, parameter: nn.Parameter) -> None:
+        """Let the weights of a parameter that comes lie here; what is of another kind is copied when it has come."""
+        kinds = (parameter.dtype, parameter.device), (self.weights.dtype, self.weights.device)
+        if parameter.is_contiguous() and kinds[0] == kinds[1]:
+            start = self.layout.places[parameter].offset
+            parameter.data = self.weights[start : start + parameter.numel()].view(parameter.shape)
+
+    def write(self, parameter: nn.Parameter, state: State) -> None:
+        """Fill in the weights of a parameter, and this rank's share of its state.
+
+        Args:
+            parameter: among the members.
+            state: complete; zeros stand for what it lacks, the parameter itself for missing master weights.
+        """
+        place = self.layout.places[parameter]
+        self.weights[place.offset :][: place.num_elements].copy_(parameter.detach().reshape(-1))
+        for key, buffer in self.state.items():
+            value = state.get(key, parameter.detach() if key == "master" else None)
+            for piece in place.pieces():
+                if piece.rank == self.rank:
+                    target = buffer[piece.position :][: piece.stop - piece.start]
+                    if value is None:
+                        target.zero_()
+                    else:
+                        target.copy_(value.reshape(-1)[piece.start : piece.stop])
+
+
+def _new(size: int, like: Tensor, *, has_holes: bool) -> Tensor:
+    """Memory for a buffer; gaps that nobody fills must not hold what looks like numbers that are none."""
+    return (torch.zeros if has_holes else torch.empty)(size, dtype=like.dtype, device=like.device)
+
+
+def _whole(layout: FlatLayout, parameter: nn.Parameter) -> Place:
+    """Where a parameter lies in a buffer that every rank has whole."""
+    place = layout.places[parameter]
+    return Place((0,), layout.share * len(layout.ranks), place.offset, place.num_elements)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a flat buffer changes, in elements: some come before, some of the old ones stay, some come after."""
+class _Change:
+    """How a flat buffer that a rank has whole changes.
 
-    num_before: int
-    first: int  # of those that stay, in the old buffer
-    num_kept: int
-    num_after: int
-    multiple: int
+    Attributes:
+        kept: what stays.
+        coming: first element and number of elements of what comes.
+        size: elements of the new buffer.
+        has_holes: whether parameters may have gaps between them.
+    """
+
+    kept: list[Run]
+    coming: list[tuple[int, int]]
+    size: int
+    has_holes: bool
 
     def apply(self, old: Tensor) -> Tensor:
+        """The new buffer, in the old one's memory where nothing that stays has to move."""
         old = old.detach()
-        num_used = self.num_before + self.num_kept + self.num_after
-        size = num_used + -num_used % self.multiple
-        in_place = self._in_place(old, size)
+        in_place = self._in_place(old)
         if in_place is not None:
             return in_place
         line = _LINE_BYTES // old.element_size()
-        room = int(ROOM * size) // line * line if old.device.type == "cpu" else 0
-        new = torch.empty(size + 2 * room, dtype=old.dtype, device=old.device)[room : room + size]
-        new[self.num_before :][: self.num_kept].copy_(old[self.first :][: self.num_kept])
+        room = int(ROOM * self.size) // line * line if old.device.type == "cpu" else 0
+        new = _new(self.size + 2 * room, old, has_holes=self.has_holes)[room : room + self.size]
+        for run in self.kept:
+            new[run.write_at :][: run.num_elements].copy_(old[run.read_at :][: run.num_elements])
         return new
 
-    def _in_place(self, old: Tensor, size: int) -> Tensor | None:
+    def _in_place(self, old: Tensor) -> Tensor | None:
         """A view of the old buffer's memory in which what stays need not move, if that has room for the rest."""
-        if old.device.type != "cpu" or not self.num_kept:
+        shifts = {run.read_at - run.write_at for run in self.kept}
+        if old.device.type != "cpu" or len(shifts) != 1:
             return None  # an accelerator's memory is given back
-        overwrites_front = self.num_before and self.first
-        overwrites_back = self.num_after and self.first + self.num_kept < old.numel()
-        start = old.storage_offset() + self.first - self.num_before
+        [shift] = shifts
+        overwrites = any(-length < start + shift < old.numel() for start, length in self.coming)
+        start = old.storage_offset() + shift
         capacity = old.untyped_storage().nbytes() // old.element_size()
-        fits = start >= 0 and start + size <= capacity <= LARGEST * size
-        if overwrites_front or overwrites_back or not fits or start * old.element_size() % _LINE_BYTES:
+        fits = start >= 0 and start + self.size <= capacity <= LARGEST * self.size
+        if overwrites or not fits or start * old.element_size() % _LINE_BYTES:
             return None
         view = torch.empty(0, dtype=old.dtype, device=old.device)
-        return view.set_(old.untyped_storage(), start, (size,), (1,))
-
-
-def _num_elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)
+        return view.set_(old.untyped_storage(), start, (self.size,), (1,))
 
 
 _MAKERS = frozenset({torch._C._nn.flatten_dense_tensors, Tensor.clone, torch.zeros_like, torch.zeros})
@@ -188,7 +245,9 @@ class _AlreadyMade(TorchFunctionMode):
     def __init__(self, groups: Iterable[GroupBuffers]) -> None:
         super().__init__()
         self._groups = {tuple(map(id, group.members)): group for group in groups}
-        self._flattened: dict[int, GroupBuffers] = {}
+        # By where the weights begin that they belong to, and how many these are.
+        self._masters: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor | None] = {}
 
     @override
     def __torch_function__(
@@ -199,10 +258,10 @@ class _AlreadyMade(TorchFunctionMode):
         given: Tensor | None = None
         if func is torch._C._nn.flatten_dense_tensors:
             given = self._flatten(args[0])
-        elif func is Tensor.clone or func is torch.zeros_like:
-            group = self._flattened.get(args[0].data_ptr())
-            if group is not None and args[0].numel() == group.weights.numel():
-                given = group.master if func is Tensor.clone else group.gradients
+        elif func is Tensor.clone:
+            given = self._masters.get((args[0].data_ptr(), args[0].numel()))
+        elif func is torch.zeros_like:
+            given = self._gradients.get((args[0].data_ptr(), args[0].numel()))
         elif func is torch.zeros and any(group.master.shape == args for group in self._groups.values()):
             given = torch.zeros(1, **(kwargs or {})).expand(args)  # ZeRO only looks at it and drops it
         return func(*args, **(kwargs or {})) if given is None else given
@@ -211,8 +270,11 @@ class _AlreadyMade(TorchFunctionMode):
         group = self._groups.get(tuple(id(t) for t in tensors if isinstance(t, nn.Parameter)))
         if group is None or sum(t.numel() for t in tensors) != group.weights.numel():
             return None
-        self._flattened[group.weights.data_ptr()] = group
-        return group.weights
+        weights, share = group.weights, group.layout.share
+        mine = weights[group.ranks.index(group.rank) * share :][:share]
+        self._masters[mine.data_ptr(), share] = group.master
+        self._gradients[weights.data_ptr(), weights.numel()] = group.gradients
+        return weights
 
 
 def _is_warning(record: logging.LogRecord) -> bool:

@@ -9,7 +9,7 @@ left in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     Attributes:
         parameter: itself.
         group: index of its parameter group; ``None`` if the optimizer does not have it.
-        state: named tensors and scalars, complete; empty if there is none.
+        state: named tensors and scalars, or what ``StageOptimizer.describe`` says of them; empty if there is none.
     """
 
     parameter: nn.Parameter
@@ -67,14 +67,31 @@ class ParameterGroups:
 
     def install(self, *, trainable_only: bool) -> None:
         """Write the local parameters into the optimizer's groups; for one that flattens these, without frozen ones."""
-        members: list[list[nn.Parameter]] = [[] for _ in self.placeholders]
-        for parameter, i in self.index.items():
-            if not trainable_only or (parameter.requires_grad and parameter.numel()):
-                members[i].append(parameter)
+        members = self._by_group(self.index, trainable_only=trainable_only)
         for group, parameters, placeholder in zip(
             self.optimizer.param_groups, members, self.placeholders, strict=True
         ):
             group["params"] = parameters or [placeholder]
+
+    def members_after(
+        self, departed: Collection[nn.Parameter], arrived: Mapping[nn.Parameter, int], order: Iterable[nn.Parameter]
+    ) -> list[list[nn.Parameter]]:
+        """What a flat optimizer will hold of each group, in the order in which it will lie there.
+
+        Args:
+            departed: parameters that leave.
+            arrived: group index of each parameter that comes.
+            order: of all parameters, then.
+        """
+        index = {p: i for p, i in self.index.items() if p not in departed}
+        return self._by_group(_sorted({**index, **arrived}, order), trainable_only=True)
+
+    def _by_group(self, index: Mapping[nn.Parameter, int], *, trainable_only: bool) -> list[list[nn.Parameter]]:
+        members: list[list[nn.Parameter]] = [[] for _ in self.placeholders]
+        for parameter, i in index.items():
+            if not trainable_only or (parameter.requires_grad and parameter.numel()):
+                members[i].append(parameter)
+        return members
 
     def follow(self) -> None:
         """Give what single replicas own the settings that the user, or a scheduler, has given to its group."""
@@ -101,9 +118,13 @@ class ParameterGroups:
 
         Checkpoints know a parameter by its position only.
         """
-        position = {parameter: i for i, parameter in enumerate(order)}
-        last = len(position)
-        self.index = dict(sorted(self.index.items(), key=lambda item: position.get(item[0], last)))
+        self.index = _sorted(self.index, order)
+
+
+def _sorted(index: Mapping[nn.Parameter, int], order: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    position = {parameter: i for i, parameter in enumerate(order)}
+    last = len(position)
+    return dict(sorted(index.items(), key=lambda item: position.get(item[0], last)))
 
 
 def agree_on_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -18,7 +19,32 @@ from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.native_adam import count_fused_step, prime_native_adam
 
-NewBuffers = dict[int, GroupBuffers]
+PlaceText = tuple[tuple[int, ...], int, int]
+"""Ranks, share and offset of a ``Place``, which is how it travels."""
+
+
+class NewBuffers(NamedTuple):
+    """Flat buffers that are about to change.
+
+    Attributes:
+        old: as they are, by parameter group.
+        new: as they will be, of the groups that will have parameters.
+    """
+
+    old: Sequence[GroupBuffers] = ()
+    new: Mapping[int, GroupBuffers] = MappingProxyType({})
+
+
+class Parts(NamedTuple):
+    """Slices of flat buffers on their way between ranks, in an order that both know.
+
+    Attributes:
+        sends: by destination.
+        receives: by source.
+    """
+
+    sends: dict[int, list[Tensor]]
+    receives: dict[int, list[Tensor]]
 
 
 class StageOptimizer(ABC):
@@ -52,22 +78,51 @@ class StageOptimizer(ABC):
             Named tensors with as many elements as the parameter, and scalars; empty where there is none.
         """
 
+    @property
+    def shares_out(self) -> bool:
+        """Whether replicas share out its state, so that layers that move have to be told where it shall lie."""
+        return False
+
+    def describe(self, parameters: Sequence[nn.Parameter]) -> list[State]:
+        """What the receiver of parameters that leave has to be sent, or told, of their state."""
+        return self.export(parameters)
+
     def make_buffers(
-        self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
+        self, departed: Sequence[nn.Parameter], coming: Sequence[Entry], order: Iterable[nn.Parameter], *,
+        is_here: bool = False,
     ) -> NewBuffers:
         """Let what comes be received where it will stay; may run out of memory, communicates nothing.
 
-        Changes the memory of the tensors that come, and nothing of what is here.
+        Changes the memory of the parameters that come, and nothing of what is here.
 
         Args:
             departed: parameters that leave.
-            front: what comes before the parameters that stay, its tensors not yet filled.
-            back: what comes after them.
+            coming: those that come, not yet filled.
+            order: all parameters of this stage in the order in which they will be registered.
+            is_here: whether what comes is here already, complete: it is new, or was frozen.
 
         Returns:
             What ``prepare`` wants to know of it.
         """
-        return {}
+        return NewBuffers()
+
+    def places(self, coming: Sequence[Entry], buffers: NewBuffers) -> list[PlaceText | None]:
+        """Where the state of parameters that come shall lie, for :meth:`parts` of those that send it."""
+        return [None] * len(coming)
+
+    def parts(
+        self, going: Mapping[int, Sequence[tuple[nn.Parameter, PlaceText | None]]],
+        coming: Sequence[Entry], buffers: NewBuffers,
+    ) -> Parts:
+        """What of the state this rank sends and receives by itself, apart from what :meth:`describe` gave.
+
+        Args:
+            going: by the rank that takes the same place in another stage, parameters that go there, and where they
+                shall lie.
+            coming: entries of those that come, stage by stage in the sender's order.
+            buffers: what :meth:`make_buffers` returned.
+        """
+        return Parts({}, {})
 
     @abstractmethod
     def prepare(
@@ -83,12 +138,10 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        """Give all parameters their state, and weights where ``prepare`` put them elsewhere.
-
-        Collective over replicas, which fail together, if it :attr:`copies`.
+        """Give all parameters their state, and weights where ``prepare`` put them elsewhere; communicates nothing.
 
         Args:
-            states: what ``export`` gave for the parameters that came.
+            states: what ``describe`` gave for the parameters that came.
         """
 
     def commit(self) -> None:
