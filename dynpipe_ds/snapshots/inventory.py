@@ -6,8 +6,9 @@ the new world to :func:`plan_restore`, which says who gives what to whom. All ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -52,6 +53,22 @@ class Snapshot:
     num_bytes: int
     checksum: int
     is_complete: bool
+
+    def dumps(self) -> bytes:
+        """As JSON, for :meth:`loads` on the rank that will hold it."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def loads(cls, text: bytes, holder: int) -> Snapshot:
+        """What :meth:`dumps` wrote.
+
+        Args:
+            text: as written.
+            holder: rank that has the copy.
+        """
+        values = json.loads(text)
+        seats = {"owner": Seat(*values["owner"]), "boundaries": tuple(values["boundaries"])}
+        return cls(**{**values, **seats, "holder": holder})
 
     @property
     def num_stages(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +48,7 @@ def checksum(manifest: bytes, data: Tensor, so_far: int | None = None) -> int:
         so_far: that of the manifest and the bytes before, if these were counted already.
     """
     start = zlib.crc32(manifest) if so_far is None else so_far
-    return zlib.crc32(memoryview(data.numpy()), start)
+    return zlib.crc32(data.numpy().data, start)
 
 
 class SnapshotStore:
@@ -171,7 +172,6 @@ class SnapshotStore:
         with self._lock:
             return [replace(copy.snapshot, holder=rank) for copy in self._copies.values()]
 
-    def _drop(self, is_old: object) -> None:
-        assert callable(is_old)
+    def _drop(self, is_old: Callable[[int], bool]) -> None:
         for key in [key for key in self._copies if is_old(key[0])]:
             self.give_back(self._copies.pop(key).data)

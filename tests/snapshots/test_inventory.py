@@ -84,3 +84,8 @@ def test_what_is_not_held_is_refused() -> None:
         plan_restore(without(ring(4), 0, 1), 4, {0: Seat(0, 0)}, (0, 6))
     with pytest.raises(ValueError, match="batch 9 can't be gone back to: .*anybody"):
         plan_restore(ring(4), 9, {0: Seat(0, 0)}, (0, 6))
+
+
+def test_a_snapshot_is_told_to_its_holder() -> None:
+    told = copy(1, 1, replica=1, replicas=2)
+    assert Snapshot.loads(told.dumps(), 5) == replace(told, holder=5)

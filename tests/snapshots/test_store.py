@@ -65,7 +65,7 @@ def test_the_inventory_says_who_holds_and_damage_is_seen() -> None:
 def test_a_copy_that_does_not_fit_is_refused_with_both_values() -> None:
     store = SnapshotStore(max_bytes=150)
     put(store, 0)
-    with pytest.raises(StoreFullError, match=r"a copy of 60 bytes beside 100 .* max_bytes allows 150"):
+    with pytest.raises(StoreFullError, match=r"a copy of 60 bytes beside 100 .*max_bytes allows 150"):
         store.room(60)
     store.forget()
     assert store.room(140).numel() == 140
