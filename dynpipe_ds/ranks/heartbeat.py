@@ -3,7 +3,8 @@
 A process that is killed closes its connections, so its neighbours fail at once, with an error that names a socket;
 *their* neighbours fail when they have ended, and so on. To name the first cause, every process can be asked whether
 it lives (``answering.py``), and whoever finds the cause tells all others before it ends itself. While all is well
-nothing is sent.
+nothing is sent. Where ranks go on without others (``survive/``), each also stays connected to some, and asks as soon as
+such a connection ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from dynpipe_ds.ranks import fatal
 from dynpipe_ds.ranks.agreement import gather
-from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
+from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, Standing, ask
+from dynpipe_ds.ranks.connections import break_off, listening
 from dynpipe_ds.ranks.fatal import NewestCheckpoint, Verdict
 from dynpipe_ds.telling import warn
 
@@ -32,6 +34,9 @@ MARGIN_S = 3.0
 _TOLD_S = 0.5  # a silent process gets the verdict when it goes on; nobody waits for its reply
 _AGAIN_S = 0.1
 _WATCH_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.05
+_NUM_STANDING = 16
+"""So many ranks are watched by each one; whoever watches a lost one while it waits for anybody tells all."""
 
 
 class Heartbeat:
@@ -53,6 +58,8 @@ class Heartbeat:
         self.rank, self._timeout_s = rank, timeout_s
         self._addresses = dict(enumerate(addresses))
         self._sections: list[tuple[str, NewestCheckpoint]] = []
+        self._standing: dict[int, Standing] = {}
+        self._others: list[tuple[str, int]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynpipe_ds watch", daemon=True)
         self._thread.start()
@@ -67,6 +74,8 @@ class Heartbeat:
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        for standing in self._standing.values():
+            standing.close()
 
     def forget(self, ranks: Collection[int]) -> None:
         """Miss some ranks no more: they end on purpose."""
@@ -154,10 +163,41 @@ class Heartbeat:
         finally:
             self._sections.pop()
 
+    # -- going on without others --------------------------------------------------------------
+
+    def stay_connected(self) -> None:
+        """Hear of the end of others at once, and be able to break off; collective over all ranks."""
+        own = [(self.listener.address.host, port) for port in listening() - {self.listener.address.port}]
+        everyone = gather(own)
+        self._others = [end for rank, ends in enumerate(everyone) if rank != self.rank for end in ends]
+        size = len(everyone)
+        for step in range(1, min(size, _NUM_STANDING + 1)):
+            other = (self.rank + step) % size
+            with suppress(OSError):  # who ends just now is found by the first call that needs it
+                self._standing[other] = Standing(self._addresses[other])
+
+    def break_off(self) -> int:
+        """Shut down the connections to all other ranks but those by which they ask each other.
+
+        Returns:
+            How many there were.
+        """
+        return break_off(self._others, {self.listener.address.port})
+
+    def answers(self) -> dict[int, Answer]:
+        """What each rank answers; takes up to ``PATIENCE_S``."""
+        return self._ask_all()
+
+    def _is_somebody_gone(self) -> bool:
+        gone = [rank for rank, standing in self._standing.items() if standing.is_broken]
+        return any(rank in self._addresses for rank in gone)
+
     def _watch(self) -> None:
         clock, outermost, since_s = RunningClock(), None, 0.0
-        while not self._stopped.wait(_WATCH_EVERY_S):
+        while not self._stopped.wait(_LOOK_EVERY_S if self._standing else _WATCH_EVERY_S):
             now_s, sections = clock.tick(), tuple(self._sections)
+            if sections and self._is_somebody_gone() and self.find_lost(*sections[-1]) is not None:
+                return
             if not sections or sections[0] is not outermost:
                 outermost, since_s = sections[0] if sections else None, now_s
             elif now_s - since_s > self._timeout_s + MARGIN_S:
