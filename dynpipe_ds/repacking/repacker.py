@@ -170,9 +170,9 @@ class Repacker:
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
-        shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing), clock.work("move") as moving:
+            shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
             moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
