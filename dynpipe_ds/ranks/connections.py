@@ -5,7 +5,7 @@ operations can't be interrupted (``abort`` of its groups does nothing), but they
 So connections are shut down from another thread, and whatever waits on them raises. NCCL's groups are aborted.
 
 A connection between two ranks ends on one side at a port that one of the two listens on. Ports are noted when a world
-begins (:func:`listening`). A group that is made later is found by the side that listens; where both live, that suffices.
+begins (:func:`listening`). A group that is made later is found by the side that listens; that suffices if both live.
 """
 
 from __future__ import annotations
