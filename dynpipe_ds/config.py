@@ -17,6 +17,7 @@ from typing_extensions import override
 from dynpipe_ds.partition.registry import known_capabilities
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.sections import Section, key, parse_bytes, read_section, show
+from dynpipe_ds.snapshots.config import SurviveConfig
 
 SECTION = "dynamic_pipeline"
 """Key of the section in the DeepSpeed JSON."""
@@ -181,11 +182,17 @@ class DynamicPipelineConfig(Section):
         rule="an object with the keys of repack",
         example='{"enabled": true, "tolerance": 0.05}',
     )
+    survive: SurviveConfig = key(
+        SurviveConfig(),
+        "Keep copies of every worker's state in other workers' host memory.",
+        rule="an object with the keys of survive",
+        example='{"enabled": true}',
+    )
 
     @classmethod
     def nested(cls) -> Mapping[str, Callable[[Mapping[Any, Any]], type[Section]]]:
-        """``repack`` is a section of its own."""
-        return {"repack": lambda _: RepackConfig}
+        """``repack`` and ``survive`` are sections of their own."""
+        return {"repack": lambda _: RepackConfig, "survive": lambda _: SurviveConfig}
 
     @override
     def contradictions(self) -> Iterable[str]:

@@ -89,9 +89,12 @@ class Overhead:
         planning_s: choosing boundaries and deciding.
         migrating_s: moving layers and rebuilding optimizers.
         repacking_s: re-packing onto fewer ranks, from the decision to the next batch.
+        snapshots_s: copying state for the case that a worker is lost: what training waited for, and on a CPU what the
+            copying threads computed.
     """
 
     profiling_s: float = 0.0
     planning_s: float = 0.0
     migrating_s: float = 0.0
     repacking_s: float = 0.0
+    snapshots_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -10,6 +11,7 @@ from dynpipe_ds.events import Overhead
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
 
 
@@ -31,6 +33,7 @@ class Run(Protocol):
         balancer: decides.
         profiler: measures.
         config: the section.
+        snapshots: copies state into other workers' memory.
         overhead: seconds spent on not training.
         clock: which they are read from.
         num_batches: trained so far.
@@ -40,6 +43,7 @@ class Run(Protocol):
     balancer: Balancer
     profiler: Profiler
     config: DynamicPipelineConfig
+    snapshots: Snapshots
     overhead: Overhead
     clock: Clock
     num_batches: int
@@ -47,6 +51,9 @@ class Run(Protocol):
     @property
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
+
+    def went_back(self, extra: Mapping[str, Any]) -> None:
+        """Take note that this rank has gone back to a snapshot, and take in what was kept with it."""
 
     def move_layers(self, placement: Placement) -> int:
         """Let layers move; collective over all ranks, which all do or none."""

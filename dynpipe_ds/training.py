@@ -7,8 +7,8 @@ Whatever every rank fails in together leaves the partition as it is and training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
@@ -32,6 +32,9 @@ from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
+from dynpipe_ds.snapshots.between import BetweenBatches
+from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
+from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.telling import log, tell_all, warn
 
@@ -55,6 +58,8 @@ class Training:
         clock: which all seconds are read from.
         profiler: measures batches.
         repacker: goes on with fewer stages.
+        snapshots: copies state into other workers' memory.
+        between: what the script does between batches, called here.
         overhead: seconds that this rank has spent on not training.
         profiling: whether batches are profiled.
         num_batches: trained so far.
@@ -72,11 +77,14 @@ class Training:
         self.overhead = Overhead()
         self.profiler = Profiler(stage, self.overhead, self.clock)
         self.repacker = Repacker(self)
+        self.between: list[BetweenBatches] = []
+        self.snapshots = Snapshots(self, lambda: {"between": [each.state_dict() for each in self.between]})
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self._monitor: Any = None
         self._in_batch = self._is_started = False
+        self._acted_before = -1
         self._warned: set[str] = set()
 
     def start(self, monitor: Any) -> None:
@@ -91,6 +99,7 @@ class Training:
         self.stage.guard.start()
         self._is_started = True
         self.stage.adopt_optimizer()
+        self.snapshots.start(self.repacker.giving_back.backend.node_name())
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 
@@ -118,9 +127,14 @@ class Training:
             self.stage.adopt_optimizer()
             self.profiler.sizes_changed()
 
+    def before_step(self) -> None:
+        """Get ready for the optimizer's step, in which parameters change."""
+        self.snapshots.before_step()
+
     def end(self) -> None:
         """Let go of the process groups."""
         self.repacker.end()
+        self.snapshots.end()
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -135,23 +149,91 @@ class Training:
         self._in_batch = True
         try:
             with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
-                return self._train_batch(run)
+                self._act_before()
+                result = self._train_batch(run)
+                self._act_after()
+                return result
         finally:
             self._in_batch = False
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
+        self.snapshots.begin_batch()
         self.stage.pipeline.begin_batch()
         is_profiled = self.profiling and self._wants_profile()
         self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
-        result = self._run(run, is_profiled=is_profiled)
+        started = self.clock.now_s()
+        with self._keeping_data():
+            result = self._run(run, is_profiled=is_profiled)
         self.num_batches += 1
+        self.snapshots.end_batch(self.clock.now_s() - started)
         if is_profiled:
             with self.stage.guard.no_way_back(f"stages were balanced after batch {self.num_batches}"):
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
         return result
+
+    def _keeping_data(self) -> AbstractContextManager[None]:
+        """Keep what the batch reads while training may have to go back before it."""
+        return self.stage.pipeline.kept.batch(self.num_batches) if self.snapshots.is_on else nullcontext()
+
+    def _act_before(self) -> None:
+        if self.num_batches != self._acted_before:
+            for each in self.between:
+                each.before_batch(self.num_batches)
+        self._acted_before = self.num_batches
+
+    def _act_after(self) -> None:
+        for each in self.between:
+            each.after_batch(self.num_batches - 1)
+
+    def went_back(self, extra: Mapping[str, Any]) -> None:
+        """Take note that this rank has gone back to a snapshot, which was taken when all was ready for a batch.
+
+        Args:
+            extra: what was kept with it.
+        """
+        self._acted_before = self.num_batches
+        for each, state in zip(self.between, extra["between"], strict=True):
+            each.load_state_dict(state)
+
+    def replay(self, until: int) -> None:
+        """Train again the batches since a snapshot, on the micro-batches that were kept; collective over all ranks.
+
+        They are not profiled, and nothing moves meanwhile.
+
+        Args:
+            until: number of batches that are trained then.
+        """
+        while self.num_batches < until:
+            self._act_before()
+            self.notice_frozen_layers()
+            self.stage.pipeline.begin_batch()
+            self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=False))
+            with self._keeping_data():
+                self.stage.pipeline.run_batch()
+            self.num_batches += 1
+            self._act_after()
+
+    def roll_back(self, boundaries: Sequence[int] | None = None) -> int:
+        """Go back to the newest snapshot that all ranks can go back to, and repeat the batches since.
+
+        Args:
+            boundaries: of the stages from then on; ``None``: those of the snapshot.
+
+        Returns:
+            Batches that were trained when it was taken.
+
+        Raises:
+            SnapshotError: on every rank, if there is none; nothing has changed then.
+        """
+        until, batch = self.num_batches, newest(self)
+        if batch is None:
+            raise SnapshotError("there is no snapshot that is complete on the ranks that are left")
+        restore(self, batch, boundaries)
+        self.replay(until)
+        return batch
 
     def _wants_profile(self) -> bool:
         """Whether the next batch is profiled, the same on every rank."""
@@ -162,6 +244,7 @@ class Training:
             result = self.profiler.run(run, self.num_batches, self.last_profile) if is_profiled else run()
         except BatchRefused:
             self.stage.pipeline.drop_batch()
+            self.stage.pipeline.kept.forget(self.num_batches)
             raise
         return result
 
@@ -318,10 +401,16 @@ class Training:
             freezing.was_needed = change is not Change.NONE
         if freezing.was_needed:
             self.profiler.sizes_changed()
+            self._changed_by_script()
             self.balancer.expect_change()
             if change is not Change.FROZEN:  # else the order that runs may hold too much, until another is planned
                 self.balancer.ordering.adopt(None, self.stage.partition)
             self.overhead.migrating_s += freezing.seconds
+
+    def _changed_by_script(self) -> None:
+        """What acts between batches is called by us and does it again; what a script does by itself it does not."""
+        if not self.between:
+            self.snapshots.changed()
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
         """Give local layers parameters of another shape.
@@ -333,6 +422,7 @@ class Training:
         with self.clock.work("replace") as replacing:
             self.stage.replace(replacements)
         self.profiler.sizes_changed()
+        self._changed_by_script()
         self.balancer.expect_change()
         self.overhead.migrating_s += replacing.seconds
 

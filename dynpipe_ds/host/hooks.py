@@ -45,6 +45,9 @@ class Parts(Protocol):
     def optimizer_was_made(self) -> None:
         """Take note of an optimizer, which may be made late."""
 
+    def before_step(self) -> None:
+        """Get ready for the optimizer's step, in which parameters change."""
+
     def end(self) -> None:
         """Let go of what outlives batches."""
 
@@ -100,8 +103,13 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         try:
             super()._exec_schedule(to_run)
             refuse_together(self)  # in evaluation; in training it was done before the step
-        finally:
+        except BatchRefused:  # of anything else nobody knows how far others have read
             pipeline.note_read(pipe_schedule.micro_batches)
+            raise
+        pipeline.note_read(pipe_schedule.micro_batches)
+
+    def _next_batch(self) -> Any:
+        return self.dynamic.pipeline.kept.next(super()._next_batch)
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.
@@ -165,6 +173,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         self.dynamic.pipeline.clip_gradients()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
+        self.dynamic.before_step()
         optimizer, num_skipped = self.dynamic.stage_optimizer, self.skipped_steps
         if optimizer is not None:
             optimizer.before_step()

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import nn
 
 from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
+from dynpipe_ds.host.kept_data import KeptData
 from dynpipe_ds.host.optimizers import twins as owned_groups
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
@@ -39,6 +40,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
+        kept: what it has read since a moment that training may go back to.
         order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         owned: gradients of what this replica owns.
@@ -48,6 +50,7 @@ class Pipeline:
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
+        self.kept = KeptData()
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
@@ -330,8 +333,17 @@ class Pipeline:
 
     def note_read(self, num_micro_batches: int) -> None:
         """Keep count of micro-batches that other stages have read from the present iterator."""
-        if not self.reads_data:
+        if self.kept.is_first_time() and not self.reads_data:
             self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
+
+    def run_batch(self) -> torch.Tensor:
+        """Train a batch as DeepSpeed does, on what is kept or on the present iterator's micro-batches.
+
+        Returns:
+            Its mean loss.
+        """
+        loss: torch.Tensor = PipelineEngine.train_batch(self.engine)
+        return loss
 
     def start_reading(self) -> None:
         """Bring the present iterator to where the other stages' are.

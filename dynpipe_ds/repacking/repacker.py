@@ -179,6 +179,7 @@ class Repacker:
             released_ranks=chosen.released_ranks, released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
             migrate_s=moving.seconds, regroup_s=0.0,
         )
+        self._run.snapshots.pause()
         with guard.no_way_back(doing):
             if not shrink.stays:
                 shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
@@ -187,6 +188,7 @@ class Repacker:
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
             self._forget_old_stages(chosen.surviving_stages)
+            self._run.snapshots.reconnect()
             self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from typing_extensions import override
@@ -19,6 +19,20 @@ from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.native_adam import count_fused_step, prime_native_adam
 
 NewBuffers = dict[int, GroupBuffers]
+
+
+class Share(NamedTuple):
+    """What one replica holds of a parameter's state; shares memory with the optimizer's.
+
+    Attributes:
+        state: named tensors and scalars.
+        spread: names of those that replicas share out; here they are this replica's elements, in one dimension.
+        start: the first of these elements, among the parameter's.
+    """
+
+    state: State
+    spread: frozenset[str] = frozenset()
+    start: int = 0
 
 
 class StageOptimizer(ABC):
@@ -44,6 +58,11 @@ class StageOptimizer(ABC):
         """Whether ``fill``, after ``prepare``, reads what comes; else it may be called while that travels."""
         return False
 
+    @property
+    def spreads_state(self) -> bool:
+        """Whether replicas share out the state of parameters that they have alike."""
+        return False
+
     @abstractmethod
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
@@ -51,6 +70,14 @@ class StageOptimizer(ABC):
         Returns:
             Named tensors with as many elements as the parameter, and scalars; empty where there is none.
         """
+
+    def shares(self, parameters: Sequence[nn.Parameter]) -> list[Share]:
+        """What this replica holds of the state of parameters; communicates nothing."""
+        return [Share(dict(self.groups.optimizer.state.get(p, {}))) for p in parameters]
+
+    def template(self) -> State:
+        """Kinds of what a group's state holds, moments without elements; empty where there is no such state."""
+        return {}
 
     def make_buffers(
         self, departed: Sequence[nn.Parameter], front: Sequence[Entry], back: Sequence[Entry]
