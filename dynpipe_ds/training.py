@@ -198,23 +198,28 @@ class Training:
         for each, state in zip(self.between, extra["between"], strict=True):
             each.load_state_dict(state)
 
-    def replay(self, until: int) -> None:
+    def replay(self, until: int) -> dict[int, Any]:
         """Train again the batches since a snapshot, on the micro-batches that were kept; collective over all ranks.
 
         They are not profiled, and nothing moves meanwhile.
 
         Args:
             until: number of batches that are trained then.
+
+        Returns:
+            Their losses, by number.
         """
+        losses: dict[int, Any] = {}
         while self.num_batches < until:
             self._act_before()
             self.notice_frozen_layers()
             self.stage.pipeline.begin_batch()
             self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=False))
             with self._keeping_data():
-                self.stage.pipeline.run_batch()
+                losses[self.num_batches] = self.stage.pipeline.run_batch()
             self.num_batches += 1
             self._act_after()
+        return losses
 
     def roll_back(self, boundaries: Sequence[int] | None = None) -> int:
         """Go back to the newest snapshot that all ranks can go back to, and repeat the batches since.

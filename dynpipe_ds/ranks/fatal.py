@@ -6,7 +6,7 @@ raises it as the same error, and a process that still runs ``GRACE_S`` later, be
 call never returned, is ended.
 
 Who can go on (``survive/``) says so by :func:`survive`: groups are then broken off before a verdict on lost ranks is
-heard of, so that every rank raises it, and :func:`forgive` makes room for the next one, in the next world.
+heard of, so that every rank raises it, and :func:`mourn` makes room for the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -83,6 +83,7 @@ _held: Verdict | None = None
 _others_wait = False
 _break_off: Callable[[], object] | None = None
 _timer: threading.Timer | None = None
+_mourned: frozenset[int] = frozenset()
 _lock = threading.RLock()
 
 
@@ -106,13 +107,23 @@ def survive(break_off: Callable[[], object] | None) -> None:
     _break_off = break_off
 
 
-def forgive() -> None:
-    """Forget the verdict: this process goes on without the ranks that were lost."""
-    global _held, _timer
+def mourn(ranks: Collection[int]) -> None:
+    """Hear no more that some ranks are lost, since this process goes on without them.
+
+    Args:
+        ranks: all that are known to be lost in this world; none in a new one.
+    """
+    global _held, _timer, _mourned
     with _lock:
-        if _timer is not None:
-            _timer.cancel()
-        _held = _timer = None
+        _mourned = frozenset(ranks)
+        if _held is not None and _is_old(_held):
+            if _timer is not None:
+                _timer.cancel()
+            _held = _timer = None
+
+
+def _is_old(verdict: Verdict) -> bool:
+    return verdict.lost and set(verdict.ranks) <= _mourned
 
 
 def held() -> Verdict | None:
@@ -131,6 +142,8 @@ def hold(verdict: Verdict) -> Verdict:
     """
     global _held, _timer
     with _lock:
+        if _held is None and _is_old(verdict):
+            return verdict
         if _held is None:
             goes_on = verdict.lost and _break_off is not None
             if goes_on and _break_off is not None:

@@ -23,6 +23,8 @@ from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, Standing, ask
 from dynpipe_ds.ranks.connections import break_off, listening
 from dynpipe_ds.ranks.fatal import NewestCheckpoint, Verdict
+from dynpipe_ds.ranks.meeting import Person
+from dynpipe_ds.ranks.place import Place
 from dynpipe_ds.telling import warn
 
 PATIENCE_S = 5.0
@@ -51,6 +53,7 @@ class Heartbeat:
     Attributes:
         listener: the same.
         rank: the same, as the world counted when this was made.
+        people: all ranks, after :meth:`stay_connected`.
     """
 
     def __init__(self, listener: Listener, rank: int, addresses: list[Address], *, timeout_s: float) -> None:
@@ -60,6 +63,7 @@ class Heartbeat:
         self._sections: list[tuple[str, NewestCheckpoint]] = []
         self._standing: dict[int, Standing] = {}
         self._others: list[tuple[str, int]] = []
+        self.people: list[Person] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynpipe_ds watch", daemon=True)
         self._thread.start()
@@ -80,6 +84,22 @@ class Heartbeat:
     def forget(self, ranks: Collection[int]) -> None:
         """Miss some ranks no more: they end on purpose."""
         self._addresses = {rank: address for rank, address in self._addresses.items() if rank not in ranks}
+
+    def misses(self, rank: int) -> bool:
+        """Whether a rank is one that would be missed.
+
+        Args:
+            rank: of this world.
+        """
+        return rank in self._addresses
+
+    def be_patient(self, seconds: float) -> None:
+        """Ask for the others when something takes longer than this, rather than the process group's timeout.
+
+        Args:
+            seconds: before ``MARGIN_S``.
+        """
+        self._timeout_s = seconds
 
     def unreachable(self) -> list[int]:
         """Ranks that this one can't ask; takes up to ``PATIENCE_S``."""
@@ -165,16 +185,33 @@ class Heartbeat:
 
     # -- going on without others --------------------------------------------------------------
 
-    def stay_connected(self) -> None:
-        """Hear of the end of others at once, and be able to break off; collective over all ranks."""
+    def stay_connected(self, identity: str, place: Place) -> None:
+        """Hear of the end of others at once, and be able to break off; collective over all ranks.
+
+        Args:
+            identity: of this process.
+            place: that it holds.
+        """
         own = [(self.listener.address.host, port) for port in listening() - {self.listener.address.port}]
-        everyone = gather(own)
-        self._others = [end for rank, ends in enumerate(everyone) if rank != self.rank for end in ends]
+        everyone = gather((own, identity, place))
+        self.people = [
+            Person(name, Place(*there), self._addresses[rank]) for rank, (_, name, there) in enumerate(everyone)
+        ]
+        self._others = [end for rank, (ends, _, _) in enumerate(everyone) if rank != self.rank for end in ends]
         size = len(everyone)
         for step in range(1, min(size, _NUM_STANDING + 1)):
             other = (self.rank + step) % size
             with suppress(OSError):  # who ends just now is found by the first call that needs it
                 self._standing[other] = Standing(self._addresses[other])
+
+    def stay_silent(self, last_words: Verdict) -> None:
+        """Watch no more, in a world that is left; who still asks in it is told why, and what he tells counts no more.
+
+        Args:
+            last_words: why it was left.
+        """
+        self.listener.last_words = last_words
+        self.stop_watching()
 
     def break_off(self) -> int:
         """Shut down the connections to all other ranks but those by which they ask each other.
@@ -184,10 +221,6 @@ class Heartbeat:
         """
         return break_off(self._others, {self.listener.address.port})
 
-    def answers(self) -> dict[int, Answer]:
-        """What each rank answers; takes up to ``PATIENCE_S``."""
-        return self._ask_all()
-
     def _is_somebody_gone(self) -> bool:
         gone = [rank for rank, standing in self._standing.items() if standing.is_broken]
         return any(rank in self._addresses for rank in gone)
@@ -196,17 +229,18 @@ class Heartbeat:
         clock, outermost, since_s = RunningClock(), None, 0.0
         while not self._stopped.wait(_LOOK_EVERY_S if self._standing else _WATCH_EVERY_S):
             now_s, sections = clock.tick(), tuple(self._sections)
-            if sections and self._is_somebody_gone() and self.find_lost(*sections[-1]) is not None:
-                return
+            if sections and fatal.held() is None and self._is_somebody_gone():
+                self.find_lost(*sections[-1])
             if not sections or sections[0] is not outermost:
                 outermost, since_s = sections[0] if sections else None, now_s
             elif now_s - since_s > self._timeout_s + MARGIN_S:
                 since_s = now_s - MARGIN_S
-                if self.find_lost(*sections[-1]) is not None:
+                if self.find_lost(*sections[-1]) is not None and not self._standing:
                     return
 
 
 # -- one for each process group ---------------------------------------------------------------
+
 
 _heartbeat: tuple[Any, Heartbeat | None] = (None, None)
 
@@ -229,6 +263,30 @@ def start_heartbeat() -> Heartbeat | None:
                 earlier.listener.close()
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]
+
+
+def make_heartbeat() -> Heartbeat | None:
+    """A heartbeat of the present world with an address of its own, besides that of an earlier world; collective.
+
+    Returns:
+        As :func:`start_heartbeat`; it counts once :func:`adopt_heartbeat` was told.
+    """
+    return _start(None) if dist.get_world_size() > 1 else None
+
+
+def adopt_heartbeat(made: Heartbeat | None) -> Heartbeat | None:
+    """Let a heartbeat be that of the present world.
+
+    Args:
+        made: by :func:`make_heartbeat`.
+
+    Returns:
+        The same.
+    """
+    global _heartbeat
+    fatal.apply_to_this_process(made is not None)
+    _heartbeat = dist.group.WORLD, made
+    return made
 
 
 def _start(listener: Listener | None) -> Heartbeat | None:

@@ -59,7 +59,7 @@ def stuck(rank: int, victim: int, wait: Callable[[int], None]) -> tuple[str, flo
     guard = Guard(lambda: None)
     guard.start()
     assert guard.heartbeat is not None
-    guard.heartbeat.stay_connected()
+    guard.heartbeat.stay_connected(identity(), open_place())
     fatal.survive(guard.heartbeat.break_off)
     dist.all_reduce(torch.ones(1))
     times = [time.time()]
