@@ -33,12 +33,14 @@ from dynpipe_ds.owning import Replica, building_replica, own_by_replica  # noqa:
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.ranks.fatal import FatalError, RankLostError  # noqa: E402
 from dynpipe_ds.repacking.live import RepackError  # noqa: E402
+from dynpipe_ds.snapshots.between import BetweenBatches  # noqa: E402
 
 install.install(DynamicPipelineModule, engine_class)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BetweenBatches",
     "CheckpointError",
     "DynamicPipelineEngine",
     "DynamicPipelineModule",

@@ -34,6 +34,7 @@ from dynpipe_ds.reporting.measured import gathered_timeline
 from dynpipe_ds.reporting.monitor import GuardedMonitor
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval
+from dynpipe_ds.snapshots.between import BetweenBatches
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
 
@@ -180,6 +181,22 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """
         self._need_training("on_repack").repacker.callbacks.append(callback)
         return callback
+
+    def between_batches(self, acts: BetweenBatches) -> BetweenBatches:
+        """Let the engine call what the script does between batches, so that it can repeat it; on every rank.
+
+        With ``survive`` enabled, training may go back to a snapshot and repeat the batches since. What changes layers
+        between batches must then be repeated, too: given here, it is called around every batch. Without it, a change
+        that the engine notices (freezing, replaced parameters) makes older snapshots useless.
+
+        Args:
+            acts: called before and after each batch, in the order in which they were given.
+
+        Returns:
+            The same.
+        """
+        self._need_training("between_batches").between.append(acts)
+        return acts
 
     @in_ordinary_mode
     def rebalance(self) -> RebalanceEvent | None:
