@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dynpipe_ds.ranks.answering import Address, Answer, RunningClock, ask
 from dynpipe_ds.ranks.place import Place, bounded, enter
 
-MEETING_S = 60.0
+MEETING_S = 30.0
 """Longest time to wait for a rank that lives and does not come."""
 
 _STEP_S = 5.0  # for one step of the store's, in a process that lives

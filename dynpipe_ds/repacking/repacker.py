@@ -204,6 +204,19 @@ class Repacker:
             )
         self.giving_back.prepare(chosen)
 
+    def goes_on_with(self, staying: Sequence[int]) -> None:
+        """Renew what is counted by stage or rank after ranks were lost; collective over those that are left.
+
+        Args:
+            staying: former stages that are left, ascending.
+        """
+        self._forget_old_stages(staying)
+        self.giving_back.find_nodes()
+
+    def node_name(self) -> str:
+        """Of this rank's node."""
+        return self.giving_back.backend.node_name()
+
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
         run, config = self._run, self._run.config

@@ -128,7 +128,8 @@ class Survivor:
     def _end(self, error: RankLostError, why: Exception) -> NoReturn:
         self.is_on = False
         fatal.survive(None)
-        verdict = fatal.Verdict(tuple(error.ranks), f"{error}; survive: the ranks that are left can't go on: {why}", True)
+        text = f"{error}; survive: the ranks that are left can't go on: {why}"
+        verdict = fatal.Verdict(tuple(error.ranks), text, lost=True)
         fatal.mourn(())
         raise fatal.hold(verdict).error() from why
 
@@ -177,7 +178,7 @@ class Survivor:
             finally:
                 self._stage.module.is_absent = False
             made = self._make_heartbeat()
-        why = fatal.Verdict((), "the others went on without this rank, which did not answer; it ends", True)
+        why = fatal.Verdict((), "the others went on without this rank, which did not answer; it ends", lost=True)
         heartbeat.stay_silent(why)
         guard.heartbeat = adopt_heartbeat(made)
         fatal.survive(None if made is None else made.break_off)
@@ -210,7 +211,7 @@ class Survivor:
             until = max(gather(self._reached))
             together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=until)
-            run.snapshots.connect(run.repacker.giving_back.backend.node_name())
+            run.snapshots.connect(run.repacker.node_name())
             return run.replay(until)
 
     def _catch_up(self, until: int) -> None:
