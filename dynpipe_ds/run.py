@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -23,6 +23,16 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: Any, *, same_stages: bool) -> None:
         """Take in what :meth:`state_dict` gave; ``same_stages``: whether it comes from as many stages."""
+
+
+class Renewed(Protocol):
+    """What counts by stages and ranks."""
+
+    def goes_on_with(self, staying: Sequence[int]) -> None:
+        """Renew that after ranks were lost; collective over those that are left."""
+
+    def node_name(self) -> str:
+        """Of this rank's node."""
 
 
 class Run(Protocol):
@@ -49,8 +59,15 @@ class Run(Protocol):
     num_batches: int
 
     @property
+    def repacker(self) -> Renewed:
+        """What goes on with another number of stages, as far as others need it."""
+
+    @property
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
+
+    def replay(self, until: int) -> dict[int, Any]:
+        """Train again the batches up to a number; their losses, by number."""
 
     def went_back(self, extra: Mapping[str, Any]) -> None:
         """Take note that this rank has gone back to a snapshot, and take in what was kept with it."""

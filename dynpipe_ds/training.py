@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
@@ -29,6 +29,7 @@ from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
+from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
@@ -36,6 +37,7 @@ from dynpipe_ds.snapshots.between import BetweenBatches
 from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
+from dynpipe_ds.survive.survivor import Survivor
 from dynpipe_ds.telling import log, tell_all, warn
 
 T = TypeVar("T")
@@ -59,6 +61,7 @@ class Training:
         profiler: measures batches.
         repacker: goes on with fewer stages.
         snapshots: copies state into other workers' memory.
+        survivor: goes on without ranks that are lost.
         between: what the script does between batches, called here.
         overhead: seconds that this rank has spent on not training.
         profiling: whether batches are profiled.
@@ -76,8 +79,9 @@ class Training:
         self.clock = current_clock()
         self.overhead = Overhead()
         self.profiler = Profiler(stage, self.overhead, self.clock)
-        self.repacker = Repacker(self)
+        self.repacker: Repacker = Repacker(self)
         self.between: list[BetweenBatches] = []
+        self.survivor = Survivor(self)
         self.snapshots = Snapshots(self, lambda: {"between": [each.state_dict() for each in self.between]})
         self.profiling = True
         self.num_batches = 0
@@ -99,6 +103,7 @@ class Training:
         self._is_started = True
         self.stage.adopt_optimizer()
         self.snapshots.start(self.repacker.giving_back.backend.node_name())
+        self.survivor.start()
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 
@@ -134,6 +139,7 @@ class Training:
         """Let go of the process groups."""
         self.repacker.end()
         self.snapshots.end()
+        self.survivor.end()
 
     # -- the loop -----------------------------------------------------------------------------
 
@@ -146,11 +152,33 @@ class Training:
         if self._in_batch:
             return run()
         self._in_batch = True
+        number = self.num_batches
         try:
-            with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
-                return self._train_batch(run)
+            while True:
+                try:
+                    return self._guarded_batch(run)
+                except RankLostError as error:
+                    repeated = self.survivor.go_on(error)
+                    if number in repeated:
+                        return cast(T, repeated[number])
         finally:
             self._in_batch = False
+
+    def _guarded_batch(self, run: Callable[[], T]) -> T:
+        with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
+            return self._train_batch(run)
+
+    def surviving(self, action: Callable[[], T]) -> T:
+        """Do something between batches, and again if ranks are lost meanwhile and the others go on.
+
+        Args:
+            action: collective over all ranks; has done nothing that matters if it raises.
+        """
+        while True:
+            try:
+                return action()
+            except RankLostError as error:
+                self.survivor.go_on(error)
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
@@ -198,23 +226,28 @@ class Training:
         for each, state in zip(self.between, extra["between"], strict=True):
             each.load_state_dict(state)
 
-    def replay(self, until: int) -> None:
+    def replay(self, until: int) -> dict[int, Any]:
         """Train again the batches since a snapshot, on the micro-batches that were kept; collective over all ranks.
 
         They are not profiled, and nothing moves meanwhile.
 
         Args:
             until: number of batches that are trained then.
+
+        Returns:
+            Their losses, by number.
         """
+        losses: dict[int, Any] = {}
         while self.num_batches < until:
             self.notice_frozen_layers()
             self._act_before()
             self.stage.pipeline.begin_batch()
             self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=False))
             with self._keeping_data():
-                self.stage.pipeline.run_batch()
+                losses[self.num_batches] = self.stage.pipeline.run_batch()
             self.num_batches += 1
             self._act_after()
+        return losses
 
     def roll_back(self, boundaries: Sequence[int] | None = None) -> int:
         """Go back to the newest snapshot that all ranks can go back to, and repeat the batches since.
@@ -228,6 +261,7 @@ class Training:
         Raises:
             SnapshotError: on every rank, if there is none; nothing has changed then.
         """
+        self.snapshots.pause()
         until, batch = self.num_batches, newest(self)
         if batch is None:
             raise SnapshotError("there is no snapshot that is complete on the ranks that are left")

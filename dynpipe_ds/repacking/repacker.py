@@ -170,9 +170,9 @@ class Repacker:
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
-        shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing), clock.work("move") as moving:
+            shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
             moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
@@ -203,6 +203,19 @@ class Repacker:
                 "call their destroy() before"
             )
         self.giving_back.prepare(chosen)
+
+    def goes_on_with(self, staying: Sequence[int]) -> None:
+        """Renew what is counted by stage or rank after ranks were lost; collective over those that are left.
+
+        Args:
+            staying: former stages that are left, ascending.
+        """
+        self._forget_old_stages(staying)
+        self.giving_back.find_nodes()
+
+    def node_name(self) -> str:
+        """Of this rank's node."""
+        return self.giving_back.backend.node_name()
 
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""

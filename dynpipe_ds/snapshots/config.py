@@ -14,7 +14,8 @@ class SurviveConfig(Section):
 
     enabled: bool = key(
         False,
-        "Copy every worker's state into the host memory of another worker while batches compute.",
+        "Copy every worker's state into the host memory of another worker while batches compute, and go on from there "
+        "when a worker is lost.",
         rule="true or false",
         example="true",
     )
@@ -31,4 +32,11 @@ class SurviveConfig(Section):
         "is free on its node at the start, shared by the workers there.",
         rule='null, a number of bytes >= 1 or a size such as "16GiB"',
         example='"16GiB"',
+    )
+    silent_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
+        30.0,
+        "How many seconds workers wait for each other before they ask who is silent; one that does not answer for five "
+        "seconds then is lost. One that has ended is noticed at once. Null: the process group's timeout.",
+        rule="null or a finite number of seconds > 0",
+        example="10",
     )

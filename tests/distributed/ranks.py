@@ -123,7 +123,9 @@ class _Rank:
 
     def is_stopped(self) -> bool:
         """Whether it was stopped, so that it will neither answer nor end."""
-        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def write_stack(self) -> None:
         """Make the rank write to its log where it is."""
