@@ -2,9 +2,9 @@
 
 python -m benchmarks.faults.snapshots [--rounds 24 --window 20 --models 8x256x128 --ranks 2 --quick]
 
-*auto*: the smallest interval that costs less than 3% by the library's own accounting. *every 5*: one every five batches.
-Threads of one engine's last copy may still run while the next engine computes; with windows of many batches that is
-little. CPU time is that of all ranks, threads included: on a busy machine it alone says something.
+*auto*: the smallest interval that costs less than 3% by the library's own accounting; *every 5*: one every five
+batches. Threads of one engine's last copy may still run while the next engine computes, which is little with windows of
+many batches. CPU time is that of all ranks, threads included: on a busy machine it alone says something.
 """
 
 from __future__ import annotations
