@@ -283,7 +283,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
         if self._training is not None:
-            self._training.checkpoints.wait_for_disk(self._training)
+            training = self._training
+            training.surviving(lambda: training.checkpoints.wait_for_disk(training))
 
 
 class EnabledEngine(DynamicPipelineEngine, Hooks):
@@ -344,10 +345,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             ValueError: on every rank, if the tag can't name a checkpoint there.
             CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
         """
-        self.dynamic.checkpoints.save(
+        self.dynamic.surviving(lambda: self.dynamic.checkpoints.save(
             self.dynamic, save_dir, tag, client_state or {}, save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        ))
         return True
 
     @in_ordinary_mode
@@ -388,10 +389,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
-        return self.dynamic.checkpoints.load(
-            self.dynamic, load_dir, tag,
-            Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only),
-        )
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return self.dynamic.surviving(lambda: self.dynamic.checkpoints.load(self.dynamic, load_dir, tag, wanted))
 
 
 def _pinned(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> set[int]:

@@ -172,6 +172,11 @@ class Training:
             self._act_after()
             return result
 
+    @property
+    def survives(self) -> bool:
+        """Whether ranks go on without those that are lost."""
+        return self.survivor.is_on
+
     def surviving(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
 
