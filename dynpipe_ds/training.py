@@ -88,7 +88,6 @@ class Training:
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self._monitor: Any = None
         self._in_batch = self._is_started = False
-        self._acted_before = -1
         self._warned: set[str] = set()
 
     def start(self, monitor: Any) -> None:
@@ -134,7 +133,7 @@ class Training:
 
     def before_step(self) -> None:
         """Get ready for the optimizer's step, in which parameters change."""
-        self.snapshots.before_step()
+        self.snapshots.before_change()
 
     def end(self) -> None:
         """Let go of the process groups."""
@@ -167,10 +166,7 @@ class Training:
 
     def _guarded_batch(self, run: Callable[[], T]) -> T:
         with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
-            self._act_before()
-            result = self._train_batch(run)
-            self._act_after()
-            return result
+            return self._train_batch(run)
 
     @property
     def survives(self) -> bool:
@@ -192,6 +188,7 @@ class Training:
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
+        self._act_before()
         self.stage.pipeline.begin_batch()
         is_profiled = self.profiling and self._wants_profile()
         self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
@@ -200,6 +197,7 @@ class Training:
             result = self._run(run, is_profiled=is_profiled)
         self.num_batches += 1
         self.snapshots.end_batch(self.clock.now_s() - started)
+        self._act_after()
         if is_profiled:
             with self.stage.guard.no_way_back(f"stages were balanced after batch {self.num_batches}"):
                 if self._finish_profile():
@@ -212,22 +210,24 @@ class Training:
         return self.stage.pipeline.kept.batch(self.num_batches) if self.snapshots.is_on else nullcontext()
 
     def _act_before(self) -> None:
-        if self.num_batches != self._acted_before:
-            for each in self.between:
-                each.before_batch(self.num_batches)
-        self._acted_before = self.num_batches
+        """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""
+        if not self.between:
+            return
+        self.snapshots.before_change()
+        for each in self.between:
+            each.before_batch(self.num_batches)
+        self.notice_frozen_layers()
 
     def _act_after(self) -> None:
         for each in self.between:
             each.after_batch(self.num_batches - 1)
 
     def went_back(self, extra: Mapping[str, Any]) -> None:
-        """Take note that this rank has gone back to a snapshot, which was taken when all was ready for a batch.
+        """Take note that this rank has gone back to a snapshot.
 
         Args:
             extra: what was kept with it.
         """
-        self._acted_before = self.num_batches
         for each, state in zip(self.between, extra["between"], strict=True):
             each.load_state_dict(state)
 
@@ -244,8 +244,8 @@ class Training:
         """
         losses: dict[int, Any] = {}
         while self.num_batches < until:
-            self._act_before()
             self.notice_frozen_layers()
+            self._act_before()
             self.stage.pipeline.begin_batch()
             self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=False))
             with self._keeping_data():

@@ -173,8 +173,8 @@ class Snapshots:
             self._take(batch)
         self._blocked(self._run.clock.now_s() - started)
 
-    def before_step(self) -> None:
-        """Let the optimizer change nothing that is still being copied."""
+    def before_change(self) -> None:
+        """Let nobody, the optimizer above all, change what is still being copied."""
         if self._outgoing is None:
             return
         started = self._run.clock.now_s()

@@ -175,7 +175,7 @@ class Changes:
         if batch in (2, 6):
             there = [layers[i] for i in (4, 7) if i in layers and isinstance(layers[i], Block)]
             self.engine.replace_parameters([reshaped(layer) for layer in there])
-        if batch in (3, 5, 6) and 2 in layers:  # not in 4: the snapshot would have it, and what it is compared to not
+        if batch in (4, 5, 6) and 2 in layers:
             layers[2].down.weight.data[batch] = 0.0
             layers[2].note = torch.rand(3)
 
