@@ -79,6 +79,7 @@ class World:
         newcomers: members who were not in the world before.
         leaving: identities of who was in the world before and is no member.
         lost: finds out, on the first member, whether somebody will not come: says who, or nothing.
+        timeout_s: of its process group; by default that of the present one.
 
     Attributes:
         members: as given.
@@ -88,10 +89,12 @@ class World:
 
     def __init__(
         self, members: Sequence[str], place: Place, generation: int, *, newcomers: Collection[str] = (),
-        leaving: Iterable[str] = (), lost: Callable[[], str] = str,
+        leaving: Iterable[str] = (), lost: Callable[[], str] = str, timeout_s: float | None = None,
     ) -> None:
         self.members, self.generation, self.leaving = tuple(members), generation, tuple(leaving)
         self._place, self._newcomers, self._lost = Place(*place), frozenset(newcomers), lost
+        self._backend, self._device = dist.get_backend(), _bound_device()
+        self._timeout_s = group_timeout().total_seconds() if timeout_s is None else timeout_s
         self._me = identity()
         self._store: Any = None
 
@@ -130,6 +133,14 @@ class World:
             "members": list(self.members), "place": list(self._place), "generation": self.generation,
             "newcomers": sorted(self._newcomers),
         }
+
+    def instead(self, members: Sequence[str]) -> World:
+        """What others begin if this one does not come about; to be made while the old world works.
+
+        Args:
+            members: identities, by rank.
+        """
+        return World(members, self._place, self.generation + 1)
 
     @property
     def rank(self) -> int:
@@ -213,9 +224,9 @@ class World:
             NobodyMetError: on all who came, if not all came.
         """
         global _generation, _launchers_store
-        backend, device, timeout = dist.get_backend(), _bound_device(), group_timeout()
-        _launchers_store = _launchers_store or _root(dist.distributed_c10d._get_default_store())
-        _destroy()
+        if dist.is_initialized():
+            _launchers_store = _launchers_store or _root(dist.distributed_c10d._get_default_store())
+            _destroy()
         try:
             self._gather_at("begin", MEETING_S)  # bounded, while a back-end's patience is not
         finally:
@@ -223,8 +234,8 @@ class World:
         size = len(self.members)
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(size))
         dist.init_process_group(
-            backend, store=PrefixStore(self._prefix("store"), self._at()), rank=self.rank, world_size=size,
-            timeout=timeout, device_id=device if size > 1 else None,
+            self._backend, store=PrefixStore(self._prefix("store"), self._at()), rank=self.rank, world_size=size,
+            timeout=timedelta(seconds=self._timeout_s), device_id=self._device if size > 1 else None,
         )
 
     def _gather_at(self, what: str, patience_s: float) -> None:
