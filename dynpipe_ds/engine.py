@@ -20,6 +20,7 @@ from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
+from dynpipe_ds.host.entering import alone
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
@@ -283,7 +284,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
         if self._training is not None:
-            self._training.checkpoints.wait_for_disk(self._training)
+            training = self._training
+            training.surviving(lambda: training.checkpoints.wait_for_disk(training))
 
 
 class EnabledEngine(DynamicPipelineEngine, Hooks):
@@ -299,8 +301,12 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         config = parse_config(kwargs["config_class"]._param_dict)
         check_hooks(type(self))
         method = method_at_run_time(config, module.partition_method)
+        num_stages = module.num_stages
+        if module.newcomer is not None:
+            num_stages = module.newcomer.job["num_stages"]
+            alone(module, kwargs["config_class"])
         check_against_model(
-            config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
+            config, num_layers=len(module.layer_names()), num_stages=num_stages,
             num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
         check_schedule(config.schedule, type(self))
@@ -315,6 +321,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         self.monitor: Any = GuardedMonitor(self.monitor)
         self.dynamic.start(self.monitor)
         warn_of_differences(self)
+        if module.newcomer is not None:
+            self.dynamic.enter(module.newcomer)
+        else:
+            self.dynamic.open_doors()
 
     @property
     def _training(self) -> Training:
@@ -344,10 +354,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             ValueError: on every rank, if the tag can't name a checkpoint there.
             CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
         """
-        self.dynamic.checkpoints.save(
+        self.dynamic.surviving(lambda: self.dynamic.checkpoints.save(
             self.dynamic, save_dir, tag, client_state or {}, save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        ))
         return True
 
     @in_ordinary_mode
@@ -388,10 +398,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
-        return self.dynamic.checkpoints.load(
-            self.dynamic, load_dir, tag,
-            Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only),
-        )
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return self.dynamic.surviving(lambda: self.dynamic.checkpoints.load(self.dynamic, load_dir, tag, wanted))
 
 
 def _pinned(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> set[int]:

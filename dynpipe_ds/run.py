@@ -69,6 +69,9 @@ class Run(Protocol):
     def replay(self, until: int) -> dict[int, Any]:
         """Train again the batches up to a number; their losses, by number."""
 
+    def watch_anew(self) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks."""
+
     def went_back(self, extra: Mapping[str, Any]) -> None:
         """Take note that this rank has gone back to a snapshot, and take in what was kept with it."""
 

@@ -19,6 +19,9 @@ from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import ordered
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.joining.doorway import papers
+from dynpipe_ds.joining.entering import Entering
+from dynpipe_ds.joining.newcomer import Newcomer
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
@@ -30,6 +33,7 @@ from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
 from dynpipe_ds.ranks.fatal import RankLostError
+from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
@@ -67,6 +71,7 @@ class Training:
         profiling: whether batches are profiled.
         num_batches: trained so far.
         callbacks: called after every change of partition.
+        joined_with: the user's own values that this process found when it joined; ``None`` if it did not join.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Training:
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
+        self.joined_with: dict[str, Any] | None = None
         self._monitor: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
@@ -104,6 +110,20 @@ class Training:
         self.stage.adopt_optimizer()
         self.snapshots.start(self.repacker.giving_back.backend.node_name())
         self.survivor.start()
+
+    def open_doors(self) -> None:
+        """Let workers knock, when the engine is complete; collective over all ranks."""
+        self.repacker.open_doors()
+
+    def enter(self, newcomer: Newcomer) -> None:
+        """Become a stage of the job that this process is to join; returns when it is one, and holds its layers.
+
+        Args:
+            newcomer: how it speaks to the job.
+        """
+        boundaries, client = Entering(self, newcomer).wait(papers(self))
+        self.joined_with = client
+        self.repacker.has_joined(boundaries)
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 
@@ -168,6 +188,16 @@ class Training:
         with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
             return self._train_batch(run)
 
+    def watch_anew(self) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks."""
+        self.snapshots.reconnect()
+        self.survivor.start()
+
+    @property
+    def survives(self) -> bool:
+        """Whether ranks go on without those that are lost."""
+        return self.survivor.is_on
+
     def surviving(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
 
@@ -198,7 +228,20 @@ class Training:
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
+        self._refill()
         return result
+
+    def _refill(self) -> None:
+        """Let workers that wait take the places of those that were lost; collective over all ranks."""
+        stages = self.stage.num_stages
+        if self.survivor.num_lost_stages == 0 or not self.balancer.newest or not self.repacker.growing.num_waiting():
+            return
+        try:
+            self.repacker.grow(stages + 1)
+        except RepackError as error:  # nothing has changed
+            self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
+        else:
+            self.survivor.num_lost_stages -= 1
 
     def _keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""

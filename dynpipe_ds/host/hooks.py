@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from dynpipe_ds.host.owned import not_broadcast, without_owned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
+from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.schedule import Order
 
 T = TypeVar("T")
@@ -38,6 +39,13 @@ class Parts(Protocol):
 
     def train_batch(self, run: Callable[[], T]) -> T:
         """Run a batch and what belongs around it."""
+
+    @property
+    def survives(self) -> bool:
+        """Whether ranks go on without those that are lost."""
+
+    def surviving(self, action: Callable[[], T]) -> T:
+        """Do something between batches, and again if ranks are lost meanwhile and the others go on."""
 
     def naming_lost_ranks(self, doing: str) -> AbstractContextManager[None]:
         """Name whoever is lost inside."""
@@ -82,13 +90,24 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
+        kept = self.dynamic.pipeline.kept
+        with kept.evaluation() if self.dynamic.survives else nullcontext():
+
+            def evaluate() -> Any:
+                kept.again()
+                return self._evaluate(partial(super(Hooks, self).eval_batch, data_iter, *args, **kwargs))
+
+            return self.dynamic.surviving(evaluate)
+
+    def _evaluate(self, run: Callable[[], Any]) -> Any:
         self.dynamic.pipeline.begin_batch()
         training_iterator = self.data_iterator
         try:
             with self.dynamic.naming_lost_ranks("a batch was evaluated"):
-                return super().eval_batch(data_iter, *args, **kwargs)
-        except BatchRefused:
-            self.dynamic.pipeline.forget_batch()
+                return run()
+        except (BatchRefused, RankLostError) as error:
+            if isinstance(error, BatchRefused):
+                self.dynamic.pipeline.forget_batch()
             self.set_dataiterator(training_iterator)
             raise
 

@@ -76,6 +76,20 @@ class KeptData:
         self._batch: int | None = None
         self._position = 0
         self._noted = -1
+        self._evaluated: list[Any] | None = None
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Keep what is read within, for other tries of the same; each begins by :meth:`again`."""
+        self._evaluated = []
+        try:
+            yield
+        finally:
+            self._evaluated = None
+
+    def again(self) -> None:
+        """Give what was read in the evaluation so far once more, before what comes then."""
+        self._position = 0
 
     @contextmanager
     def batch(self, number: int) -> Iterator[None]:
@@ -102,7 +116,7 @@ class KeptData:
             read: reads it.
         """
         if self._batch is None:
-            return read()
+            return read() if self._evaluated is None else self._next_evaluated(self._evaluated, read)
         kept = self._read.setdefault(self._batch, [])
         if self._position == len(kept):
             before = all_streams()
@@ -116,6 +130,12 @@ class KeptData:
                 set_all_streams(streams)
         self._position += 1
         return value
+
+    def _next_evaluated(self, kept: list[Any], read: Callable[[], Any]) -> Any:
+        if self._position == len(kept):
+            kept.append(read())
+        self._position += 1
+        return copied(kept[self._position - 1])
 
     def is_first_time(self) -> bool:
         """Whether the present batch was never trained before; asked once it is."""

@@ -101,6 +101,10 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         """Name of every layer of the model, on all stages: its class or function name."""
         return [layer_name(spec) for spec in self._layer_specs]
 
+    def layer_specs(self) -> list[Any]:
+        """What every layer of the model is built of; a live module that is on another stage by now has a stand-in."""
+        return list(self._layer_specs)
+
     @property
     def _adds_losses(self) -> bool:
         """Whether a subclass has losses of its own besides the loss function's."""

@@ -49,6 +49,7 @@ _POLL_S = 0.005
 
 _generation = 0
 _identity: tuple[int, str] = 0, ""  # of which process
+_last_kind: tuple[str, torch.device | None, float] | None = None
 _launchers_store: Any = None  # back-ends may look into it until all have left their groups
 
 
@@ -79,6 +80,7 @@ class World:
         newcomers: members who were not in the world before.
         leaving: identities of who was in the world before and is no member.
         lost: finds out, on the first member, whether somebody will not come: says who, or nothing.
+        timeout_s: of its process group; by default that of the present one.
 
     Attributes:
         members: as given.
@@ -88,10 +90,12 @@ class World:
 
     def __init__(
         self, members: Sequence[str], place: Place, generation: int, *, newcomers: Collection[str] = (),
-        leaving: Iterable[str] = (), lost: Callable[[], str] = str,
+        leaving: Iterable[str] = (), lost: Callable[[], str] = str, timeout_s: float | None = None,
     ) -> None:
         self.members, self.generation, self.leaving = tuple(members), generation, tuple(leaving)
         self._place, self._newcomers, self._lost = Place(*place), frozenset(newcomers), lost
+        self._backend, self._device, known_s = _kind()
+        self._timeout_s = known_s if timeout_s is None else timeout_s
         self._me = identity()
         self._store: Any = None
 
@@ -130,6 +134,14 @@ class World:
             "members": list(self.members), "place": list(self._place), "generation": self.generation,
             "newcomers": sorted(self._newcomers),
         }
+
+    def instead(self, members: Sequence[str]) -> World:
+        """What others begin if this one does not come about; to be made while the old world works.
+
+        Args:
+            members: identities, by rank.
+        """
+        return World(members, self._place, self.generation + 1)
 
     @property
     def rank(self) -> int:
@@ -213,9 +225,9 @@ class World:
             NobodyMetError: on all who came, if not all came.
         """
         global _generation, _launchers_store
-        backend, device, timeout = dist.get_backend(), _bound_device(), group_timeout()
-        _launchers_store = _launchers_store or _root(dist.distributed_c10d._get_default_store())
-        _destroy()
+        if dist.is_initialized():
+            _launchers_store = _launchers_store or _root(dist.distributed_c10d._get_default_store())
+            _destroy()
         try:
             self._gather_at("begin", MEETING_S)  # bounded, while a back-end's patience is not
         finally:
@@ -223,8 +235,8 @@ class World:
         size = len(self.members)
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(size))
         dist.init_process_group(
-            backend, store=PrefixStore(self._prefix("store"), self._at()), rank=self.rank, world_size=size,
-            timeout=timeout, device_id=device if size > 1 else None,
+            self._backend, store=PrefixStore(self._prefix("store"), self._at()), rank=self.rank, world_size=size,
+            timeout=timedelta(seconds=self._timeout_s), device_id=self._device if size > 1 else None,
         )
 
     def _gather_at(self, what: str, patience_s: float) -> None:
@@ -267,6 +279,15 @@ class World:
 
     def _tell(self, what: str) -> None:
         bounded(lambda: self._at().set(self._key(what, self._me), "yes"))
+
+
+def _kind() -> tuple[str, torch.device | None, float]:
+    """Back-end, device and timeout of the present process group; of the last one where there is none."""
+    global _last_kind
+    if dist.is_initialized():
+        _last_kind = dist.get_backend(), _bound_device(), group_timeout().total_seconds()
+    assert _last_kind is not None, "worlds follow on each other"
+    return _last_kind
 
 
 def _destroy() -> None:

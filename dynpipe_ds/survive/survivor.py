@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from dynpipe_ds.host.broken import abandon_batch
 from dynpipe_ds.host.topology import renumber
-from dynpipe_ds.host.world import NobodyMetError, World, generation, identity
+from dynpipe_ds.host.world import Groups, NobodyMetError, World, generation, identity
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks import fatal
 from dynpipe_ds.ranks.agreement import gather, together
@@ -34,7 +34,22 @@ if TYPE_CHECKING:
     from dynpipe_ds.run import Run
 
 _MOST_TRIES = 8
+_DOING = "the ranks that are left formed a world"
 _WHY_NOT = (CantGoOnError, NoMeetingError, SnapshotError)
+
+
+class _Base(NamedTuple):
+    """What the present heartbeat's world is like, until the next one's is adopted.
+
+    Attributes:
+        stages: ranks of each.
+        boundaries: of the stages.
+        groups: process groups.
+    """
+
+    stages: list[tuple[int, ...]]
+    boundaries: tuple[int, ...]
+    groups: Groups | None
 
 
 class Survivor:
@@ -45,13 +60,17 @@ class Survivor:
 
     Attributes:
         is_on: whether it would.
+        num_lost_stages: that nobody has taken the place of.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._stage = run, run.stage
         self.is_on = False
+        self.num_lost_stages = 0
+        self._base: _Base | None = None
         self._reached = 0
         self._was_reading: bool | None = None
+        self._staying: list[int] = []
 
     def start(self) -> None:
         """Get ready if the section says so; collective over all ranks.
@@ -143,9 +162,13 @@ class Survivor:
         names = [one.identity for one in heartbeat.people]
         living = sorted(names.index(member) for member in agreed.members)
         self._miss_no_more(heartbeat, [rank for rank in range(len(names)) if rank not in living])
-        stages = [self._stage.pipeline.ranks_of(stage) for stage in range(self._stage.num_stages)]
-        staying = staying_stages(stages, living)
-        self._form_world(heartbeat, agreed, staying)
+        if self._base is None:
+            stages = [self._stage.pipeline.ranks_of(stage) for stage in range(self._stage.num_stages)]
+            self._base = _Base(stages, self._stage.partition, Groups(self._stage.module))
+        staying = staying_stages(self._base.stages, living)
+        self._form_world(heartbeat, agreed, staying, self._base)
+        self.num_lost_stages += len(self._base.stages) - len(staying)
+        self._base = None
         return self._go_back()
 
     def _meet(self, heartbeat: Heartbeat, lost: Sequence[int]) -> Agreed:
@@ -163,18 +186,19 @@ class Survivor:
 
     # -- the world ----------------------------------------------------------------------------
 
-    def _form_world(self, heartbeat: Heartbeat, agreed: Agreed, staying: list[int]) -> None:
+    def _form_world(self, heartbeat: Heartbeat, agreed: Agreed, staying: list[int], base: _Base) -> None:
         pipeline, guard = self._stage.pipeline, self._stage.guard
-        boundaries = without_stages(self._stage.partition, staying, self._run.balancer.pinned)
+        boundaries = without_stages(base.boundaries, staying, self._run.balancer.pinned)
         if self._was_reading is None:
             self._was_reading = pipeline.reads_data
         people = [one for one in heartbeat.people if one.identity in agreed.members]
         number = max(int(said["generation"]) for said in agreed.said.values()) + 1
         world = World(agreed.members, agreed.place, number, lost=lambda: _ended(people))
-        with guard.naming_lost_ranks("the ranks that are left formed a world"):
+        with guard.naming_lost_ranks(_DOING):
             self._stage.module.is_absent = True
             try:
-                renumber(pipeline, world, Placement.from_boundaries(boundaries))
+                renumber(pipeline, world, Placement.from_boundaries(boundaries), old=base.groups)
+                self._base = base._replace(groups=None)
             finally:
                 self._stage.module.is_absent = False
             made = self._make_heartbeat()
@@ -183,8 +207,7 @@ class Survivor:
         guard.heartbeat = adopt_heartbeat(made)
         fatal.survive(None if made is None else made.break_off)
         fatal.mourn(())
-        with guard.naming_lost_ranks("the ranks that are left formed a world"):
-            self._run.repacker.goes_on_with(staying)
+        self._staying = [self._staying[stage] for stage in staying] if self._staying else staying
 
     def _make_heartbeat(self) -> Heartbeat | None:
         made = make_heartbeat()
@@ -205,6 +228,8 @@ class Survivor:
     def _go_back(self) -> dict[int, Any]:
         run = self._run
         with self._stage.guard.naming_lost_ranks("training went back to a snapshot"):
+            run.repacker.goes_on_with(self._staying)
+            self._staying = []
             batch = newest(run)
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")

@@ -1,4 +1,4 @@
-"""A rank is killed anywhere; the others go on with fewer stages, and all bits are those of a run in which it was not."""
+"""A rank is killed anywhere; the others go on with fewer stages and the bits of a run in which it was not."""
 
 from __future__ import annotations
 
