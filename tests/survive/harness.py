@@ -15,7 +15,8 @@ from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
 
 NUM_BATCHES = 10
-KILL_FROM = 5  # the batch from which on points count
+KILL_FROM = 2  # the batch from which on points count
+SAVE_EVERY = 2
 FIRST = {2: (0, 4, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
 
 
@@ -28,12 +29,16 @@ class Job:
         config: DeepSpeed's.
         section: keys of the library's section.
         every: batches between snapshots.
+        saves: whether checkpoints are saved, too.
+        evaluates: whether batches are evaluated between.
     """
 
     num_ranks: int = 4
     config: Mapping[str, Any] = field(default_factory=dict)
     section: Mapping[str, Any] = field(default_factory=dict)
     every: int = 2
+    saves: bool = False
+    evaluates: bool = False
 
     @property
     def run(self) -> Run:
@@ -61,6 +66,7 @@ class Outcome:
         longest_s: of the batches, the longest one's seconds.
         went_on_at: when it came back from that.
         num_steps: of the optimizer.
+        evaluated: losses of evaluations.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,13 +77,14 @@ class Outcome:
     longest_s: float = 0.0
     went_on_at: float = 0.0
     num_steps: int = 0
+    evaluated: list[float] = field(default_factory=list)
 
 
 def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcome:
     """Train all batches; some ranks are killed at their points."""
     outcome = Outcome()
     engine = make_engine(job.run)
-    batches = data(0, job.run.micro_batches)
+    batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
     with ExitStack() as stack:
         try:
             for batch in range(NUM_BATCHES):
@@ -85,8 +92,13 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     stack.enter_context(faults[rank].arm(partial(kill, f"{note}.{rank}")))
                 began = time.monotonic()
                 outcome.losses.append(float(engine.train_batch(batches)))
+                if job.saves and (batch + 1) % SAVE_EVERY == 0:
+                    engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
+                if job.evaluates:
+                    outcome.evaluated.append(float(engine.eval_batch(others)))
                 if time.monotonic() - began > outcome.longest_s and batch:
                     outcome.longest_s, outcome.went_on_at = time.monotonic() - began, time.time()
+            engine.wait_for_disk()
         except FatalError as error:
             outcome.error = str(error)
             return outcome
