@@ -69,6 +69,9 @@ class Run(Protocol):
     def replay(self, until: int) -> dict[int, Any]:
         """Train again the batches up to a number; their losses, by number."""
 
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all; collective over all ranks."""
+
     def watch_anew(self) -> None:
         """Take note that the ranks are others, on purpose; collective over all ranks."""
 

@@ -31,7 +31,7 @@ from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
-from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
+from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere
 from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
@@ -93,6 +93,8 @@ class Training:
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self.joined_with: dict[str, Any] | None = None
         self._monitor: Any = None
+        self._num_done = 0
+        self._result: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
 
@@ -201,14 +203,27 @@ class Training:
     def surviving(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
 
+        Where others had done it when the rank was lost, it is done, and what it returned there is returned here.
+
         Args:
             action: collective over all ranks; has done nothing that matters if it raises.
         """
-        while True:
+        number = self._num_done
+        while self._num_done == number:
             try:
-                return action()
+                self._result = action()
             except RankLostError as error:
                 self.survivor.go_on(error)
+            else:
+                self._num_done += 1
+        result, self._result = self._result, None if not self.survives else self._result
+        return cast(T, result)
+
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all; collective over all ranks."""
+        done, result = max(gather((self._num_done, self._result)), key=lambda told: told[0])
+        if done > self._num_done:
+            self._num_done, self._result = done, result
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()

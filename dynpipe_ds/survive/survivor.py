@@ -233,6 +233,7 @@ class Survivor:
             batch = newest(run)
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")
+            run.share_results()
             until = max(gather(self._reached))
             together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=until)
