@@ -319,6 +319,7 @@ class Training:
         Raises:
             SnapshotError: on every rank, if there is none; nothing has changed then.
         """
+        self.snapshots.pause()
         until, batch = self.num_batches, newest(self)
         if batch is None:
             raise SnapshotError("there is no snapshot that is complete on the ranks that are left")

@@ -81,9 +81,12 @@ class _Arrived(NamedTuple):
 def newest(run: Run) -> int | None:
     """The newest batch to which all present ranks can go back; collective over all ranks.
 
+    What is still on its way makes no copy go until the next snapshot is taken.
+
     Args:
         run: of this rank.
     """
+    run.snapshots.store.hold()
     return newest_common(_everything(run))
 
 
@@ -103,7 +106,7 @@ def restore(run: Run, batch: int, boundaries: Sequence[int] | None = None, *, un
     Raises:
         SnapshotError: on every rank, if a copy is damaged or not held, or micro-batches are; nothing has changed then.
     """
-    run.snapshots.pause()
+    run.snapshots.before_change()
     _Restoring(run, batch, boundaries).carry_out(run.num_batches if until is None else until)
 
 

@@ -69,6 +69,7 @@ class SnapshotStore:
         self._free: list[Tensor] = []
         self._in_use = 0
         self._settled: int | None = None
+        self._is_held = False
         self._lock = threading.RLock()
 
     @property
@@ -89,6 +90,7 @@ class SnapshotStore:
             batch: trained when they are taken.
         """
         with self._lock:
+            self._is_held = False
             older = sorted({b for b, _ in self._copies if b != batch}, reverse=True)
             kept = self._settled if self._settled in older else next(iter(older), None)
             self._drop(lambda b: b != kept)
@@ -142,7 +144,13 @@ class SnapshotStore:
         """Take note that the copies of a batch are complete on every rank; older ones are not needed any more."""
         with self._lock:
             self._settled = batch
-            self._drop(lambda b: b < batch)
+            if not self._is_held:
+                self._drop(lambda b: b < batch)
+
+    def hold(self) -> None:
+        """Keep what is here until the next :meth:`begin`: somebody is about to go back to it."""
+        with self._lock:
+            self._is_held = True
 
     def forget(self, batch: int | None = None, owner: Seat | None = None) -> None:
         """Let go of copies.

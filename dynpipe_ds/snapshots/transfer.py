@@ -229,8 +229,13 @@ class Courier:
         scrap = torch.empty(min(num_data, PIECE_BYTES) if place is None else 0, dtype=torch.uint8)
         mine = [*_pieces(torch.frombuffer(bytearray(head or b"-"), dtype=torch.uint8)[: len(head)]), *_pieces(data)]
         here = [*_pieces(received), *(_pieces(place) if place is not None else _in_scrap(scrap, num_data))]
-        for number in range(max(len(mine), len(here))):
-            self._swap(mine[number : number + 1], here[number : number + 1])
+        try:
+            for number in range(max(len(mine), len(here))):
+                self._swap(mine[number : number + 1], here[number : number + 1])
+        except BaseException:
+            if place is not None:
+                self._store.give_back(place)
+            raise
         if place is None:
             return None
         told = received.numpy().tobytes()

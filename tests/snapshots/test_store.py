@@ -74,3 +74,14 @@ def test_a_copy_that_does_not_fit_is_refused_with_both_values() -> None:
 def test_checksums_go_on() -> None:
     data = torch.arange(200, dtype=torch.uint8)
     assert checksum(b"x", data) == checksum(b"x", data[50:], checksum(b"x", data[:50]))
+
+
+def test_what_is_held_is_not_dropped_by_a_late_thread() -> None:
+    store = SnapshotStore()
+    put(store, 0)
+    put(store, 4)
+    store.hold()
+    store.settle(4)
+    assert batches(store) == [0, 4]
+    store.begin(8)
+    assert batches(store) == [4]
