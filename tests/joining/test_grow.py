@@ -49,7 +49,7 @@ def test_what_replicas_own_moves_to_who_joins(name: str) -> None:
 
 
 def test_planned_orders_and_decisions_go_on() -> None:
-    section = {"enabled": True, "rebalance_every": 2, "schedule": "auto"}
+    section = {"enabled": True, "rebalance_every": 2, "schedule": "planned"}
     run = Run(2, num_batches=9, config={**COMMON, "dynamic_pipeline": section})
     last = assert_same_bits(run, 2, {3: 3, 6: 2}, newcomers=1)
     assert len({outcome.partition for outcome in last}) == 1
