@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import Any
 
 from dynpipe_ds import FatalError
 from tests.distributed.models import Run, data, digest, make_engine
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DOOR, run_ranks
 from tests.faults.points import Point, kill
 
 NUM_BATCHES = 10
@@ -31,6 +32,7 @@ class Job:
         every: batches between snapshots.
         saves: whether checkpoints are saved, too.
         evaluates: whether batches are evaluated between.
+        spares: processes that wait to join.
     """
 
     num_ranks: int = 4
@@ -39,6 +41,7 @@ class Job:
     every: int = 2
     saves: bool = False
     evaluates: bool = False
+    spares: int = 0
 
     @property
     def run(self) -> Run:
@@ -47,6 +50,8 @@ class Job:
             "enabled": True, "rebalance_every": "never", **self.section,
             "survive": {"enabled": True, "snapshot_every": self.every},
         }
+        if self.spares:
+            section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
         return Run(
             self.num_ranks, first=FIRST[self.num_ranks], dropout=0.1,
             config={**self.config, "dynamic_pipeline": section},
@@ -87,7 +92,9 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
     batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
     with ExitStack() as stack:
         try:
-            for batch in range(NUM_BATCHES):
+            for _ in range(engine.global_steps * job.run.micro_batches):  # a spare's, which comes later
+                next(batches)
+            for batch in range(engine.global_steps, NUM_BATCHES):
                 if rank in faults and batch == KILL_FROM:
                     stack.enter_context(faults[rank].arm(partial(kill, f"{note}.{rank}")))
                 began = time.monotonic()
@@ -115,7 +122,9 @@ def run_job(job: Job, faults: Mapping[int, Point], note: str = "") -> list[Outco
         faults: whom to kill where.
         note: files that take the times begin like this.
     """
-    outcomes: list[Outcome | None] = run_ranks(train, job.num_ranks, job, dict(faults), note, may_die=set(faults))
+    outcomes: list[Outcome | None] = run_ranks(
+        train, job.num_ranks, job, dict(faults), note, may_die=set(faults), newcomers=job.spares
+    )
     return outcomes
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ def undisturbed() -> Callable[[str], list[Outcome | None]]:
     return Once(lambda name: run_job(JOBS[name], {}))
 
 
-def check(outcomes: list[Outcome | None], whole: list[Outcome | None], lost: set[int], num_stages: int) -> None:
+def check(
+    outcomes: list[Outcome | None], whole: list[Outcome | None], lost: set[int], num_stages: int,
+    also: Sequence[Outcome] = (),
+) -> None:
     first = whole[0]
     assert first is not None
     left = [one for one in outcomes if one is not None]
@@ -38,7 +42,7 @@ def check(outcomes: list[Outcome | None], whole: list[Outcome | None], lost: set
         assert one.losses == first.losses and len(one.losses) == NUM_BATCHES
         assert one.num_stages == num_stages and one.num_steps == first.num_steps
         assert one.evaluated == first.evaluated
-    assert state_of(outcomes) == state_of(whole)
+    assert state_of([*outcomes, *also]) == state_of(whole)
 
 
 Undisturbed = Callable[[str], list[Outcome | None]]
@@ -63,6 +67,20 @@ def test_fewer_stages(
 ) -> None:
     kill_at(FORWARD, victim, "adamw", tmp_path, undisturbed, record_property)
     assert (tmp_path / f"note.{victim}").exists()
+
+
+@pytest.mark.parametrize("victim", [1, *(pytest.param(rank, marks=pytest.mark.exhaustive) for rank in (0, 3))])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("zero1", marks=pytest.mark.exhaustive)])
+def test_a_spare_takes_its_place(
+    victim: int, optimizer: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    job = replace(JOBS[optimizer], spares=1)
+    outcomes = run_job(job, {victim: FORWARD}, str(tmp_path / "note"))
+    whole = undisturbed(optimizer)
+    first, spare = whole[0], outcomes[4]
+    assert first is not None and spare is not None
+    assert spare.losses and spare.losses == first.losses[-len(spare.losses) :]
+    check(outcomes[:4], whole, {victim}, 4, also=[spare])
 
 
 TYPICAL = {
