@@ -216,14 +216,21 @@ class Training:
                 self.survivor.go_on(error)
             else:
                 self._num_done += 1
+                if self.survives:
+                    self.pipeline.note_counters(self.num_batches)
         result, self._result = self._result, None if not self.survives else self._result
         return cast(T, result)
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all; collective over all ranks."""
-        done, result = max(gather((self._num_done, self._result)), key=lambda told: told[0])
+        everyone = gather((self._num_done, self._result, self.pipeline.kept.counters))
+        done, result, _ = max(everyone, key=lambda told: told[0])
         if done > self._num_done:
             self._num_done, self._result = done, result
+        for _, _, counters in everyone:
+            for batch, numbers in counters.items():
+                known = self.pipeline.kept.counters.setdefault(batch, numbers)
+                self.pipeline.kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
@@ -260,7 +267,11 @@ class Training:
 
     def _keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""
-        return self.stage.pipeline.kept.batch(self.num_batches) if self.snapshots.is_on else nullcontext()
+        if not self.snapshots.is_on:
+            return nullcontext()
+        self.pipeline.take_counters(self.num_batches)
+        self.pipeline.note_counters(self.num_batches)
+        return self.pipeline.kept.batch(self.num_batches)
 
     def _act_before(self) -> None:
         """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""

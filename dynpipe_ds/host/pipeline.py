@@ -333,6 +333,19 @@ class Pipeline:
         """What seeds and accumulation follow from, by name."""
         return {"micro_offset": int(self.engine.module.micro_offset), "micro_steps": int(self.engine.micro_steps)}
 
+    def note_counters(self, batch: int) -> None:
+        """Remember with which counters a batch begins.
+
+        Args:
+            batch: its number; all before it is done.
+        """
+        self.kept.counters[batch] = self.micro_batch_counters()
+
+    def take_counters(self, batch: int) -> None:
+        """Let a batch that is repeated begin with the counters that it had, if they are known."""
+        if batch in self.kept.counters:
+            self.set_micro_batch_counters(self.kept.counters[batch])
+
     def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from what :meth:`micro_batch_counters` gave; more is left alone."""
         self.engine.module.micro_offset = counters["micro_offset"]

@@ -238,7 +238,9 @@ class Survivor:
             together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=until)
             run.snapshots.connect(run.repacker.node_name())
-            return run.replay(until)
+            losses = run.replay(until)
+            self._stage.pipeline.take_counters(until)
+            return losses
 
     def _catch_up(self, until: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""
