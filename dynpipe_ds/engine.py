@@ -397,6 +397,7 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
             )
+            self.dynamic.snapshots.start_afresh()
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")

@@ -185,6 +185,12 @@ class KeptData:
         self._began.pop(number, None)
         self.counters.pop(number, None)
 
+    def start_afresh(self) -> None:
+        """Let go of everything: batches are numbered from another past on."""
+        self._read.clear()
+        self._began.clear()
+        self._noted = -1
+
     def forget_streams(self) -> None:
         """Let the batches to come begin where the random streams then are: this rank is another worker now."""
         self._began.clear()

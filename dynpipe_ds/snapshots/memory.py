@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from torch import Tensor
+from torch import nn
+
+from dynpipe_ds.host.optimizers.stage_optimizer import PlainOptimizer
+from dynpipe_ds.owning import is_owned
 
 if TYPE_CHECKING:
     from dynpipe_ds.stage import Stage
@@ -44,7 +47,7 @@ def state_bytes(stage: Stage) -> tuple[int, int]:
     spread = stage.optimizer is not None and stage.optimizer.spreads_state
     for layer in stage.local_layers().values():
         weights = [(p.nbytes, _of_optimizer(stage, p)) for p in layer.parameters()]
-        buffers = sum(b.nbytes for b in layer.buffers() if isinstance(b, Tensor))
+        buffers = sum(b.nbytes for b in layer.buffers())
         held = buffers + sum(own + state for own, state in weights)
         everything += held
         shared = sum(own + (0 if spread else state) for own, state in weights)
@@ -52,11 +55,14 @@ def state_bytes(stage: Stage) -> tuple[int, int]:
     return everything, alone
 
 
-def _of_optimizer(stage: Stage, parameter: Tensor) -> int:
-    known = stage.state_bytes(parameter)  # type: ignore[arg-type]
+def _of_optimizer(stage: Stage, parameter: nn.Parameter) -> int:
+    """What this rank will hold of the optimizer's state: as now, if it has moments already."""
+    optimizer = stage.optimizer
     trained = parameter.numel() if parameter.requires_grad else 0
-    replicas = stage.module.replica.count if stage.optimizer is not None and stage.optimizer.spreads_state else 1
-    return max(known, _MOMENTS * _FP32 * trained // replicas)
+    if optimizer is not None and optimizer.spreads_state and not is_owned(parameter):
+        trained = -(-trained // stage.module.replica.count)
+    master = 0 if isinstance(optimizer, PlainOptimizer) else _FP32 * trained
+    return max(stage.state_bytes(parameter), master + _MOMENTS * _FP32 * trained)
 
 
 def allowed_bytes(free: Sequence[int], nodes: Sequence[str], rank: int) -> int:

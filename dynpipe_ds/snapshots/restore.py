@@ -287,9 +287,11 @@ class _Restoring:
         count = int(pipeline.engine.micro_batches)
         wanted = range(self._batch, until)
         has_all = all(kept.num_read(b) == count for b in wanted)
-        told = gather((pipeline.replica, pipeline.reads_data, has_all))
+        # What this rank has begun to read for a batch that was broken off it goes on with by itself.
+        lacks = pipeline.reads_data and not all(kept.num_read(b) for b in wanted if b < self._run.num_batches)
+        told = gather((pipeline.replica, lacks, has_all))
         givers = {replica: rank for rank, (replica, _, has) in reversed(list(enumerate(told))) if has}
-        lacking = [rank for rank, (_, reads, has) in enumerate(told) if reads and not has]
+        lacking = [rank for rank, (_, lacks, _) in enumerate(told) if lacks]
         lost = [rank for rank in lacking if told[rank][0] not in givers]
         if lost and wanted:
             raise SnapshotError(

@@ -33,7 +33,7 @@ _BATCHES = 8
 """Their median is a batch's time."""
 
 _DATA_SHARE = 8
-"""Micro-batches that wait to be covered by a snapshot may take this part of what copies may."""
+"""Micro-batches that no snapshot covers yet may take this part of what copies may; twice that if a snapshot fails."""
 
 
 class Snapshots:
@@ -61,7 +61,7 @@ class Snapshots:
         self._last: int | None = None
         self._blocked_s = self._cost_s = 0.0
         self._batches_s: deque[float] = deque(maxlen=_BATCHES)
-        self._data_bytes = 0
+        self._data_bytes = self._micro_batches = 0
         self._told: set[str] = set()
 
     # -- beginning and end --------------------------------------------------------------------
@@ -147,6 +147,16 @@ class Snapshots:
             self.store.forget()
             self.connect(self._node)
 
+    def start_afresh(self) -> None:
+        """After a checkpoint was loaded: what was copied and kept belongs to another past."""
+        if self._courier is not None:
+            self.pause()
+            self._take_note(self._courier.outcomes())
+            self.store.forget()
+            self._run.stage.pipeline.kept.start_afresh()
+            self._last = None
+            self.changed()
+
     def end(self) -> None:
         """Take no more."""
         if self._courier is not None:
@@ -165,7 +175,10 @@ class Snapshots:
         if self._courier is None:
             return
         self._take_note(self._courier.outcomes())
-        batch = self._run.num_batches
+        batch, count = self._run.num_batches, int(self._run.stage.pipeline.engine.micro_batches)
+        if count != self._micro_batches:  # by the script, which would not do it again
+            self._micro_batches = count
+            self.changed()
         if batch < self._next:
             return
         started = self._run.clock.now_s()
@@ -287,8 +300,18 @@ class Snapshots:
                 self._blocked(outcome.cpu_s)
             if outcome.is_complete:
                 self._run.stage.pipeline.kept.forget_before(outcome.batch)
-            elif outcome.problem:
+                continue
+            if outcome.problem:
                 self.tell("dropped", f"the snapshot of batch {outcome.batch} was dropped ({outcome.problem})")
+            self._bound_data(outcome.batch)
+
+    def _bound_data(self, batch: int) -> None:
+        """Keep micro-batches no longer than they can be afforded, where no snapshot comes to cover them."""
+        kept, limit = self._run.stage.pipeline.kept, self.store.max_bytes
+        if limit is not None and kept.num_bytes() > 2 * limit // _DATA_SHARE:
+            kept.forget_before(batch)
+            self._floor = max(self._floor, batch)
+            self.tell("data", f"micro-batches before batch {batch} were dropped, so older snapshots are of no use")
 
     def tell(self, kind: str, message: str) -> None:
         """Warn once for each kind of trouble, on the rank that has it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from dynpipe_ds.snapshots import taking, transfer
 from dynpipe_ds.snapshots.inventory import Seat
+from dynpipe_ds.snapshots.memory import state_bytes
 from dynpipe_ds.snapshots.restore import SnapshotError, newest
-from tests.distributed.configs import ADAMW
+from tests.distributed.configs import ADAMW, BF16_FP32_SUMS, ZERO
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_snapshots import surviving, train
@@ -170,3 +172,48 @@ def test_all_ranks_agree_how_often() -> None:
     assert results[0][0][0] == 0
     assert len(results[0][0]) < 12, "tiny batches: every one would cost more than 3%"
     assert all(seconds > 0 for _, seconds in results)
+
+
+def after_loading(_rank: int, folder: str) -> Any:
+    engine, batches = start(surviving(RUN, snapshot_every=4))
+    train(engine, batches, 2)
+    engine.save_checkpoint(folder, "early")
+    train(engine, batches, 4)
+    engine.load_checkpoint(folder, "early")
+    losses = train(engine, batches, 3)
+    end = digest(engine)
+    engine.dynamic.snapshots.pause()
+    again: list[float] = []
+    run_batch = engine.dynamic.pipeline.run_batch
+    engine.dynamic.pipeline.run_batch = lambda: again.append(float(run_batch()))
+    batch = engine.dynamic.roll_back()
+    return batch, again == losses, digest(engine) == end, len(set(losses))
+
+
+def test_after_loading_a_checkpoint_the_past_is_another(tmp_path: Path) -> None:
+    """What was kept for batches of the same numbers is neither trained on nor gone back to."""
+    assert run_ranks(after_loading, 3, str(tmp_path)) == [(2, True, True, 3)] * 3
+
+
+def estimated(_rank: int, run: Run) -> Any:
+    engine, batches = start(run)
+    stated = state_bytes(engine.dynamic.stage)
+    train(engine, batches, 5)
+    engine.dynamic.snapshots.pause()
+    copies = engine.dynamic.snapshots.inventory()
+    own, theirs = sorted(copies, key=lambda s: s.owner != engine.dynamic.snapshots._seat)
+    store = engine.dynamic.snapshots.store
+    return stated, own.num_bytes, theirs.num_bytes, store.num_bytes
+
+
+@pytest.mark.parametrize("config", [ADAMW, {**ADAMW, **ZERO}, {**ADAMW, **BF16_FP32_SUMS}])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_memory_is_what_was_stated(config: dict[str, Any], replicas: int) -> None:
+    run = surviving(Run(num_stages=2, config=config, width=64), snapshot_every=4)
+    results = run_ranks(estimated, 2 * replicas, run)
+    lines = 64 * 200  # every tensor begins at a line of its own
+    for rank, ((whole, _), own, theirs, in_store) in enumerate(results):
+        sent = results[(rank - 1) % len(results)][0][1]
+        assert 0.8 * whole <= own <= whole + lines
+        assert theirs <= sent + lines
+        assert in_store <= 2 * (whole + sent) + 4 * lines
