@@ -72,7 +72,7 @@ class Run(Protocol):
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all; collective over all ranks."""
 
-    def watch_anew(self) -> None:
+    def watch_anew(self, *, fewer: bool = False) -> None:
         """Take note that the ranks are others, on purpose; collective over all ranks."""
 
     def went_back(self, extra: Mapping[str, Any]) -> None:

@@ -190,10 +190,14 @@ class Training:
         with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
             return self._train_batch(run)
 
-    def watch_anew(self) -> None:
-        """Take note that the ranks are others, on purpose; collective over all ranks."""
+    def watch_anew(self, *, fewer: bool = False) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks.
+
+        Args:
+            fewer: whether some have left.
+        """
         self.snapshots.reconnect()
-        self.survivor.start()
+        self.survivor.follow(fewer=fewer)
 
     @property
     def survives(self) -> bool:
@@ -256,14 +260,12 @@ class Training:
     def _refill(self) -> None:
         """Let workers that wait take the places of those that were lost; collective over all ranks."""
         stages = self.stage.num_stages
-        if self.survivor.num_lost_stages == 0 or not self.balancer.newest or not self.repacker.growing.num_waiting():
+        if self.survivor.wanted_stages <= stages or not self.balancer.newest or not self.repacker.growing.num_waiting():
             return
         try:
             self.repacker.grow(stages + 1)
         except RepackError as error:  # nothing has changed
             self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
-        else:
-            self.survivor.num_lost_stages -= 1
 
     def _keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""

@@ -14,6 +14,7 @@ from dynpipe_ds import FatalError
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import DOOR, run_ranks
 from tests.faults.points import Point, kill
+from tests.faults.test_stopped import stop
 
 NUM_BATCHES = 10
 KILL_FROM = 2  # the batch from which on points count
@@ -33,6 +34,8 @@ class Job:
         saves: whether checkpoints are saved, too.
         evaluates: whether batches are evaluated between.
         spares: processes that wait to join.
+        stop_s: for how long ranks are stopped rather than killed.
+        silent_s: after which ranks are asked whether they live.
     """
 
     num_ranks: int = 4
@@ -42,13 +45,15 @@ class Job:
     saves: bool = False
     evaluates: bool = False
     spares: int = 0
+    silent_s: float = 30.0
+    stop_s: float | None = None
 
     @property
     def run(self) -> Run:
         """How it trains: with dropout."""
         section = {
             "enabled": True, "rebalance_every": "never", **self.section,
-            "survive": {"enabled": True, "snapshot_every": self.every},
+            "survive": {"enabled": True, "snapshot_every": self.every, "silent_s": self.silent_s},
         }
         if self.spares:
             section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
@@ -96,7 +101,9 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                 next(batches)
             for batch in range(engine.global_steps, NUM_BATCHES):
                 if rank in faults and batch == KILL_FROM:
-                    stack.enter_context(faults[rank].arm(partial(kill, f"{note}.{rank}")))
+                    stop_s = job.stop_s
+                    action = partial(kill, f"{note}.{rank}") if stop_s is None else partial(stop, stop_s)
+                    stack.enter_context(faults[rank].arm(action))
                 began = time.monotonic()
                 outcome.losses.append(float(engine.train_batch(batches)))
                 if job.saves and (batch + 1) % SAVE_EVERY == 0:

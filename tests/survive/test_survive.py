@@ -84,6 +84,14 @@ def test_a_spare_takes_its_place(
     check(outcomes[:4], whole, {victim}, 4, also=[spare])
 
 
+def test_who_was_silent_and_comes_back_ends(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    job = replace(JOBS["adamw"], silent_s=2.0, stop_s=45.0)
+    outcomes = run_job(job, {1: FORWARD}, str(tmp_path / "note"))
+    woken = outcomes[1]
+    assert woken is None or "gone on without this rank" in woken.error, woken
+    check([outcomes[0], None, *outcomes[2:]], undisturbed("adamw"), {1}, 3)
+
+
 TYPICAL = {
     ("profiling: before the optimizer step", 1, "zero1"), ("migration: tensors are under way", 3, "adamw"),
     ("planning: before ranks compare their plans", 0, "adamw"),
