@@ -213,7 +213,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             ValueError: on every rank, if no partition satisfies the constraints.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        return self._need_training("rebalance").rebalance()
+        training = self._need_training("rebalance")
+        return training.surviving(training.rebalance)
 
     @in_ordinary_mode
     def repartition(self, boundaries: Sequence[int], *, hold: Hold | None = None) -> RebalanceEvent | None:
@@ -235,7 +236,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 cuts behind a layer that was seen to return what can't be sent to another stage.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        return self._need_training("repartition").repartition(boundaries, hold)
+        training = self._need_training("repartition")
+        return training.surviving(lambda: training.repartition(boundaries, hold))
 
     @in_ordinary_mode
     def repack(self, num_stages: int) -> RepackEvent:

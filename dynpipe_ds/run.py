@@ -69,7 +69,10 @@ class Run(Protocol):
     def replay(self, until: int) -> dict[int, Any]:
         """Train again the batches up to a number; their losses, by number."""
 
-    def watch_anew(self) -> None:
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all; collective over all ranks."""
+
+    def watch_anew(self, *, fewer: bool = False) -> None:
         """Take note that the ranks are others, on purpose; collective over all ranks."""
 
     def went_back(self, extra: Mapping[str, Any]) -> None:

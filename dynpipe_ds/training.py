@@ -31,7 +31,7 @@ from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
-from dynpipe_ds.ranks.agreement import disagreement, same_everywhere
+from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere
 from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
@@ -93,6 +93,8 @@ class Training:
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self.joined_with: dict[str, Any] | None = None
         self._monitor: Any = None
+        self._num_done = 0
+        self._result: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
 
@@ -188,10 +190,14 @@ class Training:
         with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
             return self._train_batch(run)
 
-    def watch_anew(self) -> None:
-        """Take note that the ranks are others, on purpose; collective over all ranks."""
+    def watch_anew(self, *, fewer: bool = False) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks.
+
+        Args:
+            fewer: whether some have left.
+        """
         self.snapshots.reconnect()
-        self.survivor.start()
+        self.survivor.follow(fewer=fewer)
 
     @property
     def survives(self) -> bool:
@@ -201,14 +207,34 @@ class Training:
     def surviving(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
 
+        Where others had done it when the rank was lost, it is done, and what it returned there is returned here.
+
         Args:
             action: collective over all ranks; has done nothing that matters if it raises.
         """
-        while True:
+        number = self._num_done
+        while self._num_done == number:
             try:
-                return action()
+                self._result = action()
             except RankLostError as error:
                 self.survivor.go_on(error)
+            else:
+                self._num_done += 1
+                if self.survives:
+                    self.pipeline.note_counters(self.num_batches)
+        result, self._result = self._result, None if not self.survives else self._result
+        return cast(T, result)
+
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all; collective over all ranks."""
+        everyone = gather((self._num_done, self._result, self.pipeline.kept.counters))
+        done, result, _ = max(everyone, key=lambda told: told[0])
+        if done > self._num_done:
+            self._num_done, self._result = done, result
+        for _, _, counters in everyone:
+            for batch, numbers in counters.items():
+                known = self.pipeline.kept.counters.setdefault(batch, numbers)
+                self.pipeline.kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
@@ -234,18 +260,20 @@ class Training:
     def _refill(self) -> None:
         """Let workers that wait take the places of those that were lost; collective over all ranks."""
         stages = self.stage.num_stages
-        if self.survivor.num_lost_stages == 0 or not self.balancer.newest or not self.repacker.growing.num_waiting():
+        if self.survivor.wanted_stages <= stages or not self.balancer.newest or not self.repacker.growing.num_waiting():
             return
         try:
             self.repacker.grow(stages + 1)
         except RepackError as error:  # nothing has changed
             self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
-        else:
-            self.survivor.num_lost_stages -= 1
 
     def _keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""
-        return self.stage.pipeline.kept.batch(self.num_batches) if self.snapshots.is_on else nullcontext()
+        if not self.snapshots.is_on:
+            return nullcontext()
+        self.pipeline.take_counters(self.num_batches)
+        self.pipeline.note_counters(self.num_batches)
+        return self.pipeline.kept.batch(self.num_batches)
 
     def _act_before(self) -> None:
         """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""

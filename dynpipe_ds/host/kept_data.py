@@ -68,9 +68,14 @@ def num_bytes(value: Any) -> int:
 
 
 class KeptData:
-    """What this rank has read for each training batch, and where its random streams were when the batch began."""
+    """What this rank has read for each training batch, and where its random streams were when the batch began.
+
+    Attributes:
+        counters: of micro-batches, as they are when a batch begins; evaluations count, too, and are not repeated.
+    """
 
     def __init__(self) -> None:
+        self.counters: dict[int, dict[str, int]] = {}
         self._read: dict[int, list[tuple[Any, Streams | None]]] = {}
         self._began: dict[int, Streams] = {}
         self._batch: int | None = None
@@ -172,11 +177,13 @@ class KeptData:
         """Let go of batches before one: they will not be trained again."""
         self._read = {b: kept for b, kept in self._read.items() if b >= number}
         self._began = {b: streams for b, streams in self._began.items() if b >= number}
+        self.counters = {b: numbers for b, numbers in self.counters.items() if b >= number}
 
     def forget(self, number: int) -> None:
         """Let go of one batch: what was read for it stays read, and the next try reads on."""
         self._read.pop(number, None)
         self._began.pop(number, None)
+        self.counters.pop(number, None)
 
     def start_afresh(self) -> None:
         """Let go of everything: batches are numbered from another past on."""

@@ -226,7 +226,7 @@ class Pipeline:
         agree_on_groups(basic)
         check_scheduler(engine.client_lr_scheduler, len(basic.param_groups))
         is_flat = engine.zero_optimization() or engine.bfloat16_enabled()
-        twins = owned_groups.add_twins(basic) if is_flat and engine.module.owned else None
+        twins = owned_groups.add_twins(basic, engine.module.twinned) if is_flat and engine.module.owned else None
         self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0], twins=twins)
         self._groups.install(trainable_only=is_flat)
         self.name_parameters()
@@ -244,6 +244,11 @@ class Pipeline:
     @property
     def _twins(self) -> owned_groups.Twins:
         return {} if self._groups is None else self._groups.twins
+
+    @property
+    def twinned(self) -> list[int]:
+        """Indices of the user's parameter groups that have a twin."""
+        return sorted(set(self._twins.values()))
 
     def twins_hidden(self) -> AbstractContextManager[None]:
         """Let a scheduler that is made within see the user's parameter groups alone."""
@@ -327,6 +332,19 @@ class Pipeline:
     def micro_batch_counters(self) -> dict[str, int]:
         """What seeds and accumulation follow from, by name."""
         return {"micro_offset": int(self.engine.module.micro_offset), "micro_steps": int(self.engine.micro_steps)}
+
+    def note_counters(self, batch: int) -> None:
+        """Remember with which counters a batch begins.
+
+        Args:
+            batch: its number; all before it is done.
+        """
+        self.kept.counters[batch] = self.micro_batch_counters()
+
+    def take_counters(self, batch: int) -> None:
+        """Let a batch that is repeated begin with the counters that it had, if they are known."""
+        if batch in self.kept.counters:
+            self.set_micro_batch_counters(self.kept.counters[batch])
 
     def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from what :meth:`micro_batch_counters` gave; more is left alone."""

@@ -90,7 +90,7 @@ class Doorway:
         return {
             "doors": doors, "num_stages": module.num_stages, "num_replicas": module.replica.count,
             "owned": [[layer, list(names)] for layer, names in module.owned.items()],
-            "versions": self._papers["versions"],
+            "twinned": self._run.stage.pipeline.twinned, "versions": self._papers["versions"],
         }
 
     def close(self) -> None:

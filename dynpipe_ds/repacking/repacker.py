@@ -232,7 +232,7 @@ class Repacker:
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
             self._count_stages_anew(self._of_each(chosen.surviving_stages))
-            self._run.watch_anew()
+            self._run.watch_anew(fewer=True)
             self.giving_back.give_back(chosen, shrink.world)
             self.growing.start()
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)

@@ -60,13 +60,13 @@ class Survivor:
 
     Attributes:
         is_on: whether it would.
-        num_lost_stages: that nobody has taken the place of.
+        wanted_stages: that there were before some were lost; 0: none is missing.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._stage = run, run.stage
         self.is_on = False
-        self.num_lost_stages = 0
+        self.wanted_stages = 0
         self._base: _Base | None = None
         self._reached = 0
         self._was_reading: bool | None = None
@@ -99,6 +99,15 @@ class Survivor:
                 "ranks could not leave broken process groups; set it to false"
             )
         return open_place()
+
+    def follow(self, *, fewer: bool) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks.
+
+        Args:
+            fewer: whether some have left.
+        """
+        self.wanted_stages = 0 if fewer else max(gather(self.wanted_stages))
+        self.start()
 
     def end(self) -> None:
         """Go on no more."""
@@ -155,6 +164,8 @@ class Survivor:
     def _without(self, error: RankLostError) -> dict[int, Any]:
         heartbeat = self._stage.guard.heartbeat
         assert heartbeat is not None, "survive needs it"
+        if not heartbeat.people:
+            raise CantGoOnError("workers were just joining or leaving, and not all ranks know of each other yet")
         if heartbeat.rank in error.ranks:
             raise CantGoOnError("they have gone on without this rank, which did not answer for a while")
         abandon_batch(self._stage.pipeline)
@@ -167,7 +178,7 @@ class Survivor:
             self._base = _Base(stages, self._stage.partition, Groups(self._stage.module))
         staying = staying_stages(self._base.stages, living)
         self._form_world(heartbeat, agreed, staying, self._base)
-        self.num_lost_stages += len(self._base.stages) - len(staying)
+        self.wanted_stages = max(self.wanted_stages, len(self._base.stages))
         self._base = None
         return self._go_back()
 
@@ -233,11 +244,14 @@ class Survivor:
             batch = newest(run)
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")
+            run.share_results()
             until = max(gather(self._reached))
             together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=until)
             run.snapshots.connect(run.repacker.node_name())
-            return run.replay(until)
+            losses = run.replay(until)
+            self._stage.pipeline.take_counters(until)
+            return losses
 
     def _catch_up(self, until: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""
