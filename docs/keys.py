@@ -4,7 +4,7 @@ python docs/keys.py            rewrite what stands between the markers, and dynp
 python docs/keys.py --check    say whether all are up to date (exit code 1 if not)
 
 Keys, defaults, rules and meanings are those of the config model: ``dynpipe_ds/config.py``,
-``dynpipe_ds/repacking/config.py`` and ``dynpipe_ds/release/options.py``.
+``dynpipe_ds/repacking/config.py``, ``dynpipe_ds/snapshots/config.py`` and ``dynpipe_ds/release/options.py``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dynpipe_ds.release.options import CallbackOptions, KubernetesOptions, Slurm
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.schema import json_schema
 from dynpipe_ds.sections import Section
+from dynpipe_ds.snapshots.config import SurviveConfig
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -29,12 +30,16 @@ FOLDER = Path(__file__).resolve().parent
 SECTIONS: dict[str, tuple[type[Section], str]] = {
     "dynamic_pipeline": (DynamicPipelineConfig, ""),
     "repack": (RepackConfig, "repack."),
+    "survive": (SurviveConfig, "survive."),
     "slurm": (SlurmOptions, ""),
     "kubernetes": (KubernetesOptions, ""),
     "callback": (CallbackOptions, ""),
 }
 
-PAGES = {"configuration.md": ("dynamic_pipeline", "repack"), "repacking.md": ("slurm", "kubernetes", "callback")}
+PAGES = {
+    "configuration.md": ("dynamic_pipeline", "repack", "survive"),
+    "repacking.md": ("slurm", "kubernetes", "callback"),
+}
 
 SCHEMA = FOLDER / "dynpipe.schema.json"
 

@@ -20,6 +20,7 @@ from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
+from dynpipe_ds.host.entering import alone
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
@@ -34,6 +35,7 @@ from dynpipe_ds.reporting.measured import gathered_timeline
 from dynpipe_ds.reporting.monitor import GuardedMonitor
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Interval
+from dynpipe_ds.snapshots.between import BetweenBatches
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.training import Training
 
@@ -169,7 +171,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return callback
 
     def on_repack(self, callback: Callable[[RepackEvent], Any]) -> Callable[[RepackEvent], Any]:
-        """Call a function on every rank after re-packing, also on those that leave; usable as a decorator.
+        """Call a function after re-packing on every rank, also on those that leave; usable as a decorator.
 
         Args:
             callback: gets a :class:`RepackEvent`. On a rank that leaves, its ``released`` is true, no
@@ -180,6 +182,22 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """
         self._need_training("on_repack").repacker.callbacks.append(callback)
         return callback
+
+    def between_batches(self, acts: BetweenBatches) -> BetweenBatches:
+        """Let the engine call what the script does between batches, so that it can repeat it; on every rank.
+
+        With ``survive`` enabled, training may go back to a snapshot and repeat the batches since. What changes layers
+        between batches must then be repeated, too: given here, it is called around every batch. Without it, a change
+        that the engine notices (freezing, replaced parameters) makes older snapshots useless.
+
+        Args:
+            acts: called before and after each batch, in the order in which they were given.
+
+        Returns:
+            The same.
+        """
+        self._need_training("between_batches").between.append(acts)
+        return acts
 
     @in_ordinary_mode
     def rebalance(self) -> RebalanceEvent | None:
@@ -195,7 +213,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             ValueError: on every rank, if no partition satisfies the constraints.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        return self._need_training("rebalance").rebalance()
+        training = self._need_training("rebalance")
+        return training.surviving(training.rebalance)
 
     @in_ordinary_mode
     def repartition(self, boundaries: Sequence[int], *, hold: Hold | None = None) -> RebalanceEvent | None:
@@ -217,17 +236,23 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
                 cuts behind a layer that was seen to return what can't be sent to another stage.
             MigrationError: on every rank, if moving failed; the old partition is then in force.
         """
-        return self._need_training("repartition").repartition(boundaries, hold)
+        training = self._need_training("repartition")
+        return training.surviving(lambda: training.repartition(boundaries, hold))
 
     @in_ordinary_mode
     def repack(self, num_stages: int) -> RepackEvent:
-        """Go on with fewer stages, whatever throughput that costs; collective over all ranks.
+        """Go on with fewer stages, or with more; whatever throughput that costs. Collective over all ranks.
 
-        The ranks that are not needed any more leave: on them this call does not return, the process ends with
+        Fewer: the ranks that are not needed any more leave. On them this call does not return, the process ends with
         exit code 0. Those that stay are numbered anew, in their order.
 
+        More: workers that wait (:meth:`num_waiting`) come in as stages before the last one, and layers move to them.
+        On a worker that joins, ``deepspeed.initialize`` returns when that is done, with ``engine.global_steps`` of all;
+        its script goes on from there as after loading a checkpoint, its data included. So call this behind
+        ``train_batch``, at the end of a step.
+
         Args:
-            num_stages: n, at least 1 and fewer than now.
+            num_stages: n, at least 1 and another number than now.
 
         Returns:
             What happened.
@@ -237,6 +262,29 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             RepackError: on every rank, if it can't be done or failed; training can go on with all ranks.
         """
         return self._need_training("repack").repacker.repack(num_stages)
+
+    @in_ordinary_mode
+    def num_waiting(self) -> int:
+        """How many workers fit and wait to join; collective over all ranks. 0 without ``elastic.enabled``."""
+        return 0 if self._training is None else self._training.repacker.growing.num_waiting()
+
+    def share_with_newcomers(self, values: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        """Say what workers that join are to find in :attr:`joined_with`; usable as a decorator.
+
+        Args:
+            values: called on the first rank when workers join; gives plain values and tensors, as ``client_state`` of
+                :meth:`save_checkpoint`.
+
+        Returns:
+            The function.
+        """
+        self._need_training("share_with_newcomers").repacker.growing.client_state = values
+        return values
+
+    @property
+    def joined_with(self) -> dict[str, Any] | None:
+        """What :meth:`share_with_newcomers` gave when this worker joined; ``None`` on a rank from the start."""
+        return None if self._training is None else self._training.joined_with
 
     @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:
@@ -266,7 +314,8 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             CheckpointError: on every rank, naming the files that could not be pushed there.
         """
         if self._training is not None:
-            self._training.checkpoints.wait_for_disk(self._training)
+            training = self._training
+            training.surviving(lambda: training.checkpoints.wait_for_disk(training))
 
 
 class EnabledEngine(DynamicPipelineEngine, Hooks):
@@ -282,8 +331,12 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         config = parse_config(kwargs["config_class"]._param_dict)
         check_hooks(type(self))
         method = method_at_run_time(config, module.partition_method)
+        num_stages = module.num_stages
+        if module.newcomer is not None:
+            num_stages = module.newcomer.job["num_stages"]
+            alone(module, kwargs["config_class"])
         check_against_model(
-            config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
+            config, num_layers=len(module.layer_names()), num_stages=num_stages,
             num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
         check_schedule(config.schedule, type(self))
@@ -298,6 +351,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         self.monitor: Any = GuardedMonitor(self.monitor)
         self.dynamic.start(self.monitor)
         warn_of_differences(self)
+        if module.newcomer is not None:
+            self.dynamic.enter(module.newcomer)
+        else:
+            self.dynamic.open_doors()
 
     @property
     def _training(self) -> Training:
@@ -327,10 +384,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             ValueError: on every rank, if the tag can't name a checkpoint there.
             CheckpointError: on every rank, if any could not do its part; earlier checkpoints are untouched.
         """
-        self.dynamic.checkpoints.save(
+        self.dynamic.surviving(lambda: self.dynamic.checkpoints.save(
             self.dynamic, save_dir, tag, client_state or {}, save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
-        )
+        ))
         return True
 
     @in_ordinary_mode
@@ -368,13 +425,12 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
                 load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                 load_module_only, custom_load_fn,
             )
+            self.dynamic.snapshots.start_afresh()
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")
-        return self.dynamic.checkpoints.load(
-            self.dynamic, load_dir, tag,
-            Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only),
-        )
+        wanted = Wanted(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return self.dynamic.surviving(lambda: self.dynamic.checkpoints.load(self.dynamic, load_dir, tag, wanted))
 
 
 def _pinned(config: DynamicPipelineConfig, module: DynamicPipelineModule) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -10,6 +11,7 @@ from dynpipe_ds.events import Overhead
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
 
 
@@ -23,6 +25,16 @@ class Stateful(Protocol):
         """Take in what :meth:`state_dict` gave; ``same_stages``: whether it comes from as many stages."""
 
 
+class Renewed(Protocol):
+    """What counts by stages and ranks."""
+
+    def goes_on_with(self, staying: Sequence[int]) -> None:
+        """Renew that after ranks were lost; collective over those that are left."""
+
+    def node_name(self) -> str:
+        """Of this rank's node."""
+
+
 class Run(Protocol):
     """What is saved, loaded and made shorter.
 
@@ -31,6 +43,7 @@ class Run(Protocol):
         balancer: decides.
         profiler: measures.
         config: the section.
+        snapshots: copies state into other workers' memory.
         overhead: seconds spent on not training.
         clock: which they are read from.
         num_batches: trained so far.
@@ -40,13 +53,30 @@ class Run(Protocol):
     balancer: Balancer
     profiler: Profiler
     config: DynamicPipelineConfig
+    snapshots: Snapshots
     overhead: Overhead
     clock: Clock
     num_batches: int
 
     @property
+    def repacker(self) -> Renewed:
+        """What goes on with another number of stages, as far as others need it."""
+
+    @property
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
+
+    def replay(self, until: int) -> dict[int, Any]:
+        """Train again the batches up to a number; their losses, by number."""
+
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all; collective over all ranks."""
+
+    def watch_anew(self, *, fewer: bool = False) -> None:
+        """Take note that the ranks are others, on purpose; collective over all ranks."""
+
+    def went_back(self, extra: Mapping[str, Any]) -> None:
+        """Take note that this rank has gone back to a snapshot, and take in what was kept with it."""
 
     def move_layers(self, placement: Placement) -> int:
         """Let layers move; collective over all ranks, which all do or none."""

@@ -27,7 +27,7 @@ from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from scenarios.data import BatchShape, TokenBatches, Tokens, ValidationBatches
 from scenarios.recording import Measurements
 from scenarios.report.comparison import LAST_WINDOWS, RunSummary, perplexity
-from scenarios.scenario import Scenario, build_layers, build_scenario
+from scenarios.scenario import Scenario, State, build_layers, build_scenario
 from scenarios.settings import Settings
 from scenarios.validation import Validator
 
@@ -80,13 +80,15 @@ class Contender:
         """Train one batch and note what was measured."""
         measured = self.measured
         start_s, known = time.perf_counter(), self.engine.last_batch_profile
-        self.scenario.before_batch(self.engine, batch)
+        engine_acts = self.engine.dynamic_config.survive.enabled
+        if not engine_acts:
+            self.scenario.before_batch(self.engine, batch)
         order = self.engine.order
         assert order is not None, "both runs have the section"
         measured.recording.add_order(batch, self.engine.partition, order)
         loss = self.engine.train_batch(self.data.micro_batches(batch))
-        self.scenario.after_batch(self.engine, batch)
-        measured.reports.append(self.scenario.report(self.engine))
+        if not engine_acts:
+            self.after_batch(batch)
         measured.losses.append(float(loss))
         measured.batches_s.append(time.perf_counter() - start_s)
         profile = self.engine.last_batch_profile
@@ -97,6 +99,11 @@ class Contender:
             if timed:
                 measured.bubbles.append(profile.bubble_ratio)
                 measured.imbalances.append(profile.imbalance)
+
+    def after_batch(self, batch: int) -> None:
+        """Let the scenario act, and note what it reports; in place of an earlier report if the batch was repeated."""
+        self.scenario.after_batch(self.engine, batch)
+        self.measured.reports[batch:] = [self.scenario.report(self.engine)]
 
     def validate(self) -> float:
         """Evaluate what is not trained on, if anything, unless this moment is evaluated already; collective.
@@ -215,6 +222,25 @@ def _largest(values: Sequence[float], device: torch.device) -> list[float]:
     return [float(value) for value in tensor]
 
 
+@dataclass(frozen=True)
+class _Acts:
+    """A run's scenario as the engine calls it, which repeats batches when a worker was lost."""
+
+    run: Contender
+
+    def before_batch(self, batch: int) -> None:
+        self.run.scenario.before_batch(self.run.engine, batch)
+
+    def after_batch(self, batch: int) -> None:
+        self.run.after_batch(batch)
+
+    def state_dict(self) -> State:
+        return self.run.scenario.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self.run.scenario.load_state_dict(state)
+
+
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Drop what is printed and warned about at the start; errors are raised anyway.
@@ -277,6 +303,8 @@ def build_contender(
     scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
+    if engine.dynamic_config.survive.enabled:
+        engine.between_batches(_Acts(contender))
     if validation is not None:
         evaluated = ValidationBatches(
             validation, shape, vocab_size=settings.model.vocab_size, max_batches=settings.run.validate_batches

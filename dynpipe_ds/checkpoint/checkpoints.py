@@ -81,6 +81,7 @@ class Checkpoints:
             root = Path(load_dir) / name
             agree_on_place(root, tag_problem(name))
             result = Loading(run, root, wanted).run()
+            run.snapshots.start_afresh()
         self.last = str(root)
         return result
 

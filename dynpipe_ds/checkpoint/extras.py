@@ -55,14 +55,20 @@ def stored_profile(common: Plain, config: DynamicPipelineConfig) -> PipelineProf
     return smooth(balancer.newest, config.smoothing) if balancer.newest else None
 
 
-def rank_state(run: Run) -> Plain:
-    """State of this rank: random streams and counters."""
+def rank_state(run: Run, *, with_attributes: bool = True) -> Plain:
+    """State of this rank: random streams and counters.
+
+    Args:
+        run: between two batches.
+        with_attributes: whether with what layers keep on themselves; it travels with them otherwise.
+    """
+    attributes = {i: _attributes(layer) for i, layer in run.stage.local_layers().items()} if with_attributes else {}
     return {
         "random": _random_streams(),
         **run.stage.pipeline.micro_batch_counters(),
         "overhead": {key: float(seconds) for key, seconds in vars(run.overhead).items()},
         **run.profiler.state_dict(),
-        "attributes": {i: _attributes(layer) for i, layer in run.stage.local_layers().items()},
+        "attributes": attributes,
     }
 
 

@@ -20,13 +20,16 @@ COMMANDS = {
     "profile": ("profile", "measure the layers of a model on this device"),
     "plan": ("plan", "choose stage boundaries for a profile, and the order of forwards and backwards"),
     "simulate": ("simulate", "show one batch of a partition in time"),
+    "run": ("run_script", "start a training on this machine, with workers that wait"),
+    "join": ("join", "let workers join a job that is running"),
     "schema": ("schema", "print the JSON schema of the \"dynamic_pipeline\" section, for editors"),
 }
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
 
 _MORE = """
 See it work: demo. With a model of yours: doctor (is this machine ready?), try (does my script keep its losses?),
-profile (what do my layers cost?), plan (where to cut?), simulate (who waits for whom?), then train.
+profile (what do my layers cost?), plan (where to cut?), simulate (who waits for whom?), then train: run starts a
+training with spares, join lets workers join one.
 """
 
 

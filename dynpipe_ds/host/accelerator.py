@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -96,3 +97,22 @@ def tracked_states() -> dict[str, Tensor]:
 def set_tracked_states(states: dict[str, Tensor]) -> None:
     """Put back what :func:`tracked_states` gave."""
     checkpointing.get_cuda_rng_tracker().set_states(states)
+
+
+def copies_aside(copy: Callable[[], object]) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Let the device copy something to the host while it computes, after all that it was told so far.
+
+    Args:
+        copy: tells it to, without waiting for it.
+
+    Returns:
+        What lets the device wait for the copies before it goes on computing, and what lets the caller wait for them.
+    """
+    side = get_accelerator().Stream()
+    side.wait_stream(get_accelerator().current_stream())
+    with get_accelerator().stream(side):
+        copy()
+        done = get_accelerator().Event()
+        done.record(side)
+    computing = get_accelerator().current_stream()
+    return (lambda: computing.wait_event(done)), done.synchronize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from dynpipe_ds.host.owned import not_broadcast, without_owned
 from dynpipe_ds.host.passing import BatchRefused, begin, refuse_together
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.reducing import in_replica_order, install_order
+from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.schedule import Order
 
 T = TypeVar("T")
@@ -39,11 +40,21 @@ class Parts(Protocol):
     def train_batch(self, run: Callable[[], T]) -> T:
         """Run a batch and what belongs around it."""
 
+    @property
+    def survives(self) -> bool:
+        """Whether ranks go on without those that are lost."""
+
+    def surviving(self, action: Callable[[], T]) -> T:
+        """Do something between batches, and again if ranks are lost meanwhile and the others go on."""
+
     def naming_lost_ranks(self, doing: str) -> AbstractContextManager[None]:
         """Name whoever is lost inside."""
 
     def optimizer_was_made(self) -> None:
         """Take note of an optimizer, which may be made late."""
+
+    def before_step(self) -> None:
+        """Get ready for the optimizer's step, in which parameters change."""
 
     def end(self) -> None:
         """Let go of what outlives batches."""
@@ -79,13 +90,24 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
+        kept = self.dynamic.pipeline.kept
+        with kept.evaluation() if self.dynamic.survives else nullcontext():
+
+            def evaluate() -> Any:
+                kept.again()
+                return self._evaluate(partial(super(Hooks, self).eval_batch, data_iter, *args, **kwargs))
+
+            return self.dynamic.surviving(evaluate)
+
+    def _evaluate(self, run: Callable[[], Any]) -> Any:
         self.dynamic.pipeline.begin_batch()
         training_iterator = self.data_iterator
         try:
             with self.dynamic.naming_lost_ranks("a batch was evaluated"):
-                return super().eval_batch(data_iter, *args, **kwargs)
-        except BatchRefused:
-            self.dynamic.pipeline.forget_batch()
+                return run()
+        except (BatchRefused, RankLostError) as error:
+            if isinstance(error, BatchRefused):
+                self.dynamic.pipeline.forget_batch()
             self.set_dataiterator(training_iterator)
             raise
 
@@ -100,8 +122,13 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         try:
             super()._exec_schedule(to_run)
             refuse_together(self)  # in evaluation; in training it was done before the step
-        finally:
+        except BatchRefused:  # of anything else nobody knows how far others have read
             pipeline.note_read(pipe_schedule.micro_batches)
+            raise
+        pipeline.note_read(pipe_schedule.micro_batches)
+
+    def _next_batch(self) -> Any:
+        return self.dynamic.pipeline.kept.next(super()._next_batch)
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.
@@ -165,6 +192,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         self.dynamic.pipeline.clip_gradients()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
+        self.dynamic.before_step()
         optimizer, num_skipped = self.dynamic.stage_optimizer, self.skipped_steps
         if optimizer is not None:
             optimizer.before_step()

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import nn
 
+from dynpipe_ds.host.coordinates import resized
 from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
+from dynpipe_ds.host.kept_data import KeptData
 from dynpipe_ds.host.optimizers import twins as owned_groups
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
@@ -39,6 +41,7 @@ class Pipeline:
     Attributes:
         engine: as given, for parts of this folder.
         data: where this stage is in the data.
+        kept: what it has read since a moment that training may go back to.
         order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         owned: gradients of what this replica owns.
@@ -48,6 +51,7 @@ class Pipeline:
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
+        self.kept = KeptData()
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
@@ -71,13 +75,22 @@ class Pipeline:
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
         self.connect()
+        self.measure_norm(layer_of, num_layers)
+
+    def measure_norm(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
+        """Begin to measure the norm of gradients; again in a world with another number of replicas.
+
+        Args:
+            layer_of: layer index of every parameter on this stage.
+            num_layers: L.
+        """
         owns = bool(self.engine.module.owned)
         self._norm = GradientNorm(
             layer_of, num_layers=num_layers, owns=owns, grid=self.engine.grid, device=self.device
         )
 
     def connect(self) -> None:
-        """Open the channels to the neighbouring stages; collective over all ranks, again when there are fewer."""
+        """Open the channels to the neighbouring stages; collective over all ranks, again when these are others."""
         stages = [self.ranks_of(stage) for stage in range(self.num_stages)]
         self.channels = Channels(wires(stages, self.rank), self.device, self.stage_id)
         self._traffic = None
@@ -141,6 +154,25 @@ class Pipeline:
         """All ranks of a stage, ascending."""
         return tuple(self.engine.module._topo.get_axis_list(axis="pipe", idx=stage))
 
+    @property
+    def topology(self) -> Any:
+        """How DeepSpeed orders ranks by stage and replica."""
+        return self.engine.module._topo
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many there are along each axis of the topology."""
+        return {axis: int(self.topology.get_dim(axis)) for axis in self.topology.get_axis_names()}
+
+    def replica_at(self, sizes: Mapping[str, int], rank: int) -> int:
+        """Which replica a rank is in a pipeline of another size with the same axes.
+
+        Args:
+            sizes: as there.
+            rank: there.
+        """
+        return int(resized(self.topology, sizes).get_coord(rank).data)
+
     def whole_backwards(self) -> dict[int, tuple[str, ...]]:
         """Why backwards run whole that an order splits, by stage; collective over all ranks."""
         everyone = gather((self.stage_id, self.in_flight.whole_because))
@@ -194,7 +226,7 @@ class Pipeline:
         agree_on_groups(basic)
         check_scheduler(engine.client_lr_scheduler, len(basic.param_groups))
         is_flat = engine.zero_optimization() or engine.bfloat16_enabled()
-        twins = owned_groups.add_twins(basic) if is_flat and engine.module.owned else None
+        twins = owned_groups.add_twins(basic, engine.module.twinned) if is_flat and engine.module.owned else None
         self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0], twins=twins)
         self._groups.install(trainable_only=is_flat)
         self.name_parameters()
@@ -212,6 +244,11 @@ class Pipeline:
     @property
     def _twins(self) -> owned_groups.Twins:
         return {} if self._groups is None else self._groups.twins
+
+    @property
+    def twinned(self) -> list[int]:
+        """Indices of the user's parameter groups that have a twin."""
+        return sorted(set(self._twins.values()))
 
     def twins_hidden(self) -> AbstractContextManager[None]:
         """Let a scheduler that is made within see the user's parameter groups alone."""
@@ -296,6 +333,19 @@ class Pipeline:
         """What seeds and accumulation follow from, by name."""
         return {"micro_offset": int(self.engine.module.micro_offset), "micro_steps": int(self.engine.micro_steps)}
 
+    def note_counters(self, batch: int) -> None:
+        """Remember with which counters a batch begins.
+
+        Args:
+            batch: its number; all before it is done.
+        """
+        self.kept.counters[batch] = self.micro_batch_counters()
+
+    def take_counters(self, batch: int) -> None:
+        """Let a batch that is repeated begin with the counters that it had, if they are known."""
+        if batch in self.kept.counters:
+            self.set_micro_batch_counters(self.kept.counters[batch])
+
     def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from what :meth:`micro_batch_counters` gave; more is left alone."""
         self.engine.module.micro_offset = counters["micro_offset"]
@@ -330,8 +380,17 @@ class Pipeline:
 
     def note_read(self, num_micro_batches: int) -> None:
         """Keep count of micro-batches that other stages have read from the present iterator."""
-        if not self.reads_data:
+        if self.kept.is_first_time() and not self.reads_data:
             self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
+
+    def run_batch(self) -> torch.Tensor:
+        """Train a batch as DeepSpeed does, on what is kept or on the present iterator's micro-batches.
+
+        Returns:
+            Its mean loss.
+        """
+        loss: torch.Tensor = PipelineEngine.train_batch(self.engine)
+        return loss
 
     def start_reading(self) -> None:
         """Bring the present iterator to where the other stages' are.

@@ -106,12 +106,14 @@ class Package:
             they lie in memory.
         warnings: what could not be carried, one sentence each.
         encoder: what was found on the way.
+        sources: the tensors themselves, of both lists, in their order.
     """
 
     skeleton: bytes
     tensors: LayerTensors
     warnings: tuple[str, ...]
     encoder: Encoder
+    sources: list[Tensor]
 
 
 class Arrived(NamedTuple):
@@ -200,7 +202,7 @@ def pack(
     dense = [] if is_trial else [_dense(source) for source in sources]
     lost = tuple(f"{name}: {text}" for text in encoder.lost)
     skeleton = pickle.dumps([pickle.dumps(part) for part in plain])  # each is read when it is needed
-    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder)
+    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder, sources)
 
 
 def _registered(layer: nn.Module | None) -> Iterable[Tensor]:

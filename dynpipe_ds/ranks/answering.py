@@ -3,6 +3,8 @@
 There are three answers. A process that lives replies. One that has ended refuses, since the kernel closes its
 socket with it. One that is stopped, or whose machine is gone, is silent; the kernel keeps what it is told until it
 goes on. Question and reply are the same line: a secret, and as JSON the verdict that the sender holds, if any.
+
+Who wants to know of a process's end at once stays connected (:class:`Standing`): the kernel ends the connection then.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ _BACKLOG = 4096  # as many ranks as may ask at the same time; the kernel has a l
 _MOST_OPEN = 200
 _PAUSE_S = 0.02
 _STEP_S = 1.0
+_STAY = "stay"
+_CONNECT_S = 5.0
 
 
 class RunningClock:
@@ -74,12 +78,12 @@ class Address(NamedTuple):
     secret: str
 
 
-def _line(secret: str, verdict: Verdict | None) -> bytes:
+def _line(secret: str, verdict: Verdict | str | None) -> bytes:
     return f"{secret} {json.dumps(verdict, default=vars)}\n".encode()
 
 
-def _read(line: bytes, secret: str) -> Verdict | None:
-    """The verdict that a line tells.
+def _read(line: bytes, secret: str) -> Verdict | str | None:
+    """The verdict that a line tells, or that the sender stays connected.
 
     Raises:
         ValueError: if it is not one of ours.
@@ -88,15 +92,15 @@ def _read(line: bytes, secret: str) -> Verdict | None:
     if not hmac.compare_digest(said, secret.encode()):
         raise ValueError("a line without the secret")
     told: Any = json.loads(text)
-    if told is None:
-        return None
+    if told is None or told == _STAY:
+        return told  # type: ignore[no-any-return]
     try:
         return Verdict(tuple(int(rank) for rank in told["ranks"]), str(told["text"]), bool(told["lost"]))
     except (KeyError, TypeError) as error:
         raise ValueError("a verdict without its parts") from error
 
 
-def _own_address() -> tuple[socket.AddressFamily, str, str]:
+def own_address() -> tuple[socket.AddressFamily, str, str]:
     """Where to listen: family, what the others are told, what to bind to."""
     master = os.environ.get("MASTER_ADDR") or socket.gethostname()
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -125,25 +129,37 @@ def _is_loopback(host: str) -> bool:
 class Listener:
     """Answers whoever asks this process, until it ends.
 
+    Attributes:
+        address: where it is asked.
+        last_words: the verdict after which the others went on in another world: whoever still asks here is told it,
+            and what he tells counts no more.
+
     Raises:
         OSError: if no socket can be had.
     """
 
     def __init__(self) -> None:
-        family, advertised, bound = _own_address()
+        family, advertised, bound = own_address()
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.bind((bound, 0))
         self._socket.listen(_BACKLOG)
         self.address = Address(advertised, int(self._socket.getsockname()[1]), secrets.token_hex(16))
-        # A worker of a data loader must not keep the socket of a process that has ended.
-        os.register_at_fork(after_in_child=self._socket.close)
+        self.last_words: Verdict | None = None
+        self._staying: list[socket.socket] = []
+        # A worker of a data loader must not keep the sockets of a process that has ended.
+        os.register_at_fork(after_in_child=self._let_go)
         threading.Thread(target=self._serve, name="dynpipe_ds listener", daemon=True).start()
 
     def close(self) -> None:
         """Answer no more."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._socket.close()
+        for connection in self._staying:
+            connection.close()
 
     def _serve(self) -> None:
         # One after the other, in the order in which they came: who asks itself knows all that came before.
@@ -155,11 +171,15 @@ class Listener:
                     time.sleep(_PAUSE_S)
                     continue
                 return  # closed
-            with connection, suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 told = _read(self._receive(connection), self.address.secret)
-                if told is not None:
+                if told == _STAY:
+                    self._staying.append(connection)
+                    continue
+                if isinstance(told, Verdict) and self.last_words is None:
                     fatal.hold(told)
-                connection.sendall(_line(self.address.secret, fatal.held()))
+                connection.sendall(_line(self.address.secret, self.last_words or fatal.held()))
+            connection.close()
 
     @staticmethod
     def _receive(connection: socket.socket) -> bytes:
@@ -213,7 +233,7 @@ class _Call:
         self._received += piece
         if self._received.endswith(b"\n"):
             told = _read(self._received, self._address.secret)
-            if told is not None:
+            if isinstance(told, Verdict):
                 fatal.hold(told)
             self.answer = Answer.LIVES
         elif not piece:
@@ -254,3 +274,44 @@ def ask(
     for call in waiting:
         call.close()
     return {rank: call.answer or Answer.SILENT for rank, call in calls.items()}
+
+
+class Standing:
+    """A connection to a process that stays until that process ends.
+
+    Args:
+        address: where the process is asked.
+
+    Raises:
+        OSError: if it can't be had.
+    """
+
+    def __init__(self, address: Address) -> None:
+        family, target = _resolve(address.host, address.port)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(_CONNECT_S)
+            self._socket.connect(target)
+            self._socket.sendall(_line(address.secret, _STAY))
+            self._socket.setblocking(False)
+        except OSError:
+            self._socket.close()
+            raise
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the process has ended, or its system has."""
+        try:
+            return not self._socket.recv(64)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Want to know no more."""
+        self._socket.close()

@@ -1,8 +1,12 @@
 """What happens after a failure that nothing can undo: one policy, in this place.
 
-The policy is to end all ranks. The first :class:`Verdict` on a failure wins: whoever reaches it (``guard.py``) tells
-all others (``heartbeat.py``), every rank raises it as the same error, and a process that still runs ``GRACE_S`` later,
-because somebody caught the error or a call never returned, is ended.
+The policy is to end all ranks, unless only ranks were lost and the others can go on without them. The first
+:class:`Verdict` on a failure wins: whoever reaches it (``guard.py``) tells all others (``heartbeat.py``), every rank
+raises it as the same error, and a process that still runs ``GRACE_S`` later, because somebody caught the error or a
+call never returned, is ended.
+
+Who can go on (``survive/``) says so by :func:`survive`: groups are then broken off before a verdict on lost ranks is
+heard of, so that every rank raises it, and :func:`mourn` makes room for the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,6 +24,9 @@ import torch.distributed as dist
 
 GRACE_S = 10.0
 """Seconds that a process has for raising the error, saying so and ending by itself."""
+
+SURVIVING_S = 300.0
+"""Seconds that a process which can go on without others has for coming to where it does so."""
 
 _SPEAKING_S = 2.0
 
@@ -74,7 +81,10 @@ class Verdict:
 
 _held: Verdict | None = None
 _others_wait = False
-_lock = threading.Lock()
+_break_off: Callable[[], object] | None = None
+_timer: threading.Timer | None = None
+_mourned: frozenset[int] = frozenset()
+_lock = threading.RLock()
 
 
 def apply_to_this_process(others_wait: bool) -> None:
@@ -85,6 +95,35 @@ def apply_to_this_process(others_wait: bool) -> None:
     """
     global _others_wait
     _others_wait = others_wait
+
+
+def survive(break_off: Callable[[], object] | None) -> None:
+    """Say what to do so that this process's main thread hears of lost ranks wherever it waits.
+
+    Args:
+        break_off: done before the verdict is known; ``None``: every loss ends this process.
+    """
+    global _break_off
+    _break_off = break_off
+
+
+def mourn(ranks: Collection[int]) -> None:
+    """Hear no more that some ranks are lost, since this process goes on without them.
+
+    Args:
+        ranks: all that are known to be lost in this world; none in a new one.
+    """
+    global _held, _timer, _mourned
+    with _lock:
+        _mourned = frozenset(ranks)
+        if _held is not None and _is_old(_held):
+            if _timer is not None:
+                _timer.cancel()
+            _held = _timer = None
+
+
+def _is_old(verdict: Verdict) -> bool:
+    return verdict.lost and set(verdict.ranks) <= _mourned
 
 
 def held() -> Verdict | None:
@@ -101,14 +140,19 @@ def hold(verdict: Verdict) -> Verdict:
     Returns:
         The first one.
     """
-    global _held
+    global _held, _timer
     with _lock:
+        if _held is None and _is_old(verdict):
+            return verdict
         if _held is None:
+            goes_on = verdict.lost and _break_off is not None
+            if goes_on and _break_off is not None:
+                _break_off()
             _held = verdict
             if _others_wait:
-                timer = threading.Timer(GRACE_S, _end, [verdict.text])
-                timer.daemon = True
-                timer.start()
+                _timer = threading.Timer(SURVIVING_S if goes_on else GRACE_S, _end, [verdict.text])
+                _timer.daemon = True
+                _timer.start()
         return _held
 
 

@@ -3,7 +3,8 @@
 A process that is killed closes its connections, so its neighbours fail at once, with an error that names a socket;
 *their* neighbours fail when they have ended, and so on. To name the first cause, every process can be asked whether
 it lives (``answering.py``), and whoever finds the cause tells all others before it ends itself. While all is well
-nothing is sent.
+nothing is sent. Where ranks go on without others (``survive/``), each also stays connected to some, and asks as soon as
+such a connection ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +20,11 @@ import torch.distributed as dist
 
 from dynpipe_ds.ranks import fatal
 from dynpipe_ds.ranks.agreement import gather
-from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
+from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, Standing, ask
+from dynpipe_ds.ranks.connections import break_off, listening
 from dynpipe_ds.ranks.fatal import NewestCheckpoint, Verdict
+from dynpipe_ds.ranks.meeting import Person
+from dynpipe_ds.ranks.place import Place
 from dynpipe_ds.telling import warn
 
 PATIENCE_S = 5.0
@@ -32,6 +36,9 @@ MARGIN_S = 3.0
 _TOLD_S = 0.5  # a silent process gets the verdict when it goes on; nobody waits for its reply
 _AGAIN_S = 0.1
 _WATCH_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.05
+_NUM_STANDING = 16
+"""So many ranks are watched by each one; whoever watches a lost one while it waits for anybody tells all."""
 
 
 class Heartbeat:
@@ -46,6 +53,7 @@ class Heartbeat:
     Attributes:
         listener: the same.
         rank: the same, as the world counted when this was made.
+        people: all ranks, after :meth:`stay_connected`.
     """
 
     def __init__(self, listener: Listener, rank: int, addresses: list[Address], *, timeout_s: float) -> None:
@@ -53,6 +61,9 @@ class Heartbeat:
         self.rank, self._timeout_s = rank, timeout_s
         self._addresses = dict(enumerate(addresses))
         self._sections: list[tuple[str, NewestCheckpoint]] = []
+        self._standing: dict[int, Standing] = {}
+        self._others: list[tuple[str, int]] = []
+        self.people: list[Person] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynpipe_ds watch", daemon=True)
         self._thread.start()
@@ -67,10 +78,28 @@ class Heartbeat:
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        for standing in self._standing.values():
+            standing.close()
 
     def forget(self, ranks: Collection[int]) -> None:
         """Miss some ranks no more: they end on purpose."""
         self._addresses = {rank: address for rank, address in self._addresses.items() if rank not in ranks}
+
+    def misses(self, rank: int) -> bool:
+        """Whether a rank is one that would be missed.
+
+        Args:
+            rank: of this world.
+        """
+        return rank in self._addresses
+
+    def be_patient(self, seconds: float) -> None:
+        """Ask for the others when something takes longer than this, rather than the process group's timeout.
+
+        Args:
+            seconds: before ``MARGIN_S``.
+        """
+        self._timeout_s = seconds
 
     def unreachable(self) -> list[int]:
         """Ranks that this one can't ask; takes up to ``PATIENCE_S``."""
@@ -154,19 +183,64 @@ class Heartbeat:
         finally:
             self._sections.pop()
 
+    # -- going on without others --------------------------------------------------------------
+
+    def stay_connected(self, identity: str, place: Place) -> None:
+        """Hear of the end of others at once, and be able to break off; collective over all ranks.
+
+        Args:
+            identity: of this process.
+            place: that it holds.
+        """
+        own = [(self.listener.address.host, port) for port in listening() - {self.listener.address.port}]
+        everyone = gather((own, identity, place))
+        self.people = [
+            Person(name, Place(*there), self._addresses[rank]) for rank, (_, name, there) in enumerate(everyone)
+        ]
+        self._others = [end for rank, (ends, _, _) in enumerate(everyone) if rank != self.rank for end in ends]
+        size = len(everyone)
+        for step in range(1, min(size, _NUM_STANDING + 1)):
+            other = (self.rank + step) % size
+            with suppress(OSError):  # who ends just now is found by the first call that needs it
+                self._standing[other] = Standing(self._addresses[other])
+
+    def stay_silent(self, last_words: Verdict) -> None:
+        """Watch no more, in a world that is left; who still asks in it is told why, and what he tells counts no more.
+
+        Args:
+            last_words: why it was left.
+        """
+        self.listener.last_words = last_words
+        self.stop_watching()
+
+    def break_off(self) -> int:
+        """Shut down the connections to all other ranks but those by which they ask each other.
+
+        Returns:
+            How many there were.
+        """
+        return break_off(self._others, {self.listener.address.port})
+
+    def _is_somebody_gone(self) -> bool:
+        gone = [rank for rank, standing in self._standing.items() if standing.is_broken]
+        return any(rank in self._addresses for rank in gone)
+
     def _watch(self) -> None:
         clock, outermost, since_s = RunningClock(), None, 0.0
-        while not self._stopped.wait(_WATCH_EVERY_S):
+        while not self._stopped.wait(_LOOK_EVERY_S if self._standing else _WATCH_EVERY_S):
             now_s, sections = clock.tick(), tuple(self._sections)
+            if sections and fatal.held() is None and self._is_somebody_gone():
+                self.find_lost(*sections[-1])
             if not sections or sections[0] is not outermost:
                 outermost, since_s = sections[0] if sections else None, now_s
             elif now_s - since_s > self._timeout_s + MARGIN_S:
                 since_s = now_s - MARGIN_S
-                if self.find_lost(*sections[-1]) is not None:
+                if self.find_lost(*sections[-1]) is not None and not self._standing:
                     return
 
 
 # -- one for each process group ---------------------------------------------------------------
+
 
 _heartbeat: tuple[Any, Heartbeat | None] = (None, None)
 
@@ -189,6 +263,30 @@ def start_heartbeat() -> Heartbeat | None:
                 earlier.listener.close()
         _heartbeat = dist.group.WORLD, made
     return _heartbeat[1]
+
+
+def make_heartbeat() -> Heartbeat | None:
+    """A heartbeat of the present world with an address of its own, besides that of an earlier world; collective.
+
+    Returns:
+        As :func:`start_heartbeat`; it counts once :func:`adopt_heartbeat` was told.
+    """
+    return _start(None) if dist.get_world_size() > 1 else None
+
+
+def adopt_heartbeat(made: Heartbeat | None) -> Heartbeat | None:
+    """Let a heartbeat be that of the present world.
+
+    Args:
+        made: by :func:`make_heartbeat`.
+
+    Returns:
+        The same.
+    """
+    global _heartbeat
+    fatal.apply_to_this_process(made is not None)
+    _heartbeat = dist.group.WORLD, made
+    return made
 
 
 def _start(listener: Listener | None) -> Heartbeat | None:

@@ -1,4 +1,4 @@
-"""Training on fewer ranks: decide, shrink, renew what is counted by stage."""
+"""Training on fewer or more ranks: decide, shrink or grow, renew what is counted by stage."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dynpipe_ds.ranks.agreement import same_everywhere
 from dynpipe_ds.release import ReleaseError
 from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
 from dynpipe_ds.repacking.giving_back import GivingBack
+from dynpipe_ds.repacking.growing import Growing
 from dynpipe_ds.repacking.live import RepackError, Shrink
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import Workers
@@ -33,10 +34,11 @@ _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Repacker:
-    """Lets a pipeline get shorter while it trains; deciding and doing is collective over all ranks.
+    """Lets a pipeline get shorter or longer while it trains; deciding and doing is collective over all ranks.
 
     Attributes:
         giving_back: gives the freed workers back.
+        growing: lets workers join.
         callbacks: called after re-packing, also on the ranks that leave.
     """
 
@@ -44,6 +46,7 @@ class Repacker:
         self._run = run
         self._stage = run.stage
         self.callbacks: list[Callable[[RepackEvent], Any]] = []
+        self.growing = Growing(run)
         self._wished_stages: int | None = None
         self._next_batch = run.config.repack.earliest_batch
 
@@ -56,9 +59,30 @@ class Repacker:
         self.giving_back = GivingBack(self._run.config.repack.release, self._stage.device)
         _runs.add(self._run)
 
+    def has_joined(self, boundaries: Sequence[int]) -> None:
+        """Do what the ranks do that were there before, after this process has entered; layers come to it.
+
+        Args:
+            boundaries: of the longer pipeline, the same on every rank.
+        """
+        with self._stage.guard.no_way_back("workers joined"):
+            self.growing.start(joined=True)
+            self._stage.settle()
+            self._renew()
+        self.growing.move(boundaries)
+
+    def open_doors(self) -> None:
+        """Let workers knock, if the section asks for it; as soon as the engine is complete.
+
+        Raises:
+            ValueError: on every rank, if there can be no door.
+        """
+        self.growing.start()
+
     def end(self) -> None:
         """The process groups are the engine's no more."""
         _runs.discard(self._run)
+        self.growing.end()
 
     def wants_profile(self, batch: int) -> bool:
         """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only."""
@@ -67,10 +91,12 @@ class Repacker:
         return confirms and not balancer.is_held(batch)
 
     def repack(self, num_stages: int) -> RepackEvent:
-        """Go on with fewer stages, whatever throughput that costs; does not return on ranks that are not needed.
+        """Go on with fewer stages, whatever throughput that costs, or with more, as soon as workers wait.
+
+        Does not return on ranks that are not needed.
 
         Args:
-            num_stages: n, at least 1 and fewer than now.
+            num_stages: n, at least 1 and another number than now.
 
         Raises:
             RuntimeError: if no batch was profiled yet.
@@ -78,6 +104,8 @@ class Repacker:
         """
         if not self._run.balancer.newest:
             raise RuntimeError("there is no profile to re-pack by; train one batch first")
+        if num_stages > self._stage.num_stages:
+            return self.grow(num_stages)
         with self._run.clock.work("decide") as deciding:
             chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
         if isinstance(chosen, Refusal):
@@ -167,49 +195,90 @@ class Repacker:
 
     # -- doing it -----------------------------------------------------------------------------
 
+    def grow(self, num_stages: int) -> RepackEvent:
+        """Go on with more stages: workers that wait come in.
+
+        Args:
+            num_stages: more than now.
+
+        Raises:
+            RepackError: on every rank, if it can't be done or failed; training can go on as it was.
+        """
+        event = self.growing.grow(
+            num_stages, checks=self._check_alone, settle=self._count_stages_anew, renew=self._renew
+        )
+        tell_all(self.callbacks, event, "on_repack")
+        return event
+
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
-        shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing), clock.work("move") as moving:
+            shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
             moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
             released_ranks=chosen.released_ranks, released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
             migrate_s=moving.seconds, regroup_s=0.0,
         )
+        self._run.snapshots.pause()
         with guard.no_way_back(doing):
             if not shrink.stays:
+                self.growing.end()
                 shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
             regrouping_s = clock.now_s()
             with clock.work("regroup"):
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
-            self._forget_old_stages(chosen.surviving_stages)
+            self._count_stages_anew(self._of_each(chosen.surviving_stages))
+            self._run.watch_anew(fewer=True)
             self.giving_back.give_back(chosen, shrink.world)
+            self.growing.start()
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds
         tell_all(self.callbacks, event, "on_repack")
         return event
 
     def _check_before_shrinking(self, chosen: Repacking) -> None:
+        self._check_alone()
+        self.giving_back.prepare(chosen)
+
+    def _check_alone(self) -> None:
         others = [run for run in _runs if run is not self._run]
         if others:
             raise ValueError(
                 f"{len(others)} other engine(s) of this process use the process groups that re-packing replaces; "
                 "call their destroy() before"
             )
-        self.giving_back.prepare(chosen)
 
-    def _forget_old_stages(self, staying: Sequence[int]) -> None:
-        """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
-        run, config = self._run, self._run.config
-        given = {"memory_cap_bytes": config.memory_cap_bytes, "stage_speeds": run.balancer.speeds}
-        per_stage = {
-            key: [values[stage] for stage in staying] for key, values in given.items() if isinstance(values, list)
-        }
-        run.config = config.model_copy(update=per_stage)
+    def goes_on_with(self, staying: Sequence[int]) -> None:
+        """Renew what is counted by stage or rank after ranks were lost; collective over those that are left.
+
+        Args:
+            staying: former stages that are left, ascending.
+        """
+        self._count_stages_anew(self._of_each(staying))
+        self.giving_back.find_nodes()
+        self.growing.start()
+
+    def _renew(self) -> None:
+        self.giving_back.find_nodes()
+        self._run.watch_anew()
+
+    def node_name(self) -> str:
+        """Of this rank's node."""
+        return self.giving_back.backend.node_name()
+
+    def _of_each(self, staying: Sequence[int]) -> dict[str, Any]:
+        """What the section gives for each stage, for those that stay."""
+        given = {"memory_cap_bytes": self._run.config.memory_cap_bytes, "stage_speeds": self._run.balancer.speeds}
+        return {key: [values[stage] for stage in staying] for key, values in given.items() if isinstance(values, list)}
+
+    def _count_stages_anew(self, per_stage: Mapping[str, Any]) -> None:
+        """What was measured on stages, or is given for each stage, belongs to the pipeline as it was."""
+        run = self._run
+        run.config = run.config.model_copy(update=dict(per_stage))
         run.balancer.serve(run.config)
         self._wished_stages = None
         self._stage.settle()

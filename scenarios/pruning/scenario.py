@@ -17,7 +17,7 @@ from scenarios.kernels import NEVER, in_use
 from scenarios.pruning.linear import TASKS, Form, PrunableLinear, Structure
 from scenarios.pruning.schedule import CubicSchedule
 from scenarios.pruning.selection import Masks, Scores, Threshold, keep_largest
-from scenarios.scenario import Engine, Report, Scenario, gather_by_layer
+from scenarios.scenario import Engine, Report, Scenario, State, gather_by_layer
 
 
 class PrunableSpec(LayerSpec):
@@ -131,6 +131,10 @@ class Pruning(Scenario):
         if sparsity is not None:
             prune_globally(engine, sparsity)
             self._counts = None
+
+    def load_state_dict(self, state: State) -> None:
+        """Count anew: the layers are others than those that were counted."""
+        self._counts = None
 
     def report(self, engine: Engine) -> Report:
         """Report sparsities, forms of weights, and the multiply-adds of the last batch."""

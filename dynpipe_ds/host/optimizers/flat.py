@@ -24,9 +24,16 @@ from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
 from dynpipe_ds.host.optimizers.groups import Entry, ParameterGroups, State
 from dynpipe_ds.host.optimizers.resharding import among_replicas, arrive, description, leave, lies_at, place_text
-from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, Parts, PlaceText, PlainOptimizer, StageOptimizer
+from dynpipe_ds.host.optimizers.stage_optimizer import (
+    NewBuffers,
+    Parts,
+    PlaceText,
+    PlainOptimizer,
+    Share,
+    StageOptimizer,
+)
 from dynpipe_ds.host.optimizers.supported import check_flat
-from dynpipe_ds.host.optimizers.whole import Source, full_states, is_moment
+from dynpipe_ds.host.optimizers.whole import Source, fragments, full_states, is_moment
 
 
 class FlatOptimizer(StageOptimizer):
@@ -51,6 +58,22 @@ class FlatOptimizer(StageOptimizer):
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         states = dict(full_states({p: self._source(p) for p in parameters if self._is_flat(p)}))
         return [states.get(p, {}) for p in parameters]
+
+    @override
+    def shares(self, parameters: Sequence[nn.Parameter]) -> list[Share]:
+        return [self._share(p) if self._is_flat(p) else Share({}) for p in parameters]
+
+    def _share(self, parameter: nn.Parameter) -> Share:
+        source = self._source(parameter)
+        states, shares = fragments([parameter], {parameter: source})
+        here = {key: share for _, key, share in shares if share is not None}
+        start = int(source[0].lp_fragment_address.start) if here else 0
+        return Share({**states[parameter], **here}, frozenset(here), start)
+
+    @override
+    def template(self) -> State:
+        found = next((state for state in map(self._flat_state, self._flats()) if state), {})
+        return {k: value.new_empty(0) if is_moment(value) else value for k, value in found.items()}
 
     def _source(self, parameter: nn.Parameter) -> Source:
         flat = self._flats()[self.groups.index[parameter]]

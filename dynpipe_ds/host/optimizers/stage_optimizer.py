@@ -47,6 +47,20 @@ class Parts(NamedTuple):
     receives: dict[int, list[Tensor]]
 
 
+class Share(NamedTuple):
+    """What one replica holds of a parameter's state; shares memory with the optimizer's.
+
+    Attributes:
+        state: named tensors and scalars.
+        spread: names of those that replicas share out; here they are this replica's elements, in one dimension.
+        start: the first of these elements, among the parameter's.
+    """
+
+    state: State
+    spread: frozenset[str] = frozenset()
+    start: int = 0
+
+
 class StageOptimizer(ABC):
     """What the engine needs to know of the optimizer on one stage.
 
@@ -86,6 +100,14 @@ class StageOptimizer(ABC):
     def describe(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """What the receiver of parameters that leave has to be sent, or told, of their state."""
         return self.export(parameters)
+
+    def shares(self, parameters: Sequence[nn.Parameter]) -> list[Share]:
+        """What this replica holds of the state of parameters; communicates nothing."""
+        return [Share(dict(self.groups.optimizer.state.get(p, {}))) for p in parameters]
+
+    def template(self) -> State:
+        """Kinds of what a group's state holds, moments without elements; empty where there is no such state."""
+        return {}
 
     def make_buffers(
         self, departed: Sequence[nn.Parameter], coming: Sequence[Entry], order: Iterable[nn.Parameter], *,

@@ -39,7 +39,7 @@ def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, So
     """Complete state of parameters with the same replicas, put together from their fragments in one message."""
     group, device = sources[parameters[0]][1], parameters[0].device
     if dist.get_world_size(group) == 1:
-        states, shares = _shares(parameters, sources)
+        states, shares = fragments(parameters, sources)
         for parameter, key, share in shares:
             states[parameter][key] = share
         return states
@@ -48,7 +48,7 @@ def _whole(parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, So
     return states
 
 
-def _shares(
+def fragments(
     parameters: Sequence[nn.Parameter], sources: Mapping[nn.Parameter, Source]
 ) -> tuple[dict[nn.Parameter, State], list[tuple[nn.Parameter, str, Tensor | None]]]:
     """What of the parameters' state has no elements; this rank's fragments of all else."""
@@ -72,7 +72,7 @@ def _own_bits(
 
     One replica has an element's bits, the others add zero to them: exact, also for a zero with a sign.
     """
-    states, shares = _shares(parameters, sources)
+    states, shares = fragments(parameters, sources)
     bits = torch.zeros(sum(p.numel() for p, _, _ in shares), dtype=torch.int32, device=device)
     start = 0
     for parameter, key, share in shares:

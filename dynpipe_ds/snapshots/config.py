@@ -1,0 +1,42 @@
+"""The ``"survive"`` section inside ``"dynamic_pipeline"``; ``docs/configuration.md`` lists the keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dynpipe_ds.sections import Section, key, parse_bytes
+
+
+class SurviveConfig(Section):
+    """What is done so that the loss of a worker costs little; every key has a default."""
+
+    enabled: bool = key(
+        False,
+        "Copy every worker's state into the host memory of another worker while batches compute, and go on from there "
+        "when a worker is lost.",
+        rule="true or false",
+        example="true",
+    )
+    snapshot_every: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
+        "auto",
+        "How many batches lie between two such copies; \"auto\": the smallest number for which they cost less than 3% "
+        "of the time.",
+        rule='a whole number of batches >= 1 or "auto"',
+        example="10",
+    )
+    max_bytes: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(parse_bytes)] = key(
+        None,
+        "Most host memory that a worker may use for copies: two of its own state and two of a neighbour's. Null: what "
+        "is free on its node at the start, shared by the workers there.",
+        rule='null, a number of bytes >= 1 or a size such as "16GiB"',
+        example='"16GiB"',
+    )
+    silent_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
+        30.0,
+        "How many seconds workers wait for each other before they ask who is silent; one that does not answer for five "
+        "seconds then is lost. One that has ended is noticed at once. Null: the process group's timeout.",
+        rule="null or a finite number of seconds > 0",
+        example="10",
+    )

@@ -1,0 +1,167 @@
+"""Survivors agree on who goes on, whoever is lost meanwhile; a stuck rank hears of a loss wherever it waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynpipe_ds.host.world import identity
+from dynpipe_ds.ranks import fatal
+from dynpipe_ds.ranks.agreement import gather
+from dynpipe_ds.ranks.answering import Address, Answer
+from dynpipe_ds.ranks.guard import Guard
+from dynpipe_ds.ranks.meeting import Meeting, NoMeetingError, Person, ask_people
+from dynpipe_ds.ranks.place import open_place
+from tests.distributed.ranks import run_ranks
+from tests.faults.points import Point
+
+
+def end(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_a_sum(rank: int) -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def wait_for_each_other(rank: int) -> None:
+    """Ranks 2 and 3 wait for one another, 0 for 2: nobody is connected to whom he waits for and who is lost."""
+    dist.recv(torch.zeros(1), {0: 2, 2: 3, 3: 2}[rank])
+
+
+def wait_in_a_group(rank: int) -> None:
+    """In a group that was made after the connections were noted."""
+    group = dist.new_group([2, 3], use_local_synchronization=True) if rank > 1 else None
+    if rank == 2:
+        time.sleep(3600) if group is None else dist.recv(torch.zeros(1), 3, group)
+    elif rank == 3:
+        dist.recv(torch.zeros(1), 2, group)
+    else:
+        dist.recv(torch.zeros(1), 3)
+
+
+def wait_at_the_store(rank: int) -> None:
+    dist.distributed_c10d._get_default_store().wait(["nobody sets this"])
+
+
+def wait_to_send(rank: int) -> None:
+    dist.send(torch.zeros(1 << 24), {0: 3, 2: 0, 3: 2}[rank])
+
+
+def stuck(rank: int, victim: int, wait: Callable[[int], None]) -> tuple[str, float]:
+    guard = Guard(lambda: None)
+    guard.start()
+    assert guard.heartbeat is not None
+    guard.heartbeat.stay_connected(identity(), open_place())
+    fatal.survive(guard.heartbeat.break_off)
+    dist.all_reduce(torch.ones(1))
+    times = [time.time()]
+    if rank == victim:
+        time.sleep(0.3)
+        end()
+    try:
+        with guard.naming_lost_ranks("something was waited for"):
+            wait(rank)
+    except fatal.RankLostError as error:
+        assert error.ranks == [victim]
+        return str(error), time.time() - times[0]
+    return "", 0.0
+
+
+@pytest.mark.parametrize(
+    "wait", [wait_for_a_sum, wait_for_each_other, wait_in_a_group, wait_at_the_store, wait_to_send]
+)
+def test_who_waits_for_somebody_else_hears_of_it(
+    wait: Callable[[int], None], record_property: Callable[[str, object], None]
+) -> None:
+    outcomes = [o for o in run_ranks(stuck, 4, 1, wait, may_die={1}) if o is not None]
+    assert len(outcomes) == 3
+    assert all("rank 1 ended while something was waited for" in text for text, _ in outcomes), outcomes
+    assert max(seconds for _, seconds in outcomes) < 2.3, outcomes
+    record_property("seconds", [round(seconds - 0.3, 2) for _, seconds in outcomes])
+
+
+def test_the_first_rank_and_its_store() -> None:
+    outcomes = [o for o in run_ranks(stuck, 4, 0, wait_at_the_store, may_die={0}) if o is not None]
+    assert len(outcomes) == 3
+    assert all("rank 0 ended while" in text for text, _ in outcomes), outcomes
+
+
+MEETING = "dynpipe_ds.ranks.meeting:Meeting."
+MEETINGS = {
+    "nobody more": None,
+    "before he is here": Point("a", MEETING + "meet"),
+    "is here": Point("a", MEETING + "_set", after=True),
+    "before his second word": Point("a", MEETING + "_set", call=2),
+    "after his second word": Point("a", MEETING + "_set", call=2, after=True),
+    "before his third word": Point("a", MEETING + "_set", call=3),
+    "after his third word": Point("a", MEETING + "_set", call=3, after=True),
+}
+
+
+def people(address: Any) -> list[Person]:
+    return [Person(*one) for one in gather((identity(), open_place(), address))]
+
+
+def meet(rank: int, first: int, second: int, point: Point | None) -> Any:
+    guard = Guard(lambda: None)
+    guard.start()
+    assert guard.heartbeat is not None
+    everybody = people(guard.heartbeat.listener.address)
+    names = [one.identity for one in everybody]
+    if rank == first:
+        end()
+
+    def go() -> Any:
+        meeting = Meeting(
+            names[rank], everybody, lambda some: ask_people(some, 2.0), {names[first]}, lambda said: {"for": len(said)}
+        )
+        agreed = meeting.meet({"my": rank})
+        time.sleep(2.0)  # the leader's place is still read
+        return [names.index(name) for name in agreed.members], agreed.said, agreed.news, list(agreed.place)
+
+    if rank == second and point is not None:
+        with point.arm(end):
+            return go()
+    return go()
+
+
+@pytest.mark.parametrize("moment", MEETINGS)
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (2, 0), (3, 1)])
+def test_another_one_is_lost_while_they_meet(moment: str, first: int, second: int) -> None:
+    point = MEETINGS[moment]
+    lost = {first} if point is None else {first, second}
+    outcomes = run_ranks(meet, 4, first, second, point, may_die=lost)
+    agreed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+    for members, said, news, _ in agreed.values():
+        assert [one["my"] for one in said.values()] == members == sorted(members)
+        assert set(members) >= set(agreed), "all who live are members"
+        assert news == {"for": len(members)}
+    # A leader that ends after its last word is a member for those who have heard it.
+    if point is None or "after his" not in moment:
+        assert all(members == sorted({0, 1, 2, 3} - lost) for members, *_ in agreed.values()), agreed
+        assert len({tuple(place) for *_, place in agreed.values()}) == 1
+
+
+def alone(rank: int) -> str:
+    everybody = people(Address("127.0.0.1", 1, ""))
+    if rank == 0:
+        return ""
+    try:
+        Meeting(
+            identity(), everybody, lambda some: {one.identity: Answer.SILENT for one in some}
+        ).meet({})
+    except NoMeetingError as error:
+        return str(error)
+    return "went on"
+
+
+def test_who_cannot_reach_most_ranks_ends() -> None:
+    assert "must not go on" in run_ranks(alone, 2)[1]

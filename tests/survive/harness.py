@@ -1,0 +1,140 @@
+"""Jobs that go on when ranks are killed, and what they are compared with."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dynpipe_ds import FatalError
+from tests.distributed.models import Run, data, digest, make_engine
+from tests.distributed.ranks import DOOR, run_ranks
+from tests.faults.points import Point, kill
+from tests.faults.test_stopped import stop
+
+NUM_BATCHES = 10
+KILL_FROM = 2  # the batch from which on points count
+SAVE_EVERY = 2
+FIRST = {2: (0, 4, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job that survives.
+
+    Attributes:
+        num_ranks: of its start, each a stage.
+        config: DeepSpeed's.
+        section: keys of the library's section.
+        every: batches between snapshots.
+        saves: whether checkpoints are saved, too.
+        evaluates: whether batches are evaluated between.
+        spares: processes that wait to join.
+        stop_s: for how long ranks are stopped rather than killed.
+        silent_s: after which ranks are asked whether they live.
+    """
+
+    num_ranks: int = 4
+    config: Mapping[str, Any] = field(default_factory=dict)
+    section: Mapping[str, Any] = field(default_factory=dict)
+    every: int = 2
+    saves: bool = False
+    evaluates: bool = False
+    spares: int = 0
+    silent_s: float = 30.0
+    stop_s: float | None = None
+
+    @property
+    def run(self) -> Run:
+        """How it trains: with dropout."""
+        section = {
+            "enabled": True, "rebalance_every": "never", **self.section,
+            "survive": {"enabled": True, "snapshot_every": self.every, "silent_s": self.silent_s},
+        }
+        if self.spares:
+            section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
+        return Run(
+            self.num_ranks, first=FIRST[self.num_ranks], dropout=0.1,
+            config={**self.config, "dynamic_pipeline": section},
+        )
+
+
+@dataclass
+class Outcome:
+    """What a rank saw.
+
+    Attributes:
+        losses: of all batches.
+        state: digest of its layers at the end.
+        num_stages: at the end.
+        partition: at the end.
+        error: that it raised.
+        longest_s: of the batches, the longest one's seconds.
+        went_on_at: when it came back from that.
+        num_steps: of the optimizer.
+        evaluated: losses of evaluations.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)
+    num_stages: int = 0
+    partition: tuple[int, ...] = ()
+    error: str = ""
+    longest_s: float = 0.0
+    went_on_at: float = 0.0
+    num_steps: int = 0
+    evaluated: list[float] = field(default_factory=list)
+
+
+def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcome:
+    """Train all batches; some ranks are killed at their points."""
+    outcome = Outcome()
+    engine = make_engine(job.run)
+    batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
+    with ExitStack() as stack:
+        try:
+            for _ in range(engine.global_steps * job.run.micro_batches):  # a spare's, which comes later
+                next(batches)
+            for batch in range(engine.global_steps, NUM_BATCHES):
+                if rank in faults and batch == KILL_FROM:
+                    stop_s = job.stop_s
+                    action = partial(kill, f"{note}.{rank}") if stop_s is None else partial(stop, stop_s)
+                    stack.enter_context(faults[rank].arm(action))
+                began = time.monotonic()
+                outcome.losses.append(float(engine.train_batch(batches)))
+                if job.saves and (batch + 1) % SAVE_EVERY == 0:
+                    engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
+                if job.evaluates:
+                    outcome.evaluated.append(float(engine.eval_batch(others)))
+                if time.monotonic() - began > outcome.longest_s and batch:
+                    outcome.longest_s, outcome.went_on_at = time.monotonic() - began, time.time()
+            engine.wait_for_disk()
+        except FatalError as error:
+            outcome.error = str(error)
+            return outcome
+    outcome.state, outcome.num_stages, outcome.partition = digest(engine), engine.num_stages, engine.partition
+    outcome.num_steps = engine.global_steps
+    return outcome
+
+
+def run_job(job: Job, faults: Mapping[int, Point], note: str = "") -> list[Outcome | None]:
+    """Start the job's processes and wait for them.
+
+    Args:
+        job: what to train.
+        faults: whom to kill where.
+        note: files that take the times begin like this.
+    """
+    outcomes: list[Outcome | None] = run_ranks(
+        train, job.num_ranks, job, dict(faults), note, may_die=set(faults), newcomers=job.spares
+    )
+    return outcomes
+
+
+def state_of(outcomes: list[Outcome | None]) -> dict[str, str]:
+    """Digests of all layers."""
+    return {layer: value for one in outcomes if one is not None for layer, value in one.state.items()}
