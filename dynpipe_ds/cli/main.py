@@ -20,8 +20,8 @@ COMMANDS = {
     "profile": ("profile", "measure the layers of a model on this device"),
     "plan": ("plan", "choose stage boundaries for a profile, and the order of forwards and backwards"),
     "simulate": ("simulate", "show one batch of a partition in time"),
-    "run": ("run_script", "start a training on this machine, with workers that wait"),
-    "join": ("join", "let workers join a job that is running"),
+    "run": ("run_script", "start a training on this machine, with spares"),
+    "join": ("join", "let workers join a job that trains"),
     "schema": ("schema", "print the JSON schema of the \"dynamic_pipeline\" section, for editors"),
 }
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
