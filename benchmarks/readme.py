@@ -89,7 +89,7 @@ def _replay(report: dict[str, Any] | None) -> tuple[list[str], list[int], dict[s
         "our speedup over the best static partition, the speedup of the best other balancer, and our share of the "
         "ideal (every batch on its best partition, without overhead). Two runs give the same cells, so there are no "
         "intervals. A load model changes by other amounts than the scenario of the same name. All tables, beside the "
-        "paper's figures: [benchmarks/results/paper](../benchmarks/results/paper)."
+        "paper's figures, are in `benchmarks/results/paper`."
     )
     return [words], stages, by_scenario
 
