@@ -125,8 +125,8 @@ def _checked(config: DictConfig) -> tuple[Settings, LaunchSettings]:
 
 def _launch(module: str, config: DictConfig, *, resumes: bool) -> int:
     settings, where = _checked(config)
-    print(_opening(settings, where.num_ranks, resumes=resumes), flush=True)
-    return launch(module, HydraConfig.get().overrides.task, where, told=True)
+    told = _opening(settings, where.num_ranks, resumes=resumes)
+    return launch(module, HydraConfig.get().overrides.task, where, told=told)
 
 
 def _add_to(sweep: Sweep, config: DictConfig, sweeps: bool) -> None:

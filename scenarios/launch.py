@@ -12,12 +12,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
 from deepspeed.accelerator import get_accelerator
 
 from scenarios.opening import TOLD
-from scenarios.ranks import ENDED
+from scenarios.ranks import ASKED, ENDED, LISTENS
+
+_LOOK_S = 0.2  # between two looks whether more ranks listen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettin
     ]  # fmt: skip
 
 
-def launch(module: str, arguments: Sequence[str], settings: LaunchSettings, *, told: bool = False) -> int:
+def launch(module: str, arguments: Sequence[str], settings: LaunchSettings, *, told: str = "") -> int:
     """Run a module on all ranks and wait.
 
     SIGTERM, SIGHUP and Ctrl-C ask the ranks to end, which save their state first; a second Ctrl-C ends them at once.
@@ -76,46 +78,75 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings, *, t
         module: run as ``python -m``.
         arguments: its arguments.
         settings: where.
-        told: whether the ranks need not say what they train.
+        told: what is trained, printed first; the ranks then need not say it.
 
     Returns:
         The launcher's exit code; 128 and the signal's number if the ranks ended because they were asked to.
     """
-    # The launcher looks for ninja on the PATH, and warns of a device that it had to find.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path}
-    if told:
-        environment[TOLD] = "1"
-    with tempfile.TemporaryDirectory(prefix="scenarios-") as folder:
-        environment[ENDED] = f"{folder}/ended"
-        code, asked = _run(launch_command(module, arguments, settings), environment, module)
-        ended = (Path(folder) / "ended").exists()
-    return 128 + asked[0] if ended and asked else code
+    with tempfile.TemporaryDirectory(prefix="scenarios-") as folder, _Asking(Path(folder)) as asking:
+        if told:
+            print(told, flush=True)
+        # The launcher looks for ninja on the PATH, and warns of a device that it had to find.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path, ASKED: folder}
+        if told:
+            environment[TOLD] = "1"
+        return asking.run(launch_command(module, arguments, settings), environment)
 
 
-def _run(command: list[str], environment: dict[str, str], module: str) -> tuple[int, list[int]]:
-    """Run the launcher; returns its exit code, and the signals that asked for an end."""
-    # In a session of its own, or Ctrl-C would reach all processes and end them before they have saved anything.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    asked: list[int] = []
+class _Asking:
+    """Passes on to the ranks that a signal asks for an end, whenever it comes.
 
-    def ask(number: int, _frame: object) -> None:
-        if number == signal.SIGINT and asked:
-            os.killpg(process.pid, signal.SIGKILL)
+    Args:
+        folder: by which this process and the ranks know of each other (see :func:`scenarios.ranks.end_quietly`).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked: list[int] = []
+        self._passed_on: set[str] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Asking:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, _frame: object) -> None:
+        if number == signal.SIGINT and self._asked and self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
             return
         if number == signal.SIGINT:
             print("\nending after this turn, with the state saved; Ctrl-C again ends at once", file=sys.stderr)
-        asked.append(number)
-        with contextlib.suppress(psutil.Error):  # ended meanwhile
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if child.cmdline()[2:4] == ["-m", module]:
-                    child.send_signal(signal.SIGTERM)
+        self._asked.append(number)
+        (self._folder / ASKED).touch()  # for ranks that do not listen yet
+        self._pass_on()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    try:
-        return process.wait(), asked
-    finally:
-        for number, handler in before.items():
+    def _pass_on(self) -> None:
+        """Tell the ranks that listen by now."""
+        for file in self._folder.glob(f"{LISTENS}*"):
+            if file.name not in self._passed_on:
+                self._passed_on.add(file.name)
+                with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+                    os.kill(int(file.name.removeprefix(LISTENS)), signal.SIGTERM)
+
+    def run(self, command: list[str], environment: dict[str, str]) -> int:
+        """Run the launcher, unless an end is asked for already; returns the exit code."""
+        if self._asked:
+            return 128 + self._asked[0]
+        # In a session of its own, or Ctrl-C would reach all processes and end them before they have saved anything.
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_LOOK_S)
+                break
+            if self._asked:
+                self._pass_on()
+        return 128 + self._asked[0] if self._asked and (self._folder / ENDED).exists() else code
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
 

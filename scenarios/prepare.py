@@ -1,7 +1,7 @@
 """Turn text into a memory map of tokens, once.
 
     python -m scenarios.prepare extracted/ prepared/wiki --format jsonl --tokenizer tokenizer.json
-    deepspeed … --module scenarios.train data=memmap data.path=prepared/wiki model.vocab_size=50257
+    python -m scenarios.train data=memmap data.path=prepared/wiki model.vocab_size=50257
 
 When it is interrupted, by whatever, the same command goes on where it was, and the files are the same bytes as if it
 had never been: it writes down from time to time how far they are on the disk, and cuts off what came after that.
@@ -321,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     print(
         f"{made['num_tokens']:,} tokens of {made['num_documents']:,} documents in {given.folder}; train with\n"
-        f"  … --module scenarios.train data=memmap data.path={given.folder} model.vocab_size={made['vocab_size']}"
+        f"  python -m scenarios.train data=memmap data.path={given.folder} model.vocab_size={made['vocab_size']}"
     )
 
 

@@ -8,14 +8,17 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-ENDED = "SCENARIOS_ENDED"
-"""Environment variable of ranks that :mod:`scenarios.launch` has started: the file by which they say that they end
-because they were asked to. They may then end with exit code 0, for any other makes the launcher print its stack."""
+ASKED, ENDED, LISTENS = "SCENARIOS_ASKED", "ended", "listens-"
+"""How ranks and :mod:`scenarios.launch`, which has started them, know of each other: by files in a folder, which the
+environment variable ``SCENARIOS_ASKED`` names. A file of that name is there once the ranks are asked to end,
+``listens-<process id>`` once a rank takes SIGTERM for that, ``ended`` once one ends because of it. It then ends with
+exit code 0, for any other makes the launcher print a stack."""
 
 _hears_warnings = False
 
@@ -40,17 +43,18 @@ def is_entry() -> bool:
     return any(option == "-m" and module.startswith("scenarios.") for option, module in pairwise(sys.orig_argv))
 
 
-def end_as_asked(number: int) -> NoReturn:
+def end_as_asked(number: int, leave: Callable[[int], NoReturn] = sys.exit) -> NoReturn:
     """End this rank because a signal asked for it, all being well.
 
     Args:
         number: the signal's.
+        leave: ends the process.
     """
-    file = os.environ.get(ENDED)
-    if file is not None:
-        Path(file).touch()
+    folder = os.environ.get(ASKED)
+    if folder is not None:
+        (Path(folder) / ENDED).touch()
     sys.stdout.flush()
-    sys.exit(128 + number if file is None else 0)
+    leave(128 + number if folder is None else 0)
 
 
 def end_quietly() -> None:
@@ -62,8 +66,13 @@ def end_quietly() -> None:
             shown(kind, error, where)
 
     sys.excepthook = show
-    if is_rank() and ENDED in os.environ:
-        signal.signal(signal.SIGTERM, lambda number, _frame: end_as_asked(number))
+    folder = os.environ.get(ASKED)
+    if folder is not None and is_rank():
+        # Not by an exception: what is imported meanwhile might catch it.
+        signal.signal(signal.SIGTERM, lambda number, _frame: end_as_asked(number, os._exit))
+        (Path(folder) / f"{LISTENS}{os.getpid()}").touch()
+        if (Path(folder) / ASKED).exists():
+            end_as_asked(signal.SIGTERM)
 
 
 def check_installed() -> None:

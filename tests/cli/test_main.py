@@ -46,8 +46,8 @@ def test_the_commands_of_the_documentation_run(dynpipe: Command) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("dynpipe ")]
     assert len(lines) >= 7
-    # What starts a script of the user's is run in test_try.py.
-    for line in (line for line in lines if not line.startswith("dynpipe try ")):
+    # What starts a script of the user's is run in test_try.py, the demonstration in test_demo.py.
+    for line in (line for line in lines if not line.startswith(("dynpipe try ", "dynpipe demo"))):
         command, _, file = line.partition(" > ")
         done = dynpipe(*shlex.split(command, comments=True)[1:])
         assert done.code in ((0, 1) if " doctor" in command else (0,)), f"{line}: {done.err}"

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -16,6 +18,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed: pip ins
 
 from scenarios.scenario import build_layers, build_scenario  # noqa: E402
 from scenarios.settings import Settings, config_folder  # noqa: E402
+from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.hf import tiny  # noqa: E402
 
 
@@ -77,3 +80,45 @@ def test_shared_experts_that_do_not_fit_are_refused(folders: dict[str, Path], tm
     assert len(layers(settings(f"model.path={uneven}", "model.seq_len=16", "scenario=moe_continual"))) == 6
     with pytest.raises(ValueError, match=r"sharded needs experts of one width, .* \[4, 12, 8, 8\] in a block"):
         layers(settings(f"model.path={uneven}", *sharded))
+
+
+def entry_and_pieces(rank: int, found: Settings) -> dict[str, torch.Tensor]:
+    """Run the whole entry, and tell which weights this rank had at its end, by their names in the folder."""
+    from dynpipe_ds.hf import PretrainedLayer
+    from scenarios import train
+
+    held: dict[str, torch.Tensor] = {}
+    original = train.export
+
+    def noting(engine: Any, *rest: Any) -> None:
+        layers = [module for module in engine.module.modules() if isinstance(module, PretrainedLayer)]
+        held.update({piece.stored: piece.part.detach().clone() for layer in layers for piece in layer.pieces()})
+        original(engine, *rest)
+
+    train.export = noting
+    try:
+        train.run(found)
+    finally:
+        train.export = original
+    return held
+
+
+def test_a_finished_run_keeps_its_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    """``run.export``: a folder that transformers loads, with the weights that were trained, bit for bit."""
+    import transformers
+
+    data = tmp_path / "tokens.npy"
+    np.save(data, np.random.default_rng(0).integers(tiny.VOCABULARY, size=3000))
+    found = settings(
+        f"model.path={folders['gpt2']}", "model.seq_len=16", "scenario=none", "run.batches=4", "run.window=1",
+        f"run.export={tmp_path / 'kept'}", f"output_dir={tmp_path / 'out'}", "ds.train_micro_batch_size_per_gpu=1",
+        "ds.gradient_accumulation_steps=2", f"data.path={data}", "data.format=null",
+    )  # fmt: skip
+    held = {name: tensor for part in run_ranks(entry_and_pieces, 2, found) for name, tensor in part.items()}
+    kept, before = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "kept", folders["gpt2"])
+    )
+    assert kept.keys() - held.keys() == {"lm_head.weight"}, "which is the embedding's"
+    assert all(torch.equal(kept[name], tensor) for name, tensor in held.items())
+    assert not any(torch.equal(kept[name], before[name]) for name in kept if name.endswith("weight"))

@@ -41,8 +41,9 @@ class Entry:
             monkeypatch.delenv(name, raising=False)
 
     def _launch(
-        self, module: str, overrides: Sequence[str], settings: LaunchSettings, *, told: bool = False
+        self, module: str, overrides: Sequence[str], settings: LaunchSettings, *, told: str = ""
     ) -> int:
+        print(told)
         assert module == "scenarios.train"
         self.launched.append(list(overrides))
         self.settings.append(settings)

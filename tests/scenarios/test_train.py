@@ -96,7 +96,7 @@ def test_the_entry_trains_both_ways_and_reports(tmp_path: Path) -> None:
         assert values == pytest.approx(run["losses"]), "live metrics of each run are its own"
     assert not list((tmp_path / "here").iterdir()), "no folder of Hydra's"
     ranks = done.stdout[done.stdout.rindex("spawned with command") :].partition("\n")[2]
-    assert ranks.startswith("ranks:  2 (2 pipeline")
+    assert ranks.startswith("ranks:  2 (2 pipeline stages)") and "replaces" not in ranks
     assert "[WARNING]" not in ranks, "DeepSpeed's log is quiet in the ranks"
 
 
