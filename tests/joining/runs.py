@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tests.distributed.configs import BY_HAND
@@ -38,7 +39,7 @@ def elastic(run: Run, **section: Any) -> Run:
 def wait_for_newcomers(engine: Any, number: int) -> None:
     """Let nobody go on before so many wait; collective."""
     until = time.monotonic() + WAIT_S
-    while engine.dynamic.repacker.growing.num_waiting() < number:
+    while engine.num_waiting() < number:
         assert time.monotonic() < until, "newcomers did not come"
         time.sleep(0.02)
 
@@ -64,7 +65,8 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
 def assert_same_bits(run: Run, ranks: int, steps: Steps, newcomers: int) -> list[Outcome]:
     """Compare a run that is resized with one that is not; what those returned who were there at the end."""
     everyone = run_ranks(resized, ranks, run, {})
-    may_leave = range(1, ranks + newcomers) if min(steps.values()) < run.num_stages else ()
+    numbers = [run.num_stages, *steps.values()]
+    may_leave = range(1, ranks + newcomers) if any(b < a for a, b in pairwise(numbers)) else ()
     changed = run_ranks(resized, ranks, run, steps, newcomers=newcomers, may_leave=may_leave)
     last: list[Outcome] = [outcome for outcome in changed if outcome is not None]
     losses = everyone[0].losses

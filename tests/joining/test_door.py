@@ -90,7 +90,8 @@ def test_who_cannot_come_says_why(door: Door) -> None:
 
 def test_who_does_not_fit_is_told_why(door: Door) -> None:
     one = knocking(door)
-    with pytest.raises(RefusedError, match=r"model\[0\].name: 'a' in the job, 'b' here.*torch: '1' in the job, '2' here"):
+    text = r"model\[0\].name: 'a' in the job, 'b' here.*torch: '1' in the job, '2' here"
+    with pytest.raises(RefusedError, match=text):
         one.show({"model": [{"name": "b"}], "versions": {"torch": "2"}})
     assert door.waiting() == []
     one.hang_up()
@@ -149,7 +150,7 @@ def test_the_end_of_the_job_is_told(door: Door) -> None:
 def test_no_door() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        where = "127.0.0.1:{}".format(bound.getsockname()[1])
+        where = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(OverError, match="no door of the job answered in 0.5 s .*refused"):
             Newcomer(where, "n").knock(0.5)
 
