@@ -4,7 +4,8 @@ python docs/keys.py            rewrite what stands between the markers, and dynp
 python docs/keys.py --check    say whether all are up to date (exit code 1 if not)
 
 Keys, defaults, rules and meanings are those of the config model: ``dynpipe_ds/config.py``,
-``dynpipe_ds/repacking/config.py``, ``dynpipe_ds/snapshots/config.py`` and ``dynpipe_ds/release/options.py``.
+``dynpipe_ds/repacking/config.py``, ``dynpipe_ds/snapshots/config.py``, ``dynpipe_ds/joining/config.py`` and
+``dynpipe_ds/release/options.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.joining.config import ElasticConfig
 from dynpipe_ds.release.options import CallbackOptions, KubernetesOptions, SlurmOptions
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.schema import json_schema
@@ -31,13 +33,14 @@ SECTIONS: dict[str, tuple[type[Section], str]] = {
     "dynamic_pipeline": (DynamicPipelineConfig, ""),
     "repack": (RepackConfig, "repack."),
     "survive": (SurviveConfig, "survive."),
+    "elastic": (ElasticConfig, "elastic."),
     "slurm": (SlurmOptions, ""),
     "kubernetes": (KubernetesOptions, ""),
     "callback": (CallbackOptions, ""),
 }
 
 PAGES = {
-    "configuration.md": ("dynamic_pipeline", "repack", "survive"),
+    "configuration.md": ("dynamic_pipeline", "repack", "survive", "elastic"),
     "repacking.md": ("slurm", "kubernetes", "callback"),
 }
 

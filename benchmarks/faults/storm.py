@@ -216,10 +216,13 @@ def main() -> None:
     add_force(parser)
     options = parser.parse_args()
     force(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker is left
     about = environment()
     trial, _ = run(options, _TRIAL, None)
+    print(f"{_TRIAL} batches took {_seconds(trial):.1f} s", flush=True)
     num_batches = max(_TRIAL, round(options.minutes * 60 * (_TRIAL - 1) / _seconds(trial)))
     calm, _ = run(options, num_batches, None)
+    print(f"{num_batches} batches, undisturbed, took {_seconds(calm):.1f} s", flush=True)
     storm, kills = run(options, num_batches, options.every)
     found = judge(calm, storm, kills)
     gaps = found["gaps_s"] or [float("nan")]
