@@ -12,7 +12,7 @@ from dynpipe_ds.host.world import World
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.options import ReleaseOptions
-from dynpipe_ds.repacking.decision import Repacking
+from dynpipe_ds.repacking.outcome import Repacking
 from dynpipe_ds.telling import warn
 
 

@@ -1,4 +1,4 @@
-"""Training on fewer ranks: decide, shrink, renew what is counted by stage."""
+"""Training on another number of ranks: decide, shrink, renew what is counted by stage."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import torch.distributed as dist
 from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.ranks.agreement import same_everywhere
 from dynpipe_ds.release import ReleaseError
-from dynpipe_ds.repacking.decision import Refusal, Repacking, fewest_stages, first_fit, to_stages
+from dynpipe_ds.repacking.confirming import Confirmation
+from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
+from dynpipe_ds.repacking.first_fit import first_fit
 from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.live import RepackError, Shrink
+from dynpipe_ds.repacking.outcome import Refusal, Repacking
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import Workers
 from dynpipe_ds.telling import tell_all
@@ -27,13 +30,16 @@ if TYPE_CHECKING:
 _SHARE_FOR_PLANNING = 0.01
 """Deciding may cost this share of run: where it takes long, it is done less often."""
 
+FIRST_PAUSE_S = 3.0
+"""What the first change is expected to take; the shrinks of our tests took 0.1 to 0.3 s."""
+
 Decide = Callable[[Request], Repacking | Refusal]
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 class Repacker:
-    """Lets a pipeline get shorter while it trains; deciding and doing is collective over all ranks.
+    """Lets a pipeline get shorter or longer while it trains; deciding and doing is collective over all ranks.
 
     Attributes:
         giving_back: gives the freed workers back.
@@ -44,7 +50,9 @@ class Repacker:
         self._run = run
         self._stage = run.stage
         self.callbacks: list[Callable[[RepackEvent], Any]] = []
-        self._wished_stages: int | None = None
+        self._confirmation = Confirmation()
+        self._most_stages = 0
+        self._pause_s = FIRST_PAUSE_S
         self._next_batch = run.config.repack.earliest_batch
 
     def start(self) -> None:
@@ -61,9 +69,9 @@ class Repacker:
         _runs.discard(self._run)
 
     def wants_profile(self, batch: int) -> bool:
-        """Tell whether to profile a batch, the same on every rank: a shrink is confirmed by new profiles only."""
+        """Tell whether to profile a batch, the same on every rank: a wish is confirmed by new profiles only."""
         balancer, window = self._run.balancer, self._run.config.profile_batches
-        confirms = self._wished_stages is not None and self._next_batch - batch < window
+        confirms = self._confirmation.wished is not None and self._next_batch - batch < window
         return confirms and not balancer.is_held(batch)
 
     def repack(self, num_stages: int) -> RepackEvent:
@@ -87,12 +95,12 @@ class Repacker:
     # -- deciding -----------------------------------------------------------------------------
 
     def repack_if_wanted(self) -> None:
-        """Shrink if the configuration asks for it; a failure leaves training going on with all ranks."""
+        """Change the number of stages if the configuration asks for it; a failure leaves all ranks training on."""
         run = self._run
         config, balancer, batch = run.config.repack, run.balancer, run.num_batches - 1
-        if not config.enabled or not balancer.is_ready or self._stage.num_stages == 1 or batch < self._next_batch:
+        if not config.enabled or not balancer.is_ready or batch < self._next_batch or balancer.is_held(batch):
             return
-        if balancer.is_held(batch):
+        if self._stage.num_stages == 1 and not self._num_waiting_stages():
             return
         try:
             with run.clock.work("decide") as deciding:
@@ -118,51 +126,68 @@ class Repacker:
         """Soon, if only the confirmation is missing; else as deciding can be afforded."""
         newest = self._run.balancer.newest[-1]
         batch_s = max((stage.batch_s for stage in newest.stages), default=0.0) or plan_s
-        affordable = 0 if self._wished_stages is not None else math.ceil(plan_s / (_SHARE_FOR_PLANNING * batch_s))
+        affordable = 0 if self._confirmation.wished is not None else math.ceil(plan_s / (_SHARE_FOR_PLANNING * batch_s))
         return max(self._run.config.profile_batches, affordable)
 
     def _decide(self, request: Request) -> Repacking | Refusal:
-        config = self._run.config.repack
+        config, present = self._run.config.repack, request.num_stages
         if config.method == "first_fit":
             return first_fit(request, target_stages=config.target_stages, min_stages=config.min_stages)
         if config.target_stages is not None:
-            return to_stages(request, config.target_stages)
-        return fewest_stages(request, tolerance=config.tolerance, min_stages=config.min_stages)
+            return to_stages(request, min(config.target_stages, present + request.more_stages))
+        batch_s = request.batch_s(request.current, range(present))
+        return fewest_stages(request, Wish(
+            tolerance=config.tolerance, min_gain=config.least_gain, min_stages=config.min_stages,
+            max_stages=config.max_stages, horizon_s=config.horizon_batches * batch_s, pause_s=self._pause_s,
+        ))
 
     def _is_wanted(self, chosen: Repacking | Refusal) -> bool:
-        """A target at once, once; what was measured when it says the same twice, since there is no way back."""
-        target = self._run.config.repack.target_stages
+        """A target at once; what was measured when it was said often enough."""
+        target, present = self._run.config.repack.target_stages, self._stage.num_stages
         if isinstance(chosen, Refusal):
-            self._wished_stages = None
-            if target is not None and target < self._stage.num_stages:
+            self._confirmation.hear(present, None)
+            if target is not None and target < present:
                 self._run.warn_once(
                     f"re-packing to repack.target_stages is not possible: {chosen.reason}", "target"
                 )
             return False
-        confirmed = chosen.num_stages in (target, self._wished_stages)
-        self._wished_stages = chosen.num_stages
-        return confirmed
+        return self._confirmation.hear(present, chosen.num_stages) or target is not None
+
+    def _num_waiting_stages(self) -> int:
+        """How many stages the workers that wait could run, the same on every rank."""
+        return 0
 
     def _choose_workers(self, decide: Decide) -> Repacking | Refusal:
-        """Decide, the same on every rank; prefer to keep the stage that reads the labels."""
+        """Decide, the same on every rank."""
         rules, stage, run = self.giving_back.constraints(), self._stage, self._run
         ranks = tuple(stage.pipeline.ranks_of(s) for s in range(stage.num_stages))
         profile = run.balancer.smoothed()
         assert profile is not None, "asked after a batch was profiled"
+        more_stages = self._num_waiting_stages()
+        self._most_stages = max(self._most_stages, stage.num_stages + more_stages)
         request = Request(
             profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
             constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes,
-            stage_speeds=run.balancer.speeds, pinned=run.balancer.pinned,
+            stage_speeds=run.balancer.speeds, pinned=run.balancer.pinned, more_stages=more_stages,
+            most_stages=self._most_stages,
         )
         chosen = decide(request)
         if isinstance(chosen, Refusal):
             return chosen
-        with_last = replace(rules, ranks_stay=rules.ranks_stay | set(ranks[-1]))
+        if chosen.num_stages < stage.num_stages:
+            chosen = self._keeping_last(decide, request, chosen)
+        holders = [-1 if holder is None else holder for holder in chosen.holders]
+        decided = [chosen.num_stages, chosen.num_micro_batches, *chosen.boundaries, *holders]
+        same_everywhere(decided, "whom to re-pack onto", stage.device)
+        return chosen
+
+    def _keeping_last(self, decide: Decide, request: Request, chosen: Repacking) -> Repacking:
+        """The same number of stages with the one that reads the labels among them, where that can be."""
+        rules = request.constraints
+        with_last = replace(rules, ranks_stay=rules.ranks_stay | set(request.workers.ranks[-1]))
         keeping_last = decide(replace(request, constraints=with_last))
         if isinstance(keeping_last, Repacking) and keeping_last.num_stages == chosen.num_stages:
-            chosen = keeping_last
-        decided = [chosen.num_stages, *chosen.boundaries, *chosen.surviving_stages]
-        same_everywhere(decided, "whom to re-pack onto", stage.device)
+            return keeping_last
         return chosen
 
     # -- doing it -----------------------------------------------------------------------------
@@ -190,6 +215,8 @@ class Repacker:
             self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds
+        self._pause_s = self._agreed_cost(event.seconds)
+        self._confirmation.carried_out(len(event.before) - 1, len(event.after) - 1)
         tell_all(self.callbacks, event, "on_repack")
         return event
 
@@ -211,7 +238,6 @@ class Repacker:
         }
         run.config = config.model_copy(update=per_stage)
         run.balancer.serve(run.config)
-        self._wished_stages = None
         self._stage.settle()
         run.profiler.sizes_changed()
 
@@ -219,7 +245,10 @@ class Repacker:
 
     def state_dict(self) -> dict[str, Any]:
         """All that its decisions rest on besides profiles, as plain values."""
-        return {"wished_stages": self._wished_stages, "next_batch": self._next_batch}
+        return {
+            **self._confirmation.state_dict(), "next_batch": self._next_batch, "most_stages": self._most_stages,
+            "pause_s": self._pause_s,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
         """Take in what :meth:`state_dict` gave.
@@ -228,5 +257,8 @@ class Repacker:
             state: as given; older checkpoints have none of it.
             same_stages: whether it comes from as many stages.
         """
-        self._wished_stages = state.get("wished_stages") if same_stages else None
+        self._confirmation.load_state_dict(state, same_stages=same_stages)
+        # A run that is loaded on another number of workers measures against them.
+        self._most_stages = state.get("most_stages", 0) if same_stages else 0
+        self._pause_s = state.get("pause_s", FIRST_PAUSE_S)
         self._next_batch = max(state.get("next_batch", 0), self._run.config.repack.earliest_batch)

@@ -1,4 +1,4 @@
-"""Which workers stay: where the stages run, and a choice that keeps the release back-end's constraints."""
+"""Which workers stay and where others join: a choice that keeps the release back-end's constraints."""
 
 from __future__ import annotations
 
@@ -87,6 +87,36 @@ def choose_survivors(
         for kept, option in options:
             best[kept] = min(option, best.get(kept, option))
     return tuple(sorted(best[num_stages][1])) if num_stages in best else None
+
+
+def choose_places(num_present: int, num_stages: int, score: Score) -> tuple[int | None, ...]:
+    """Which of the stages of a longer pipeline the present workers run: the choice with the highest score.
+
+    They keep their order. Stage 0 stays the first, and of two or more the last one stays the last: these read data, and
+    who joins has read none. Exact, by a dynamic program, ``O(S n)``; equal scores: the lowest stages.
+
+    Args:
+        num_present: S, at least 1.
+        num_stages: n, at least S.
+        score: what a present stage is worth as a stage of the longer pipeline.
+
+    Returns:
+        For each of the n stages the present one; ``None``: workers that join.
+    """
+    best: dict[int, tuple[tuple[float, ...], tuple[int | None, ...]]] = {0: ((), ())}
+    for new in range(num_stages):
+        reached: dict[int, tuple[tuple[float, ...], tuple[int | None, ...]]] = {}
+        for placed, (loss, holders) in best.items():
+            options = [(placed, (loss, (*holders, None)))] if placed else []
+            is_last = placed == num_present - 1 > 0
+            if placed < num_present and (not is_last or new == num_stages - 1):
+                less = tuple(-value for value in score(placed, new))
+                options.append((placed + 1, (_add([loss, less]), (*holders, placed))))
+            for count, option in options:
+                kept = reached.get(count)
+                reached[count] = option if kept is None or option[0] < kept[0] else kept
+        best = reached
+    return best[num_present][1]
 
 
 def possible_counts(workers: Workers, constraints: Constraints) -> list[int]:

@@ -15,8 +15,8 @@ from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking import live, repacker
-from dynpipe_ds.repacking.decision import Repacking
 from dynpipe_ds.repacking.live import Shrink
+from dynpipe_ds.repacking.outcome import Repacking
 from dynpipe_ds.repacking.repacker import Repacker
 from tests.one_rank import CPU, Calls, FakeRun, Guard, world
 
@@ -160,11 +160,11 @@ def test_nothing_to_re_pack_by() -> None:
     assert not case.stage.calls
 
 
-@pytest.mark.parametrize("num_stages", [0, 4])
-def test_a_number_that_can_not_be(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "why"), [(0, "re-packing makes the 4"), (4, "the pipeline has 4")])
+def test_a_number_that_can_not_be(num_stages: int, why: str) -> None:
     case = Case()
     case.run.observe(0, EVEN)
-    text = f"re-packing to {num_stages} stages is not possible: num_stages = {num_stages}: re-packing makes the 4"
+    text = f"re-packing to {num_stages} stages is not possible: num_stages = {num_stages}: {why}"
     with pytest.raises(RepackError, match=text):
         case.repacker.repack(num_stages)
     assert case.stage.calls == [("constraints",)] and not case.events
@@ -286,12 +286,18 @@ def test_a_scheduler_that_does_not_answer_is_asked_again_later() -> None:
 
 
 def test_what_a_checkpoint_keeps() -> None:
-    case = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2, "earliest_batch": 5})
-    for same, wished in ((True, 2), (False, None)):
-        case.repacker.load_state_dict({"wished_stages": 2, "next_batch": 7}, same_stages=same)
-        assert case.repacker.state_dict() == {"wished_stages": wished, "next_batch": 7}
-    case.repacker.load_state_dict({}, same_stages=True)  # of an older checkpoint
-    assert case.repacker.state_dict() == {"wished_stages": None, "next_batch": 5}
+    case = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2})
+    case.train(1)
+    state = case.repacker.state_dict()
+    assert state["wished_stages"] == 2 and state["next_batch"] == 1 and state["most_stages"] == 4
+    other = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2, "earliest_batch": 5})
+    other.repacker.load_state_dict(state, same_stages=True)
+    assert other.repacker.state_dict() == {**state, "next_batch": 5}
+    other.repacker.load_state_dict(state, same_stages=False)
+    forgotten = {"wished_stages": None, "times": 0, "most_stages": 0, "next_batch": 5}
+    assert other.repacker.state_dict() == {**state, **forgotten}
+    other.repacker.load_state_dict({}, same_stages=True)  # of an older checkpoint
+    assert other.repacker.state_dict() == {**state, **forgotten}
 
 
 # -- the shrink itself ------------------------------------------------------------------------
