@@ -74,14 +74,14 @@ NEEDED: dict[str, Needed] = {
             "client_lr_scheduler data_iterator device dynamic_shape global_rank global_samples global_steps grad_layer "
             "grid has_moe_layers is_data_parallel is_grad_partitioned is_pipe_parallel is_pipe_partitioned "
             "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size loss lr_scheduler meta_buffer "
-            "micro_batches micro_steps monitor mp_world_size mpu next_stage num_stages optimizer param_names "
-            "pipe_buffers prev_stage random_ltd_scheduler save_zero_checkpoint skipped_steps stage_id timers "
-            "training_dataloader using_bf16_optimizer world_size"
+            "micro_batch_size micro_batches micro_steps monitor mp_world_size mpu next_stage num_stages optimizer "
+            "param_names pipe_buffers prev_stage random_ltd_scheduler save_zero_checkpoint skipped_steps stage_id "
+            "timers training_dataloader using_bf16_optimizer world_size"
         ),
         hooks=(
             "_INSTRUCTION_MAP _exec_schedule _configure_optimizer _configure_zero_optimizer _configure_bf16_optimizer "
             "_reduce_non_expert_gradients clip_fp32_gradients _take_model_step _get_gradients_for_reduction "
-            "_broadcast_model _configure_lr_scheduler"
+            "_broadcast_model _configure_lr_scheduler _next_batch"
         ),
         begins="__init__ train_batch",
         optional="checkpoint_mp_rank",
@@ -164,7 +164,7 @@ NEEDED: dict[str, Needed] = {
     ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(
-        attributes="_param_dict bfloat16_config gradient_accumulation_steps"
+        attributes="_param_dict bfloat16_config gradient_accumulation_steps train_micro_batch_size_per_gpu"
     ),
     "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced"),
     "deepspeed.runtime.fp16.loss_scaler": _needed("DynamicLossScaler LossScaler"),

@@ -79,6 +79,13 @@ class RepackConfig(Section):
         rule="a whole number >= 0",
         example="1000",
     )
+    adapt_micro_batches: bool = key(
+        False,
+        "With the number of stages also choose the number of micro-batches that is predicted to be the fastest. The "
+        "batch keeps its samples; losses then differ by rounding. Not with \"first_fit\".",
+        rule="true or false",
+        example="true",
+    )
     release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
         ExitOptions(),
         "Who gets the freed workers: a back-end, with its options.",
@@ -109,6 +116,11 @@ class RepackConfig(Section):
             yield (
                 f"repack.method = 'first_fit', repack.tolerance = {self.tolerance}: first fit looks at memory "
                 f"alone; remove repack.tolerance, or use the method 'fewest_stages'"
+            )
+        if self.adapt_micro_batches and self.method == "first_fit":
+            yield (
+                "repack.method = 'first_fit', repack.adapt_micro_batches = True: first fit predicts no seconds; use "
+                "the method 'fewest_stages' or remove repack.adapt_micro_batches"
             )
         if target is not None and target < self.min_stages:
             yield (

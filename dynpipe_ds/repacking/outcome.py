@@ -97,7 +97,8 @@ def best_repacking(request: Request, num_stages: int) -> Repacking:
     fastest = min(found, key=lambda one: one.seconds_after)
     has_usual = found[0].num_micro_batches == request.profile.num_micro_batches
     best = found[0] if has_usual and found[0].seconds_after * (1.0 - LEAST_SAVING) <= fastest.seconds_after else fastest
-    return replace(best, seconds_before=request.batch_s(request.current, range(request.num_stages)))
+    best = replace(best, seconds_before=request.batch_s(request.current, range(request.num_stages)))
+    return replace(best, reason=_reason(request, best))
 
 
 def repacking(request: Request, boundaries: tuple[int, ...]) -> Repacking:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.ranks.agreement import same_everywhere
 from dynpipe_ds.release import ReleaseError
 from dynpipe_ds.repacking.confirming import Confirmation
@@ -19,6 +20,7 @@ from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
 from dynpipe_ds.repacking.first_fit import first_fit
 from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.live import RepackError, Shrink
+from dynpipe_ds.repacking.micro_batches import Scaling
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import Workers
@@ -44,6 +46,7 @@ class Repacker:
     Attributes:
         giving_back: gives the freed workers back.
         callbacks: called after re-packing, also on the ranks that leave.
+        scaling: how seconds follow from the size of micro-batches.
     """
 
     def __init__(self, run: Run) -> None:
@@ -53,6 +56,7 @@ class Repacker:
         self._confirmation = Confirmation()
         self._most_stages = 0
         self._pause_s = FIRST_PAUSE_S
+        self.scaling = Scaling(1)
         self._next_batch = run.config.repack.earliest_batch
 
     def start(self) -> None:
@@ -61,6 +65,7 @@ class Repacker:
         Raises:
             ValueError: on every rank, if the release back-end can't work on some rank.
         """
+        self.scaling = Scaling(self._stage.pipeline.micro_batch_size)
         self.giving_back = GivingBack(self._run.config.repack.release, self._stage.device)
         _runs.add(self._run)
 
@@ -169,7 +174,7 @@ class Repacker:
             profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
             constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes,
             stage_speeds=run.balancer.speeds, pinned=run.balancer.pinned, more_stages=more_stages,
-            most_stages=self._most_stages,
+            most_stages=self._most_stages, others=self._in_other_micro_batches(profile),
         )
         chosen = decide(request)
         if isinstance(chosen, Refusal):
@@ -180,6 +185,18 @@ class Repacker:
         decided = [chosen.num_stages, chosen.num_micro_batches, *chosen.boundaries, *holders]
         same_everywhere(decided, "whom to re-pack onto", stage.device)
         return chosen
+
+    def micro_batch_s(self) -> float:
+        """Seconds that all layers take for one micro-batch; 0 where that is not known."""
+        profile = self._run.balancer.smoothed()
+        return 0.0 if profile is None else math.fsum(profile.costs("time"))
+
+    def _in_other_micro_batches(self, profile: PipelineProfile) -> tuple[PipelineProfile, ...]:
+        if not self._run.config.repack.adapt_micro_batches:
+            return ()
+        size = self._stage.pipeline.micro_batch_size
+        self.scaling.arrives(size, self.micro_batch_s())
+        return self.scaling.alternatives(profile, size)
 
     def _keeping_last(self, decide: Decide, request: Request, chosen: Repacking) -> Repacking:
         """The same number of stages with the one that reads the labels among them, where that can be."""
@@ -211,7 +228,10 @@ class Repacker:
             with clock.work("regroup"):
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
+            takes_other_times = self._adapt_micro_batches(chosen.num_micro_batches)
             self._forget_old_stages(chosen.surviving_stages)
+            if takes_other_times:
+                self._run.balancer.expect_change()
             self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds
@@ -227,7 +247,17 @@ class Repacker:
                 f"{len(others)} other engine(s) of this process use the process groups that re-packing replaces; "
                 "call their destroy() before"
             )
+        self._stage.pipeline.check_micro_batches(chosen.num_micro_batches)
         self.giving_back.prepare(chosen)
+
+    def _adapt_micro_batches(self, num_micro_batches: int) -> bool:
+        """Run the same batches in another number of micro-batches, which was checked before; whether it is another."""
+        pipeline = self._stage.pipeline
+        if num_micro_batches == pipeline.num_micro_batches:
+            return False
+        self.scaling.leaves(pipeline.micro_batch_size, self.micro_batch_s())
+        pipeline.set_micro_batches(num_micro_batches)
+        return True
 
     def _forget_old_stages(self, staying: Sequence[int]) -> None:
         """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
@@ -247,7 +277,7 @@ class Repacker:
         """All that its decisions rest on besides profiles, as plain values."""
         return {
             **self._confirmation.state_dict(), "next_batch": self._next_batch, "most_stages": self._most_stages,
-            "pause_s": self._pause_s,
+            "pause_s": self._pause_s, "scaling": self.scaling.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
@@ -261,4 +291,5 @@ class Repacker:
         # A run that is loaded on another number of workers measures against them.
         self._most_stages = state.get("most_stages", 0) if same_stages else 0
         self._pause_s = state.get("pause_s", FIRST_PAUSE_S)
+        self.scaling.load_state_dict(state.get("scaling", {}))
         self._next_batch = max(state.get("next_batch", 0), self._run.config.repack.earliest_batch)

@@ -36,7 +36,9 @@ class Stage:
         self.guard = Guard(self.calls)
         self.pipeline: Any = SimpleNamespace(
             ranks_of=lambda stage: (stage,), reads_data=stage_id == 0,
-            start_reading=lambda: self.calls.append(("start reading",)),
+            start_reading=lambda: self.calls.append(("start reading",)), micro_batch_size=4, num_micro_batches=4,
+            check_micro_batches=lambda number: None,
+            set_micro_batches=lambda number: self.calls.append(("micro-batches", number)),
         )
 
     @property
@@ -259,6 +261,18 @@ def test_a_wish_that_is_not_confirmed() -> None:
 def test_nobody_is_asked_before_it_is_time(repack: dict[str, Any]) -> None:
     case = Case(repack=repack)
     assert not case.train(3) and not case.asked()
+
+
+def test_the_number_of_micro_batches_follows_the_stages() -> None:
+    """Two stages need fewer to be busy than four; off by default."""
+    for adapt in (False, True):
+        case = Case(repack={"enabled": True, "target_stages": 1, "adapt_micro_batches": adapt})
+        case.train()
+        changed = [call for call in case.stage.calls if call[0] == "micro-batches"]
+        assert changed == ([("micro-batches", 1)] if adapt else []), "one stage has no bubble, and fixed seconds"
+        assert "micro-batches" in case.events[0].reason or not adapt
+        if adapt:
+            assert not case.run.balancer.newest and case.repacker.scaling._left == (4, sum(EVEN))
 
 
 def test_boundaries_that_hold_are_left_alone() -> None:
