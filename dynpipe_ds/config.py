@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
+from dynpipe_ds.joining.config import ElasticConfig
 from dynpipe_ds.partition.registry import known_capabilities
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.sections import Section, key, parse_bytes, read_section, show
@@ -181,11 +182,17 @@ class DynamicPipelineConfig(Section):
         rule="an object with the keys of repack",
         example='{"enabled": true, "tolerance": 0.05}',
     )
+    elastic: ElasticConfig = key(
+        ElasticConfig(),
+        "Let workers join while the job trains, so that the pipeline becomes longer.",
+        rule="an object with the keys of elastic",
+        example='{"enabled": true, "door_file": "run/door.json"}',
+    )
 
     @classmethod
     def nested(cls) -> Mapping[str, Callable[[Mapping[Any, Any]], type[Section]]]:
-        """``repack`` is a section of its own."""
-        return {"repack": lambda _: RepackConfig}
+        """``repack`` and ``elastic`` are sections of their own."""
+        return {"repack": lambda _: RepackConfig, "elastic": lambda _: ElasticConfig}
 
     @override
     def contradictions(self) -> Iterable[str]:

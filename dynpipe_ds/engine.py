@@ -20,6 +20,7 @@ from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.decide.methods import method_at_run_time
 from dynpipe_ds.events import Overhead, RebalanceEvent, RepackEvent
 from dynpipe_ds.host.differences import warn_of_differences
+from dynpipe_ds.host.entering import alone
 from dynpipe_ds.host.hooks import Hooks, PipelineEngine, as_whole_batch, check_hooks
 from dynpipe_ds.host.instructions import check_schedule, instruction_map
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
@@ -298,8 +299,12 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         config = parse_config(kwargs["config_class"]._param_dict)
         check_hooks(type(self))
         method = method_at_run_time(config, module.partition_method)
+        num_stages = module.num_stages
+        if module.newcomer is not None:
+            num_stages = module.newcomer.job["num_stages"]
+            alone(module, kwargs["config_class"])
         check_against_model(
-            config, num_layers=len(module.layer_names()), num_stages=module.num_stages,
+            config, num_layers=len(module.layer_names()), num_stages=num_stages,
             num_micro_batches=kwargs["config_class"].gradient_accumulation_steps, partitioner=method.partitioner,
         )
         check_schedule(config.schedule, type(self))
@@ -314,6 +319,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         self.monitor: Any = GuardedMonitor(self.monitor)
         self.dynamic.start(self.monitor)
         warn_of_differences(self)
+        if module.newcomer is not None:
+            self.dynamic.enter(module.newcomer)
+        else:
+            self.dynamic.open_doors()
 
     @property
     def _training(self) -> Training:

@@ -46,14 +46,15 @@ class RepackEvent:
 
     Attributes:
         batch: number of batches trained before it.
-        before: boundaries of the longer pipeline.
-        after: boundaries of the shorter one.
+        before: boundaries of the pipeline as it was.
+        after: boundaries of the shorter or longer one.
         released_ranks: global ranks, as they were numbered before, that left.
         released: whether this process is one of them and ends when its callbacks return.
         reason: why it was done.
         plan_s: seconds that deciding took.
         migrate_s: seconds that moving the layers took.
-        regroup_s: seconds that making the world smaller took; 0 on released ranks.
+        regroup_s: seconds that making the other world took; 0 on released ranks.
+        joined_ranks: global ranks, as they are numbered since, of workers that joined.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class RepackEvent:
     plan_s: float
     migrate_s: float
     regroup_s: float
+    joined_ranks: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -72,9 +74,12 @@ class RepackEvent:
         return self.plan_s + self.migrate_s + self.regroup_s
 
     def __str__(self) -> str:
+        moved = f"ranks {list(self.released_ranks)} released"
+        if self.joined_ranks:
+            moved = f"ranks {list(self.joined_ranks)} joined"
         return (
             f"re-packed after batch {self.batch} from {len(self.before) - 1} to {len(self.after) - 1} stages: "
-            f"{list(self.before)} -> {list(self.after)}, ranks {list(self.released_ranks)} released, "
+            f"{list(self.before)} -> {list(self.after)}, {moved}, "
             f"took {self.seconds:.3f} s ({self.reason})"
         )
 
@@ -88,7 +93,7 @@ class Overhead:
             adding up, and exchanging profiles (waiting for slower ranks left out).
         planning_s: choosing boundaries and deciding.
         migrating_s: moving layers and rebuilding optimizers.
-        repacking_s: re-packing onto fewer ranks, from the decision to the next batch.
+        repacking_s: re-packing onto fewer or more ranks, from the decision to the next batch.
     """
 
     profiling_s: float = 0.0

@@ -11,9 +11,12 @@ from torch import nn
 from dynpipe_ds.coupling import Coupling, find_couplings
 from dynpipe_ds.decide.methods import PartitionMethod, profile_from_parameters
 from dynpipe_ds.host import accelerator
+from dynpipe_ds.host.coordinates import alone
 from dynpipe_ds.host.module import MovableModule
 from dynpipe_ds.host.owned import agree_on_owned
 from dynpipe_ds.host.specs import layer_name, tied_key
+from dynpipe_ds.host.world import identity
+from dynpipe_ds.joining.newcomer import newcomer
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.migration.surroundings import Held, Surroundings
 from dynpipe_ds.placement import check_boundaries
@@ -56,7 +59,14 @@ class DynamicPipelineModule(MovableModule):
         self.initial_profile = PipelineProfile.load(profile) if isinstance(profile, str | Path) else profile
         self.pinned_cuts = tuple(sorted(set(pin)))
         self.partition_method: PartitionMethod | None = None
+        self.newcomer = newcomer(identity())
+        if self.newcomer is not None:
+            self.newcomer.knock()
+            self.is_absent = True
+            args, kwargs = (), alone(args, kwargs)
         super().__init__(*args, **kwargs)
+        if self.newcomer is not None:
+            self._grid.data_parallel_size = self.newcomer.job["num_replicas"]  # until DeepSpeed has read sizes by it
 
     # -- the first partition ------------------------------------------------------------------
 
@@ -67,6 +77,8 @@ class DynamicPipelineModule(MovableModule):
             ValueError: if the method is unknown or gives bad boundaries.
         """
         self.partition_method = PartitionMethod.parse(method)
+        if self.is_absent:
+            return [0, self._num_layers]
         if self.partition_method.is_deepspeed:
             return check_boundaries(
                 deepspeeds(),
@@ -128,7 +140,7 @@ class DynamicPipelineModule(MovableModule):
         self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
         self.surroundings.agree_on_shared(held, self.layer_names())
         self.install(self.placement, layers)
-        self.owned = agree_on_owned(self)
+        self.owned = agree_on_owned(self) if self.newcomer is None else self.newcomer.owned
         return copies
 
     def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:

@@ -19,6 +19,9 @@ from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import ordered
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.joining.doorway import papers
+from dynpipe_ds.joining.entering import Entering
+from dynpipe_ds.joining.newcomer import Newcomer
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
@@ -59,6 +62,7 @@ class Training:
         profiling: whether batches are profiled.
         num_batches: trained so far.
         callbacks: called after every change of partition.
+        joined_with: the user's own values that this process found when it joined; ``None`` if it did not join.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Training:
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
+        self.joined_with: dict[str, Any] | None = None
         self._monitor: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
@@ -91,6 +96,20 @@ class Training:
         self.stage.guard.start()
         self._is_started = True
         self.stage.adopt_optimizer()
+
+    def open_doors(self) -> None:
+        """Let workers knock, when the engine is complete; collective over all ranks."""
+        self.repacker.open_doors()
+
+    def enter(self, newcomer: Newcomer) -> None:
+        """Become a stage of the job that this process is to join; returns when it is one, and holds its layers.
+
+        Args:
+            newcomer: how it speaks to the job.
+        """
+        what_now, client = Entering(self, newcomer).wait(papers(self))
+        self.joined_with = client
+        self.repacker.has_joined(**what_now)
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 

@@ -42,6 +42,8 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         **kwargs: keyword arguments of ``PipelineModule``.
     """
 
+    is_absent = False  # a newcomer's, which holds no layer until it is a stage of the job
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Set before DeepSpeed's constructor, which asks for the first partition.
         self.recorder: BatchRecorder | None = None
@@ -92,11 +94,16 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
 
     def _set_parts(self, boundaries: Sequence[int]) -> None:
         self.parts = list(boundaries)
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+        start = self.parts[-1] if self.is_absent else self.parts[self.stage_id]
+        self._set_bounds(start=start, stop=self.parts[self.stage_id + 1])
 
     def layer_names(self) -> list[str]:
         """Name of every layer of the model, on all stages: its class or function name."""
         return [layer_name(spec) for spec in self._layer_specs]
+
+    def layer_specs(self) -> list[Any]:
+        """What every layer of the model is built of; a live module that is on another stage by now has a stand-in."""
+        return list(self._layer_specs)
 
     @property
     def _adds_losses(self) -> bool:

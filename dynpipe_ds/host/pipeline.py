@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import nn
 
+from dynpipe_ds.host.coordinates import resized
 from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
@@ -75,13 +76,22 @@ class Pipeline:
             )
         self.slicing = Slicing(int(self.engine.micro_batch_size))
         self.connect()
+        self.measure_norm(layer_of, num_layers)
+
+    def measure_norm(self, layer_of: Callable[[], dict[nn.Parameter, int]], num_layers: int) -> None:
+        """Begin to measure the norm of gradients; again in a world with another number of replicas.
+
+        Args:
+            layer_of: layer index of every parameter on this stage.
+            num_layers: L.
+        """
         owns = bool(self.engine.module.owned)
         self._norm = GradientNorm(
             layer_of, num_layers=num_layers, owns=owns, grid=self.engine.grid, device=self.device
         )
 
     def connect(self) -> None:
-        """Open the channels to the neighbouring stages; collective over all ranks, again when there are fewer."""
+        """Open the channels to the neighbouring stages; collective over all ranks, again when these are others."""
         stages = [self.ranks_of(stage) for stage in range(self.num_stages)]
         self.channels = Channels(wires(stages, self.rank), self.device, self.stage_id)
         self._traffic = None
@@ -144,6 +154,25 @@ class Pipeline:
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """All ranks of a stage, ascending."""
         return tuple(self.engine.module._topo.get_axis_list(axis="pipe", idx=stage))
+
+    @property
+    def topology(self) -> Any:
+        """How DeepSpeed orders ranks by stage and replica."""
+        return self.engine.module._topo
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many there are along each axis of the topology."""
+        return {axis: int(self.topology.get_dim(axis)) for axis in self.topology.get_axis_names()}
+
+    def replica_at(self, sizes: Mapping[str, int], rank: int) -> int:
+        """Which replica a rank is in a pipeline of another size with the same axes.
+
+        Args:
+            sizes: as there.
+            rank: there.
+        """
+        return int(resized(self.topology, sizes).get_coord(rank).data)
 
     def whole_backwards(self) -> dict[int, tuple[str, ...]]:
         """Why backwards run whole that an order splits, by stage; collective over all ranks."""

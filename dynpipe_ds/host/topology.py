@@ -1,8 +1,8 @@
-"""Ranks and stages as DeepSpeed numbers them, and a pipeline that becomes shorter."""
+"""Ranks and stages as DeepSpeed numbers them, and a pipeline that becomes shorter or longer."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -11,17 +11,41 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import groups
 
+from dynpipe_ds.host.coordinates import resized
 from dynpipe_ds.host.pipeline import Pipeline
-from dynpipe_ds.host.world import Groups, World, holders_of_groups
+from dynpipe_ds.host.world import Groups, NobodyMetError, World, holders_of_groups
 from dynpipe_ds.placement import Placement
 
 
-def renumber(pipeline: Pipeline, world: World, placement: Placement) -> None:
-    """Join the survivors' world, and renew all that knows of ranks, stages or groups; collective over the survivors."""
+def renumber(
+    pipeline: Pipeline, world: World, placement: Placement, *, sizes: Mapping[str, int] | None = None,
+    otherwise: World | None = None,
+) -> bool:
+    """Begin another world, and renew all that knows of ranks, stages or groups; collective over its members.
+
+    Args:
+        pipeline: DeepSpeed's engine.
+        world: of which this rank is a member.
+        placement: of layers on its stages, which fits the layers that this rank has.
+        sizes: how long the topology's other axes are there, if they differ from now.
+        otherwise: a world of the present ranks, for the case that this one does not come about.
+
+    Returns:
+        Whether the world came about; if not, all is as before.
+
+    Raises:
+        NobodyMetError: on all members who came, if not all came and there is no other world.
+    """
     module = pipeline.engine.module
-    old = Groups(module)
-    world.regroup()
-    topology = _shorter(module._topo, placement.num_stages)
+    old, came = Groups(module), True
+    try:
+        world.regroup()
+    except NobodyMetError:
+        if otherwise is None:
+            raise
+        otherwise.regroup()
+        came, placement = False, module.placement
+    topology = resized(module._topo, {**(sizes or {}), "pipe": placement.num_stages})
     module.world_group = dist.new_group(ranks=range(dist.get_world_size()))
     with redirect_stdout(StringIO()):  # it prints its topology
         # In place: engine, optimizer, DeepSpeed's groups and the user hold the same object.
@@ -34,6 +58,7 @@ def renumber(pipeline: Pipeline, world: World, placement: Placement) -> None:
     pipeline.connect()
     pipeline.name_parameters()
     old.hand_over(Groups(module), holders_of_groups(pipeline))
+    return came
 
 
 def _renumber_module(module: Any, topology: ProcessTopology, placement: Placement) -> None:
@@ -51,15 +76,9 @@ def _renumber_engine(engine: Any) -> None:
     engine.num_stages, engine.stage_id = grid.pipe_parallel_size, grid.get_stage_id()
     engine.prev_stage, engine.next_stage = engine.stage_id - 1, engine.stage_id + 1
     engine.is_pipe_parallel = grid.pipe_parallel_size > 1
+    engine.is_data_parallel, engine.dp_world_size = grid.data_parallel_size > 1, grid.data_parallel_size
+    engine.seq_dp_world_size = groups._get_sequence_data_parallel_world_size()
     engine.mp_world_size = grid.get_model_parallel_world_size()
     engine.checkpoint_mp_rank = grid.get_model_parallel_rank()
     if hasattr(engine.optimizer, "model_parallel_world_size"):
         engine.optimizer.model_parallel_world_size = engine.mp_world_size
-
-
-def _shorter(topology: ProcessTopology, num_stages: int) -> ProcessTopology:
-    """The same axes with fewer stages; survivors that keep the order of their ranks keep their other coordinates."""
-    dims = [num_stages if axis == "pipe" else topology.get_dim(axis) for axis in topology.get_axis_names()]
-    shorter = copy.copy(topology)
-    ProcessTopology.__init__(shorter, axes=topology.get_axis_names(), dims=dims)
-    return shorter

@@ -61,13 +61,13 @@ class Surroundings:
 
     def __init__(self, module: nn.Module, specs: Sequence[Any], replica: Replica) -> None:
         self._module = module
-        self._replica = replica
+        self.replica = replica
         live = [spec for spec in specs if isinstance(spec, nn.Module)]
         self._specs = [None if isinstance(spec, nn.Module) else spec for spec in specs]
         self._live = shared_by(live)
         self._made_here = dict(_made_here(specs))
         self._start: dict[Path, Values] = {}
-        self._shared: list[Path] = []
+        self.shared_paths: list[Path] = []
         self.hooks = DepartedHooks()
 
     def names(self, layers: Iterable[nn.Module], pipeline: Pipeline | None = None, *, in_place: bool = True) -> Names:
@@ -85,7 +85,7 @@ class Surroundings:
         hidden = [getattr(self._module, name, None) for name in _OF_THIS_RANK]
         owned = [part for layer in layers for part in layer.modules()]
         return Names(
-            roots, leaves, owned=[*owned, *hidden], shared=self._shared, start=self._start,
+            roots, leaves, owned=[*owned, *hidden], shared=self.shared_paths, start=self._start,
             trees={"specs": self._specs} if in_place else None,
         )
 
@@ -111,7 +111,7 @@ class Surroundings:
                 "which is trained: every stage trains a copy of its own then, in DeepSpeed too, and what a layer finds "
                 "would depend on its stage; give every layer its own, freeze it, or tie layers with TiedLayerSpec"
             )
-        self._shared = sorted((path for path in several if not str(path[0]).startswith("layer ")), key=spell)
+        self.shared_paths = sorted((path for path in several if not str(path[0]).startswith("layer ")), key=spell)
 
     def held_by(self, layers: Mapping[int, nn.Module]) -> list[Held]:
         """Modules, parameters and buffers of layers that have a name, or that several of them hold."""
@@ -143,7 +143,7 @@ class Surroundings:
             for argument in arguments(spec):
                 path = names.of(argument)
                 if path is not None and not isinstance(argument, Tensor):
-                    self._start.setdefault(path, values_of(argument, path in self._shared))
+                    self._start.setdefault(path, values_of(argument, path in self.shared_paths))
         first: dict[int, tuple[str, str]] = {}
         kept = []
         for layer, module in layers.items():
@@ -215,7 +215,7 @@ class Surroundings:
         numbers, more = random.getstate(), np.random.get_state()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
-            with torch.random.fork_rng(devices=devices), building(self._replica):
+            with torch.random.fork_rng(devices=devices), building(self.replica):
                 made: nn.Module = spec.build()
         finally:
             random.setstate(numbers)

@@ -96,7 +96,7 @@ def _read(line: bytes, secret: str) -> Verdict | None:
         raise ValueError("a verdict without its parts") from error
 
 
-def _own_address() -> tuple[socket.AddressFamily, str, str]:
+def own_address() -> tuple[socket.AddressFamily, str, str]:
     """Where to listen: family, what the others are told, what to bind to."""
     master = os.environ.get("MASTER_ADDR") or socket.gethostname()
     family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -130,7 +130,7 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        family, advertised, bound = _own_address()
+        family, advertised, bound = own_address()
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.bind((bound, 0))
         self._socket.listen(_BACKLOG)

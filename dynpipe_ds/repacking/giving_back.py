@@ -34,7 +34,12 @@ class GivingBack:
         self.backend = together(make, device, lambda text: ValueError(
             f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
         ))
-        self.nodes: tuple[str, ...] = tuple(gather(self.backend.node_name()))
+        self.nodes: tuple[str, ...] = ()
+        self.find_nodes()
+
+    def find_nodes(self) -> None:
+        """Learn where all ranks run, when there are others than before; collective over all ranks."""
+        self.nodes = tuple(gather(self.backend.node_name()))
 
     def constraints(self) -> Constraints:
         """What the back-end demands now, and that rank 0 stays; collective.

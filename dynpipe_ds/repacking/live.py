@@ -46,7 +46,7 @@ def widened(boundaries: Sequence[int], staying: Sequence[int], num_stages: int) 
 
 
 class Shrink:
-    """One re-packing on one rank.
+    """One re-packing on one rank; making it is collective over all ranks.
 
     Args:
         stage: what is here of the model.
@@ -62,8 +62,11 @@ class Shrink:
         self._move = move
         self._staying = tuple(staying)
         self._boundaries = tuple(boundaries)
-        going = set(range(stage.num_stages)) - set(staying)
-        self.world = World(rank for s in going for rank in stage.pipeline.ranks_of(s))
+        ranks = {s: stage.pipeline.ranks_of(s) for s in range(stage.num_stages)}
+        self._everybody = {rank for of_stage in ranks.values() for rank in of_stage}
+        remaining = sorted(rank for s in staying for rank in ranks[s])
+        self._leaving = self._everybody.difference(remaining)
+        self.world = World.among(remaining)
 
     @property
     def stays(self) -> bool:
@@ -119,7 +122,7 @@ class Shrink:
         dist.barrier()
         self._miss_no_more()
         self.world.leave()
-        self._stage.guard.forget(range(self.world.size))  # what fails from here on is no concern of theirs
+        self._stage.guard.forget(self._everybody)  # what fails from here on is no concern of theirs
         self._stage.guard.stop()
         last_words()
         logging.shutdown()
@@ -135,4 +138,4 @@ class Shrink:
 
     def _miss_no_more(self) -> None:
         """Who leaves now is not lost."""
-        self._stage.guard.forget(self.world.leaving - {self.world.rank})
+        self._stage.guard.forget(self._leaving - {self._stage.pipeline.rank})

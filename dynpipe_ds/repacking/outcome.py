@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from dynpipe_ds.partition import InfeasiblePartitionError, optimal
 from dynpipe_ds.repacking.request import Holders, Request
-from dynpipe_ds.repacking.survivors import Score, choose_places, choose_survivors
+from dynpipe_ds.repacking.survivors import Score, choose_survivors, present_stage
 
 LEAST_SAVING = 0.02
 """Another number of micro-batches must save more than this share of a batch: predictions are off by as much."""
@@ -104,17 +104,16 @@ def best_repacking(request: Request, num_stages: int) -> Repacking:
 def repacking(request: Request, boundaries: tuple[int, ...]) -> Repacking:
     """Put a partition on workers: those that stay, and those that join.
 
-    Where workers are alike, those stay, and in such places, that the fewest bytes move. Where they differ in speed or
-    memory, the fastest stay, then those with the most memory.
+    Where workers are alike, those stay that leave the fewest bytes to be moved. Where they differ in speed or memory,
+    the fastest stay, then those with the most memory. Who joins comes before the last stage, which goes on reading
+    labels.
 
     Args:
         request: what to decide from.
         boundaries: n + 1 layer indices; a choice of workers allows n stages.
     """
     workers, num_stages = request.workers, len(boundaries) - 1
-    if num_stages == request.num_stages:
-        holders: tuple[int | None, ...] = tuple(range(num_stages))
-    elif request.workers_differ:
+    if request.workers_differ:
         holders = _best_workers(request, num_stages)
     else:
         holders = _choose(request, num_stages, _bytes_in_place(request, boundaries))
@@ -146,10 +145,8 @@ def _reason(request: Request, found: Repacking) -> str:
 
 
 def _best_partition(request: Request, num_stages: int) -> tuple[int, ...]:
-    holders: Holders = tuple(range(min(num_stages, request.num_stages)))
-    holders = (*holders, *[None] * (num_stages - len(holders)))
-    if request.workers_differ:
-        holders = _best_workers(request, num_stages)
+    alike = num_stages < request.num_stages and not request.workers_differ
+    holders: Holders = tuple(range(num_stages)) if alike else _best_workers(request, num_stages)
     plan = optimal(
         request.profile.costs("time"), num_stages, memory=request.memory(holders), pinned=request.pinned,
         speeds=request.speeds(holders),
@@ -158,7 +155,7 @@ def _best_partition(request: Request, num_stages: int) -> tuple[int, ...]:
 
 
 def _best_workers(request: Request, num_stages: int) -> tuple[int | None, ...]:
-    """The fastest workers that may stay, then those with the most memory; who joins comes before the last stage."""
+    """The fastest workers that may stay, then those with the most memory."""
     cap = request.memory_cap_bytes
 
     def speed_and_memory(old: int, new: int) -> tuple[float, ...]:
@@ -182,7 +179,7 @@ def _bytes_in_place(request: Request, boundaries: Sequence[int]) -> Score:
 
 def _choose(request: Request, num_stages: int, score: Score) -> tuple[int | None, ...]:
     if num_stages >= request.num_stages:
-        return choose_places(request.num_stages, num_stages, score)
+        return tuple(present_stage(stage, request.num_stages, num_stages) for stage in range(num_stages))
     survivors = choose_survivors(request.workers, request.constraints, num_stages, score)
     assert survivors is not None, "the count was checked"
     return survivors

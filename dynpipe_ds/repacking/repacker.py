@@ -1,4 +1,4 @@
-"""Training on another number of ranks: decide, shrink, renew what is counted by stage."""
+"""Training on fewer or more ranks: decide, shrink or grow, renew what is counted by stage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,11 @@ from dynpipe_ds.repacking.confirming import Confirmation
 from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
 from dynpipe_ds.repacking.first_fit import first_fit
 from dynpipe_ds.repacking.giving_back import GivingBack
+from dynpipe_ds.repacking.growing import Growing
 from dynpipe_ds.repacking.live import RepackError, Shrink
 from dynpipe_ds.repacking.micro_batches import Scaling
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
-from dynpipe_ds.repacking.request import Request
+from dynpipe_ds.repacking.request import Holders, Request
 from dynpipe_ds.repacking.survivors import Workers
 from dynpipe_ds.telling import tell_all
 
@@ -45,6 +47,7 @@ class Repacker:
 
     Attributes:
         giving_back: gives the freed workers back.
+        growing: lets workers join.
         callbacks: called after re-packing, also on the ranks that leave.
         scaling: how seconds follow from the size of micro-batches.
     """
@@ -57,6 +60,7 @@ class Repacker:
         self._most_stages = 0
         self._pause_s = FIRST_PAUSE_S
         self.scaling = Scaling(1)
+        self.growing = Growing(run)
         self._next_batch = run.config.repack.earliest_batch
 
     def start(self) -> None:
@@ -69,9 +73,36 @@ class Repacker:
         self.giving_back = GivingBack(self._run.config.repack.release, self._stage.device)
         _runs.add(self._run)
 
+    def has_joined(self, boundaries: Sequence[int], before: Sequence[int], num_micro_batches: int) -> None:
+        """Do what the ranks do that were there before, after this process has entered; layers come to it.
+
+        Args:
+            boundaries: of the longer pipeline, the same on every rank.
+            before: of the pipeline as it was.
+            num_micro_batches: M, of the batches to come.
+        """
+        with self._stage.guard.no_way_back("workers joined"):
+            self.growing.start(joined=True)
+            self._stage.settle()
+            if num_micro_batches != self._stage.pipeline.num_micro_batches:
+                self._stage.pipeline.set_micro_batches(num_micro_batches)
+                self._run.balancer.expect_change()
+            self.giving_back.find_nodes()
+        migrate_s = self.growing.move(boundaries)
+        self._has_changed(len(before) - 1, len(boundaries) - 1, migrate_s)
+
+    def open_doors(self) -> None:
+        """Let workers knock, if the section asks for it; as soon as the engine is complete.
+
+        Raises:
+            ValueError: on every rank, if there can be no door.
+        """
+        self.growing.start()
+
     def end(self) -> None:
         """The process groups are the engine's no more."""
         _runs.discard(self._run)
+        self.growing.end()
 
     def wants_profile(self, batch: int) -> bool:
         """Tell whether to profile a batch, the same on every rank: a wish is confirmed by new profiles only."""
@@ -80,10 +111,12 @@ class Repacker:
         return confirms and not balancer.is_held(batch)
 
     def repack(self, num_stages: int) -> RepackEvent:
-        """Go on with fewer stages, whatever throughput that costs; does not return on ranks that are not needed.
+        """Go on with fewer stages, whatever throughput that costs, or with more, as soon as workers wait.
+
+        Does not return on ranks that are not needed.
 
         Args:
-            num_stages: n, at least 1 and fewer than now.
+            num_stages: n, at least 1 and another number than now.
 
         Raises:
             RuntimeError: if no batch was profiled yet.
@@ -91,11 +124,13 @@ class Repacker:
         """
         if not self._run.balancer.newest:
             raise RuntimeError("there is no profile to re-pack by; train one batch first")
+        if num_stages > self._stage.num_stages:
+            self.growing.check_open(num_stages)
         with self._run.clock.work("decide") as deciding:
             chosen = self._choose_workers(lambda request: to_stages(request, num_stages))
         if isinstance(chosen, Refusal):
             raise RepackError(f"re-packing to {num_stages} stages is not possible: {chosen.reason}")
-        return self._shrink(chosen, deciding.seconds)
+        return self._carry_out(chosen, deciding.seconds)
 
     # -- deciding -----------------------------------------------------------------------------
 
@@ -105,8 +140,6 @@ class Repacker:
         config, balancer, batch = run.config.repack, run.balancer, run.num_batches - 1
         if not config.enabled or not balancer.is_ready or batch < self._next_batch or balancer.is_held(batch):
             return
-        if self._stage.num_stages == 1 and not self._num_waiting_stages():
-            return
         try:
             with run.clock.work("decide") as deciding:
                 chosen = self._choose_workers(self._decide)
@@ -115,7 +148,7 @@ class Repacker:
             self._next_batch = batch + self._batches_until_next_decision(plan_s)
             if wanted:
                 assert isinstance(chosen, Repacking)
-                self._shrink(chosen, plan_s)
+                self._carry_out(chosen, plan_s)
             else:
                 run.overhead.planning_s += plan_s
         except (RepackError, ReleaseError) as error:  # raised only before the point of no return
@@ -160,7 +193,7 @@ class Repacker:
 
     def _num_waiting_stages(self) -> int:
         """How many stages the workers that wait could run, the same on every rank."""
-        return 0
+        return self.growing.num_waiting() // len(self._stage.pipeline.ranks_of(0))
 
     def _choose_workers(self, decide: Decide) -> Repacking | Refusal:
         """Decide, the same on every rank."""
@@ -169,6 +202,8 @@ class Repacker:
         profile = run.balancer.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         more_stages = self._num_waiting_stages()
+        if stage.num_stages == 1 and not more_stages:
+            return Refusal("there is one stage, nothing can be given back, and no workers wait")
         self._most_stages = max(self._most_stages, stage.num_stages + more_stages)
         request = Request(
             profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
@@ -209,12 +244,33 @@ class Repacker:
 
     # -- doing it -----------------------------------------------------------------------------
 
+    def _carry_out(self, chosen: Repacking, plan_s: float) -> RepackEvent:
+        """Do what was chosen; does not return on ranks that are released."""
+        event = (self._grow if chosen.joining_stages else self._shrink)(chosen, plan_s)
+        self._run.overhead.repacking_s += event.seconds
+        self._has_changed(len(event.before) - 1, len(event.after) - 1, event.seconds)
+        tell_all(self.callbacks, event, "on_repack")
+        return event
+
+    def _has_changed(self, before: int, after: int, pause_s: float) -> None:
+        """Take note of what is the same on every rank, also on those that have joined."""
+        self._pause_s = self._agreed_cost(pause_s)
+        self._confirmation.carried_out(before, after)
+
+    def _grow(self, chosen: Repacking, plan_s: float) -> RepackEvent:
+        """Go on with workers that wait."""
+        return self.growing.grow(
+            chosen, plan_s, self._of_each(chosen.holders), checks=lambda: self._check(chosen),
+            settle=lambda came: self._settle(chosen) if came else self._count_stages_anew({}),
+            renew=self.giving_back.find_nodes,
+        )
+
     def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
-        shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing), clock.work("move") as moving:
+            shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
             moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
@@ -223,32 +279,36 @@ class Repacker:
         )
         with guard.no_way_back(doing):
             if not shrink.stays:
+                self.growing.end()
                 shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
             regrouping_s = clock.now_s()
             with clock.work("regroup"):
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
-            takes_other_times = self._adapt_micro_batches(chosen.num_micro_batches)
-            self._forget_old_stages(chosen.surviving_stages)
-            if takes_other_times:
-                self._run.balancer.expect_change()
+            self._settle(chosen)
             self.giving_back.give_back(chosen, shrink.world)
-        event = replace(event, regroup_s=clock.now_s() - regrouping_s)
-        self._run.overhead.repacking_s += event.seconds
-        self._pause_s = self._agreed_cost(event.seconds)
-        self._confirmation.carried_out(len(event.before) - 1, len(event.after) - 1)
-        tell_all(self.callbacks, event, "on_repack")
-        return event
+            self.growing.start()
+        return replace(event, regroup_s=clock.now_s() - regrouping_s)
 
     def _check_before_shrinking(self, chosen: Repacking) -> None:
+        self._check(chosen)
+        self.giving_back.prepare(chosen)
+
+    def _check(self, chosen: Repacking) -> None:
+        self._stage.pipeline.check_micro_batches(chosen.num_micro_batches)
         others = [run for run in _runs if run is not self._run]
         if others:
             raise ValueError(
                 f"{len(others)} other engine(s) of this process use the process groups that re-packing replaces; "
                 "call their destroy() before"
             )
-        self._stage.pipeline.check_micro_batches(chosen.num_micro_batches)
-        self.giving_back.prepare(chosen)
+
+    def _settle(self, chosen: Repacking) -> None:
+        """Go on in the number of micro-batches that was chosen, with stages counted anew."""
+        takes_other_times = self._adapt_micro_batches(chosen.num_micro_batches)
+        self._count_stages_anew(self._of_each(chosen.holders))
+        if takes_other_times:
+            self._run.balancer.expect_change()
 
     def _adapt_micro_batches(self, num_micro_batches: int) -> bool:
         """Run the same batches in another number of micro-batches, which was checked before; whether it is another."""
@@ -259,14 +319,20 @@ class Repacker:
         pipeline.set_micro_batches(num_micro_batches)
         return True
 
-    def _forget_old_stages(self, staying: Sequence[int]) -> None:
-        """What was measured on stages, or is given for each stage, belongs to the longer pipeline."""
-        run, config = self._run, self._run.config
-        given = {"memory_cap_bytes": config.memory_cap_bytes, "stage_speeds": run.balancer.speeds}
-        per_stage = {
-            key: [values[stage] for stage in staying] for key, values in given.items() if isinstance(values, list)
-        }
-        run.config = config.model_copy(update=per_stage)
+    def _of_each(self, holders: Holders) -> dict[str, Any]:
+        """What is given for each stage, for those that will be; of workers that join nothing is known."""
+        found: dict[str, Any] = {}
+        caps, speeds = self._run.config.memory_cap_bytes, self._run.balancer.speeds
+        if isinstance(caps, list):
+            found["memory_cap_bytes"] = [min(caps) if holder is None else caps[holder] for holder in holders]
+        if speeds is not None:
+            found["stage_speeds"] = [median(speeds) if holder is None else speeds[holder] for holder in holders]
+        return found
+
+    def _count_stages_anew(self, per_stage: Mapping[str, Any]) -> None:
+        """What was measured on stages, or is given for each stage, belongs to the pipeline as it was."""
+        run = self._run
+        run.config = run.config.model_copy(update=dict(per_stage))
         run.balancer.serve(run.config)
         self._stage.settle()
         run.profiler.sizes_changed()

@@ -89,34 +89,22 @@ def choose_survivors(
     return tuple(sorted(best[num_stages][1])) if num_stages in best else None
 
 
-def choose_places(num_present: int, num_stages: int, score: Score) -> tuple[int | None, ...]:
-    """Which of the stages of a longer pipeline the present workers run: the choice with the highest score.
+def present_stage(stage: int, before: int, after: int) -> int | None:
+    """Which of the present stages is a stage of a longer pipeline: all but the last stay the first.
 
-    They keep their order. Stage 0 stays the first, and of two or more the last one stays the last: these read data, and
-    who joins has read none. Exact, by a dynamic program, ``O(S n)``; equal scores: the lowest stages.
+    So who reads data goes on reading it: the first stage, and of two or more the last.
 
     Args:
-        num_present: S, at least 1.
-        num_stages: n, at least S.
-        score: what a present stage is worth as a stage of the longer pipeline.
+        stage: of the longer pipeline.
+        before: present number of stages.
+        after: the longer pipeline's.
 
     Returns:
-        For each of the n stages the present one; ``None``: workers that join.
+        The present one; ``None`` for a new one.
     """
-    best: dict[int, tuple[tuple[float, ...], tuple[int | None, ...]]] = {0: ((), ())}
-    for new in range(num_stages):
-        reached: dict[int, tuple[tuple[float, ...], tuple[int | None, ...]]] = {}
-        for placed, (loss, holders) in best.items():
-            options = [(placed, (loss, (*holders, None)))] if placed else []
-            is_last = placed == num_present - 1 > 0
-            if placed < num_present and (not is_last or new == num_stages - 1):
-                less = tuple(-value for value in score(placed, new))
-                options.append((placed + 1, (_add([loss, less]), (*holders, placed))))
-            for count, option in options:
-                kept = reached.get(count)
-                reached[count] = option if kept is None or option[0] < kept[0] else kept
-        best = reached
-    return best[num_present][1]
+    if stage < max(1, before - 1):
+        return stage
+    return before - 1 if before > 1 and stage == after - 1 else None
 
 
 def possible_counts(workers: Workers, constraints: Constraints) -> list[int]:

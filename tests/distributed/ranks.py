@@ -28,6 +28,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+DOOR = "TEST_DOOR"
+"""Environment variable of all processes of a test: the file for ``elastic.door_file``."""
+
 _WHERE_ARE_YOU = signal.SIGUSR1
 _LOOK_S = 0.2  # how often to look whether all that are left are stopped
 GRACE_S = 5.0  # for the others, to show errors of their own after a rank has failed
@@ -43,7 +46,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240.0,
     may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
-    shares_device: bool = False,
+    shares_device: bool = False, newcomers: int = 0,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -57,6 +60,7 @@ def run_ranks(
         may_leave: ranks that may end without an answer, with exit code 0.
         collective_s: timeout of the process group; by default DeepSpeed's.
         shares_device: whether all ranks use device 0, and what they send goes through host memory on its way to gloo.
+        newcomers: processes after the ranks, each alone, that are to join; the job writes its ``DOOR`` for them.
 
     Returns:
         What the ranks returned, by rank; ``None`` for one that died or left and was allowed to.
@@ -66,8 +70,8 @@ def run_ranks(
     """
     with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         stay = not may_die
-        world = _World(num_ranks, port, collective_s, shares_device)
-        ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks)]
+        world = _World(num_ranks, port, collective_s, shares_device, f"{folder}/door.json")
+        ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks + newcomers)]
         _collect(ranks, timeout_s, may_die, may_leave)
         failures = [r.failure() for r in ranks if r.rank not in may_die]
         if any(failures):
@@ -92,6 +96,7 @@ class _World(NamedTuple):
     port: int
     collective_s: float | None
     shares_device: bool
+    door: str
 
 
 class _Rank:
@@ -207,8 +212,13 @@ def _init(rank: int, world: _World) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world.num_ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(world.port),
     )
+    os.environ[DOOR] = world.door
     torch.set_num_threads(1)
     torch.manual_seed(1234)
+    if rank >= world.num_ranks:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", DYNPIPE_JOIN=world.door)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        return init_distributed("gloo")
     if world.shares_device:
         from benchmarks.gpu import staged
 

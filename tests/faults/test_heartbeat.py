@@ -20,8 +20,7 @@ from unittest.mock import patch
 import pytest
 
 from dynpipe_ds import FatalError
-from dynpipe_ds.host import world
-from dynpipe_ds.ranks import answering, fatal, heartbeat
+from dynpipe_ds.ranks import answering, fatal, heartbeat, place
 from dynpipe_ds.ranks.answering import Address, Answer, Listener, RunningClock, ask
 from dynpipe_ds.ranks.fatal import Verdict
 from dynpipe_ds.ranks.guard import Guard
@@ -326,8 +325,8 @@ def test_nothing_is_left_after_re_packing() -> None:
 
 
 def test_a_store_that_does_not_answer() -> None:
-    with patch.object(world, "_STORE_S", 0.5), pytest.raises(RuntimeError, match="did not answer for 0.5 s") as caught:
-        world._bounded(lambda: time.sleep(60))
+    with patch.object(place, "STORE_S", 0.5), pytest.raises(RuntimeError, match="did not answer for 0.5 s") as caught:
+        place.bounded(lambda: time.sleep(60))
     assert fatal.broke_connection(caught.value)
     with pytest.raises(KeyError):
-        world._bounded(lambda: {}["nothing"])
+        place.bounded(lambda: {}["nothing"])

@@ -262,7 +262,7 @@ def shrink_with_a_stopped_rank(rank: int, point: Point) -> Outcome:
     engine = make_engine(RUN)
     batches = data(0, RUN.micro_batches)
     engine.train_batch(batches)
-    with patience(), patch("dynpipe_ds.host.world._STORE_S", TIMEOUT_S), ExitStack() as stack:
+    with patience(), patch("dynpipe_ds.ranks.place.STORE_S", TIMEOUT_S), ExitStack() as stack:
         if rank == 0:
             stack.enter_context(point.arm(stop))
         try:

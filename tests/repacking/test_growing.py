@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,6 @@ from dynpipe_ds.repacking.confirming import MOST, TURN, TWICE, Confirmation
 from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
 from dynpipe_ds.repacking.request import Request
-from dynpipe_ds.repacking.survivors import choose_places
 from tests.repacking.test_decision import best_partitions, granted, in_order, one_f_one_b_s, refused, request
 
 WISH = Wish(tolerance=0.05, min_gain=1.1 / 0.95 - 1)
@@ -29,43 +28,16 @@ def even(num_layers: int, num_stages: int, **options: Any) -> Request:
 # -- where the workers are ----------------------------------------------------------------------
 
 
-def test_places_agree_with_brute_force() -> None:
-    rng = random.Random(7)
-    for _ in range(200):
-        present, more = rng.randint(1, 5), rng.randint(0, 4)
-        worth = [[rng.randint(0, 9) for _ in range(present + more)] for _ in range(present)]
-        choices = [
-            chosen for chosen in combinations(range(present + more), present)
-            if chosen[0] == 0 and (present == 1 or chosen[-1] == present + more - 1)
-        ]
-        found = choose_places(present, present + more, lambda old, new: (worth[old][new],))  # noqa: B023
-        assert [holder for holder in found if holder is not None] == list(range(present))
-        places = tuple(stage for stage, holder in enumerate(found) if holder is not None)
-        assert places in choices
-        totals = [sum(worth[old][new] for old, new in enumerate(chosen)) for chosen in choices]
-        assert sum(worth[old][new] for old, new in enumerate(places)) == max(totals)
-
-
 def test_to_more_stages() -> None:
     """All that are there stay; the last one goes on reading labels; nobody is released."""
     found = granted(to_stages(even(8, 2, more_stages=3), 4))
     assert found.num_stages == 4 and found.boundaries == (0, 2, 4, 6, 8)
-    assert found.holders in ((0, None, None, 1),) and found.joining_stages == (1, 2)
+    assert found.holders == (0, None, None, 1) and found.joining_stages == (1, 2)
     assert found.surviving_ranks == (0, 1) and not found.released_ranks and not found.released_nodes
     assert found.seconds_after == pytest.approx(one_f_one_b_s(even(8, 2), found.boundaries))
     assert found.reason.startswith("2 -> 4 stages have 1")
     alone = granted(to_stages(even(4, 1, more_stages=1), 2))
     assert alone.holders == (0, None)
-
-
-def test_those_that_are_there_keep_what_they_have() -> None:
-    case = request([1.0] * 4 + [2.0] * 4, (0, 4, 6, 8), micro_batches=16, state=[1] * 4 + [50] * 4, more_stages=1)
-    found = granted(to_stages(case, 4))
-    in_place = [
-        max(0, min(case.current[old + 1], found.boundaries[new + 1]) - max(case.current[old], found.boundaries[new]))
-        for new, old in enumerate(found.holders) if old is not None
-    ]
-    assert found.holders == (0, None, 1, 2) and in_place == [3, 1, 1], "(0, 1, None, 2) would leave less in place"
 
 
 def test_more_workers_than_layers() -> None:

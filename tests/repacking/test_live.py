@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from dynpipe_ds import RepackError
 from dynpipe_ds.host.world import World
@@ -98,7 +99,7 @@ def fail_on_the_last_rank(engine: Any) -> None:
     """The store can't be reached from one rank."""
 
     def check(self: World) -> None:
-        if self.rank == 2:
+        if torch.distributed.get_rank() == 2:
             raise RuntimeError("no store here")
 
     patch.object(World, "check", check).start()
@@ -116,8 +117,6 @@ def test_a_failure_before_the_vote_leaves_everything_as_it_was() -> None:
 
 def train_from_one_iterator(_rank: int, run: Run, num_stages: int | None, own_loader: bool) -> Any:
     """Keep only the lowest stages, so that a stage that never read data becomes the last; evaluate, save, load."""
-    import torch
-
     batches = torch.Generator().manual_seed(3)
     samples = [torch.randint(17, (7,), generator=batches) for _ in range(80)]
     pairs = [(sample[:-1].clone(), sample[1:].clone()) for sample in samples]

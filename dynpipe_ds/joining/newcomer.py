@@ -1,0 +1,246 @@
+"""A process that is to join a running job: it knocks at the job's doors, shows what it has, and waits.
+
+What makes a process one is the environment variable ``DYNPIPE_JOIN``, which ``dynpipe join`` and ``dynpipe run
+--spares`` set: ``HOST:PORT`` of a door (the token is then in ``DYNPIPE_TOKEN``), or the file that holds both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dynpipe_ds.joining.door import ANSWER_S, TOKEN, Address
+from dynpipe_ds.joining.wire import Wire, WireError
+from dynpipe_ds.ranks.answering import RunningClock
+from dynpipe_ds.telling import log
+
+JOIN = "DYNPIPE_JOIN"
+"""Environment variable that says where to knock."""
+
+KNOCKING_S = 600.0
+"""How long to knock at a door that is not there yet: a job may start later than its spares."""
+
+AGAIN_S = 30.0
+"""How long to look for another door when the one at which this process waited is gone."""
+
+_PAUSE_S = 0.2
+_WELCOME_S = 60.0
+
+
+class RefusedError(RuntimeError):
+    """This process does not fit the job that it was to join; the text names every difference."""
+
+
+class OverError(RuntimeError):
+    """The job ended before it needed this process."""
+
+
+def find_door(where: str) -> tuple[Address, str]:
+    """Address and token that a text stands for.
+
+    Args:
+        where: ``HOST:PORT``, or a file that a job's first rank has written.
+
+    Raises:
+        ValueError: if it is neither, with the remedy.
+    """
+    token, address = os.environ.get(TOKEN, ""), where
+    if Path(where).is_file():
+        content = json.loads(Path(where).read_text(encoding="utf-8"))
+        token, address = token or str(content["token"]), str(content["address"])
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"{where!r} is neither HOST:PORT nor a file that the job has written; give the address that the job's log "
+            "tells, or the file in elastic.door_file"
+        )
+    if not token:
+        raise ValueError(f"{TOKEN} is not set: it is the word that lets workers join; set what the job's ranks have")
+    return Address(host.strip("[]"), int(port)), token
+
+
+class Newcomer:
+    """This process before it is a rank of the job.
+
+    Args:
+        where: as :func:`find_door` takes it; a file may appear later.
+        identity: what names this process.
+
+    Attributes:
+        identity: as given.
+        job: what the job tells before anything is built.
+    """
+
+    def __init__(self, where: str, identity: str) -> None:
+        self.identity = identity
+        self.job: dict[str, Any] = {}
+        self._where = where
+        self._doors: list[Address] = []
+        self._token = ""
+        self._wire: Wire | None = None
+        self._papers: Mapping[str, Any] = {}
+
+    @property
+    def owned(self) -> dict[int, tuple[str, ...]]:
+        """What single replicas of the job own, by layer."""
+        return {int(layer): tuple(names) for layer, names in self.job["owned"]}
+
+    def knock(self, patience_s: float = KNOCKING_S) -> None:
+        """Find the door and hear of the job.
+
+        Args:
+            patience_s: how long to try.
+
+        Raises:
+            RefusedError: if the token is another one.
+            OverError: if no door answers in time.
+        """
+        clock, problem = RunningClock(), ""
+        while clock.tick() < patience_s:
+            for address in list(self._doors) or self._named_doors():
+                try:
+                    if self._knock_at(address):
+                        return
+                except WireError as error:
+                    problem = f"{address.host}:{address.port}: {error}"
+                    if "token" in str(error):
+                        raise RefusedError(f"refused at {problem}; set {TOKEN} to the job's") from error
+                except OSError as error:
+                    problem = f"{address.host}:{address.port}: {error}"
+            time.sleep(_PAUSE_S)
+        raise OverError(f"no door of the job answered in {patience_s:g} s ({problem or f'no {self._where}'})")
+
+    def _named_doors(self) -> list[Address]:
+        if not Path(self._where).is_file() and os.sep in self._where:
+            return []  # to be written
+        address, self._token = find_door(self._where)
+        return [address]
+
+    def _knock_at(self, address: Address) -> bool:
+        wire = Wire(socket.create_connection(address, timeout=ANSWER_S))
+        try:
+            wire.introduce(self._token, ANSWER_S)
+            said = wire.receive(ANSWER_S)
+            if "job" not in said:
+                elsewhere = said.get("elsewhere")
+                self._doors = [Address(*elsewhere)] if elsewhere else self._doors
+                wire.close()
+                return False
+        except BaseException:
+            wire.close()
+            raise
+        self.job, self._wire = said["job"], wire
+        self._doors = [Address(*door) for door in self.job.get("doors", [])] or [address]
+        return True
+
+    def show(self, papers: Mapping[str, Any]) -> None:
+        """Prove that this process fits.
+
+        Raises:
+            RefusedError: if it does not, with every difference.
+            WireError: if the door is gone.
+        """
+        assert self._wire is not None, "knock first"
+        self._papers = papers
+        self._wire.send(papers=papers, identity=self.identity)
+        said = self._wire.receive(_WELCOME_S)
+        if "refused" in said:
+            raise RefusedError("this worker does not fit the job: " + "; ".join(map(str, said["refused"])))
+
+    def wait(self) -> dict[str, Any]:
+        """Wait for the invitation, as long as there is a door.
+
+        Returns:
+            What the job sent.
+
+        Raises:
+            OverError: if the job ended.
+            RefusedError: if the job has another door now, and this process does not fit there.
+        """
+        while True:
+            try:
+                assert self._wire is not None, "knock first"
+                said = self._wire.receive(None)
+                if said.get("over"):
+                    raise OverError("the job has ended")
+                if "invited" in said:
+                    invited: dict[str, Any] = said["invited"]
+                    return invited
+                self._doors = [Address(*said["elsewhere"])] if said.get("elsewhere") else self._doors
+            except WireError:
+                log.info("dynamic_pipeline: the door at which this worker waited is gone; looking for another")
+            self.knock_again()
+
+    def answer(self, problem: str) -> None:
+        """Answer an invitation.
+
+        Args:
+            problem: why this process can't come; empty if it comes.
+        """
+        assert self._wire is not None, "knock first"
+        with suppress(WireError):
+            self._wire.send(coming=not problem, problem=problem)
+
+    def show_again(self, papers: Mapping[str, Any]) -> None:
+        """As :meth:`show`, at another door if the one that was knocked at is gone by now.
+
+        Raises:
+            RefusedError: if this process does not fit.
+            OverError: if the job has no door any more.
+        """
+        try:
+            self.show(papers)
+        except WireError:
+            self.knock_again()
+
+    def knock_again(self) -> None:
+        """Wait at a door once more: this one is gone, or joining has failed.
+
+        Raises:
+            OverError: if there is none.
+            RefusedError: if this process does not fit there.
+        """
+        self.hang_up()
+        clock = RunningClock()
+        while True:
+            self.knock(AGAIN_S)
+            with suppress(WireError):
+                self.show(self._papers)
+                return
+            if clock.tick() > AGAIN_S:
+                raise OverError("the job has no door any more")
+
+    def hang_up(self) -> None:
+        """Let go of the door: this process is in, or ends."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+_newcomer: tuple[int, Newcomer | None] = 0, None
+
+
+def newcomer(identity: str) -> Newcomer | None:
+    """What this process is until it has joined; ``None`` for a rank of a job.
+
+    Args:
+        identity: what names this process.
+    """
+    global _newcomer
+    where = os.environ.get(JOIN)
+    if where and (_newcomer[0] != os.getpid() or _newcomer[1] is None):
+        _newcomer = os.getpid(), Newcomer(where, identity)
+    return _newcomer[1] if where and _newcomer[0] == os.getpid() else None
+
+
+def is_in() -> None:
+    """This process is a rank of the job now, and further engines are ordinary ones."""
+    global _newcomer
+    os.environ.pop(JOIN, None)
+    _newcomer = 0, None

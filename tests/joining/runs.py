@@ -1,0 +1,78 @@
+"""A training that is resized on the way, as ranks and newcomers run it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tests.distributed.configs import BY_HAND
+from tests.distributed.models import Run, data, digest, make_engine
+from tests.distributed.ranks import DOOR, run_ranks
+
+WAIT_S = 60.0
+
+Steps = Mapping[int, int]
+"""Batch -> number of stages from its end on."""
+
+
+class Outcome(NamedTuple):
+    """What a rank knows at the end."""
+
+    losses: dict[int, float]
+    digest: dict[str, str]
+    partition: tuple[int, ...]
+    events: list[Any]
+
+
+def elastic(run: Run, **section: Any) -> Run:
+    """The same run, which workers may join."""
+    config = dict(run.config)
+    section = {**BY_HAND, **config.pop("dynamic_pipeline", {}), **section}
+    section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
+    return replace(run, config={**config, "dynamic_pipeline": section})
+
+
+def wait_for_newcomers(engine: Any, number: int) -> None:
+    """Let nobody go on before so many wait; collective."""
+    until = time.monotonic() + WAIT_S
+    while engine.dynamic.repacker.growing.num_waiting() < number:
+        assert time.monotonic() < until, "newcomers did not come"
+        time.sleep(0.02)
+
+
+def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
+    """Train, with another number of stages after some batches; the same function is what a newcomer runs."""
+    engine = make_engine(elastic(run))
+    batches, losses, events = data(engine.grid.get_data_parallel_id(), run.micro_batches), {}, []
+    for _ in range(engine.global_steps * run.micro_batches):
+        next(batches)
+    while engine.global_steps < run.num_batches:
+        batch = engine.global_steps
+        losses[batch] = float(engine.train_batch(batches))
+        wanted = steps.get(batch, engine.num_stages)
+        if wanted > engine.num_stages:
+            replicas = engine.grid.get_data_parallel_world_size()
+            wait_for_newcomers(engine, (wanted - engine.num_stages) * replicas)
+        if wanted != engine.num_stages:
+            events.append(engine.repack(wanted))
+    return Outcome(losses, digest(engine), engine.partition, events)
+
+
+def assert_same_bits(run: Run, ranks: int, steps: Steps, newcomers: int) -> list[Outcome]:
+    """Compare a run that is resized with one that is not; what those returned who were there at the end."""
+    everyone = run_ranks(resized, ranks, run, {})
+    may_leave = range(1, ranks + newcomers) if min(steps.values()) < run.num_stages else ()
+    changed = run_ranks(resized, ranks, run, steps, newcomers=newcomers, may_leave=may_leave)
+    last: list[Outcome] = [outcome for outcome in changed if outcome is not None]
+    losses = everyone[0].losses
+    for outcome in last:
+        assert outcome.losses == {batch: losses[batch] for batch in outcome.losses}
+        assert max(outcome.losses, default=run.num_batches - 1) == run.num_batches - 1
+    digests = [{item for outcome in outcomes for item in outcome.digest.items()} for outcomes in (everyone, last)]
+    assert digests[0] == digests[1]
+    return last
+
+
