@@ -170,6 +170,7 @@ class Training:
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
+        self.repacker.leave_if_told()
         return result
 
     def _wants_profile(self) -> bool:

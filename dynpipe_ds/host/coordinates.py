@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from dynpipe_ds.repacking.survivors import present_stage
+from dynpipe_ds.placement import present_stage
 
 Member = tuple[int, int] | int
 

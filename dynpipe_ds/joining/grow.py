@@ -16,12 +16,11 @@ from dynpipe_ds.host.coordinates import longer
 from dynpipe_ds.host.topology import renumber
 from dynpipe_ds.host.world import World, identity
 from dynpipe_ds.joining.adopting import for_newcomers, of_this_rank
-from dynpipe_ds.placement import Placement
+from dynpipe_ds.placement import Placement, present_stage
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.ranks.heartbeat import group_timeout
 from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.outcome import Repacking
-from dynpipe_ds.repacking.survivors import present_stage
 
 if TYPE_CHECKING:
     from dynpipe_ds.joining.door import Door

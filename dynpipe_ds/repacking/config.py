@@ -86,6 +86,13 @@ class RepackConfig(Section):
         rule="true or false",
         example="true",
     )
+    leave_on: Literal["SIGUSR1", "SIGUSR2", "SIGTERM"] | None = key(
+        None,
+        "Signal by which a scheduler warns workers that it takes them away: they leave after the batch, and the others "
+        "go on. It then ends nothing by itself. Null: none.",
+        rule='null, "SIGUSR1", "SIGUSR2" or "SIGTERM"',
+        example='"SIGTERM"',
+    )
     release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
         ExitOptions(),
         "Who gets the freed workers: a back-end, with its options.",

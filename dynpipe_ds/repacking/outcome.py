@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from dynpipe_ds.partition import InfeasiblePartitionError, optimal
+from dynpipe_ds.placement import present_stage
 from dynpipe_ds.repacking.request import Holders, Request
-from dynpipe_ds.repacking.survivors import Score, choose_survivors, present_stage
+from dynpipe_ds.repacking.survivors import Score, choose_survivors
 
 LEAST_SAVING = 0.02
 """Another number of micro-batches must save more than this share of a batch: predictions are off by as much."""

@@ -14,13 +14,16 @@ import torch.distributed as dist
 
 from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.ranks.agreement import same_everywhere
-from dynpipe_ds.release import ReleaseError
+from dynpipe_ds.ranks.agreement import same_everywhere, together
+from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError
+from dynpipe_ds.release.exit import ExitBackend
+from dynpipe_ds.release.notice import Notice
 from dynpipe_ds.repacking.confirming import Confirmation
 from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
 from dynpipe_ds.repacking.first_fit import first_fit
 from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.growing import Growing
+from dynpipe_ds.repacking.leaving import without
 from dynpipe_ds.repacking.live import RepackError, Shrink
 from dynpipe_ds.repacking.micro_batches import Scaling
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
@@ -61,6 +64,8 @@ class Repacker:
         self._pause_s = FIRST_PAUSE_S
         self.scaling = Scaling(1)
         self.growing = Growing(run)
+        self._notice: Notice | None = None
+        self._known_to_go: set[int] = set()
         self._next_batch = run.config.repack.earliest_batch
 
     def start(self) -> None:
@@ -71,6 +76,9 @@ class Repacker:
         """
         self.scaling = Scaling(self._stage.pipeline.micro_batch_size)
         self.giving_back = GivingBack(self._run.config.repack.release, self._stage.device)
+        leave_on = self._run.config.repack.leave_on
+        if leave_on is not None:
+            self._notice = together(lambda: Notice(leave_on), self._stage.device, ValueError)
         _runs.add(self._run)
 
     def has_joined(self, boundaries: Sequence[int], before: Sequence[int], num_micro_batches: int) -> None:
@@ -103,6 +111,8 @@ class Repacker:
         """The process groups are the engine's no more."""
         _runs.discard(self._run)
         self.growing.end()
+        if self._notice is not None:
+            self._notice.stop()
 
     def wants_profile(self, batch: int) -> bool:
         """Tell whether to profile a batch, the same on every rank: a wish is confirmed by new profiles only."""
@@ -155,6 +165,35 @@ class Repacker:
             self._next_batch = 2 * batch + 8
             run.warn_once(f"re-packing after batch {run.num_batches} failed ({error})", "repack")
 
+    def leave_if_told(self) -> None:
+        """Go on without workers that were warned that they are taken away; does not return on them.
+
+        Where that can't be, or fails, training goes on with all ranks for as long as they are there.
+        """
+        if self._notice is None:
+            return
+        going, profile = self._who_goes(), self._run.balancer.smoothed()
+        if not going - self._known_to_go or profile is None:  # without a profile, after the next batch
+            return
+        self._known_to_go = going
+        try:
+            with self._run.clock.work("decide") as deciding:
+                chosen = without(self._request(profile, Constraints()), going)
+            if isinstance(chosen, Refusal):
+                raise RepackError(chosen.reason)
+            self._agree_on(chosen)
+            self._carry_out(chosen, deciding.seconds, is_taken=True)
+        except RepackError as error:
+            self._run.warn_once(f"workers were not left in time ({error})", "notice")
+
+    def _who_goes(self) -> set[int]:
+        """Ranks that were warned, the same on every rank."""
+        assert self._notice is not None
+        warned = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._stage.device)
+        warned[dist.get_rank()] = int(self._notice.has_come)
+        dist.all_reduce(warned)
+        return {rank for rank, number in enumerate(warned.tolist()) if number}
+
     def _agreed_cost(self, seconds: float) -> float:
         cost = torch.tensor([seconds], dtype=torch.float64, device=self._stage.device)
         dist.all_reduce(cost, op=dist.ReduceOp.MAX)
@@ -198,28 +237,38 @@ class Repacker:
     def _choose_workers(self, decide: Decide) -> Repacking | Refusal:
         """Decide, the same on every rank."""
         rules, stage, run = self.giving_back.constraints(), self._stage, self._run
-        ranks = tuple(stage.pipeline.ranks_of(s) for s in range(stage.num_stages))
         profile = run.balancer.smoothed()
         assert profile is not None, "asked after a batch was profiled"
         more_stages = self._num_waiting_stages()
         if stage.num_stages == 1 and not more_stages:
             return Refusal("there is one stage, nothing can be given back, and no workers wait")
         self._most_stages = max(self._most_stages, stage.num_stages + more_stages)
-        request = Request(
-            profile=profile, current=stage.partition, workers=Workers(ranks, self.giving_back.nodes),
-            constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes,
-            stage_speeds=run.balancer.speeds, pinned=run.balancer.pinned, more_stages=more_stages,
-            most_stages=self._most_stages, others=self._in_other_micro_batches(profile),
+        request = replace(
+            self._request(profile, rules), more_stages=more_stages, most_stages=self._most_stages,
+            others=self._in_other_micro_batches(profile),
         )
         chosen = decide(request)
         if isinstance(chosen, Refusal):
             return chosen
         if chosen.num_stages < stage.num_stages:
             chosen = self._keeping_last(decide, request, chosen)
+        self._agree_on(chosen)
+        return chosen
+
+    def _request(self, profile: PipelineProfile, rules: Constraints) -> Request:
+        run, stage = self._run, self._stage
+        ranks = tuple(stage.pipeline.ranks_of(s) for s in range(stage.num_stages))
+        workers = Workers(ranks, self.giving_back.nodes, self.giving_back.positions)
+        return Request(
+            profile=profile, current=stage.partition, workers=workers,
+            constraints=rules, memory_cap_bytes=run.config.memory_cap_bytes, stage_speeds=run.balancer.speeds,
+            pinned=run.balancer.pinned,
+        )
+
+    def _agree_on(self, chosen: Repacking) -> None:
         holders = [-1 if holder is None else holder for holder in chosen.holders]
         decided = [chosen.num_stages, chosen.num_micro_batches, *chosen.boundaries, *holders]
-        same_everywhere(decided, "whom to re-pack onto", stage.device)
-        return chosen
+        same_everywhere(decided, "whom to re-pack onto", self._stage.device)
 
     def micro_batch_s(self) -> float:
         """Seconds that all layers take for one micro-batch; 0 where that is not known."""
@@ -244,9 +293,18 @@ class Repacker:
 
     # -- doing it -----------------------------------------------------------------------------
 
-    def _carry_out(self, chosen: Repacking, plan_s: float) -> RepackEvent:
-        """Do what was chosen; does not return on ranks that are released."""
-        event = (self._grow if chosen.joining_stages else self._shrink)(chosen, plan_s)
+    def _carry_out(self, chosen: Repacking, plan_s: float, *, is_taken: bool = False) -> RepackEvent:
+        """Do what was chosen; does not return on ranks that are released.
+
+        Args:
+            chosen: the change.
+            plan_s: seconds that deciding took.
+            is_taken: whether the workers that go are taken away, so that there is nothing to give back.
+        """
+        if chosen.joining_stages:
+            event = self._grow(chosen, plan_s)
+        else:
+            event = self._shrink(chosen, plan_s, is_taken=is_taken)
         self._run.overhead.repacking_s += event.seconds
         self._has_changed(len(event.before) - 1, len(event.after) - 1, event.seconds)
         tell_all(self.callbacks, event, "on_repack")
@@ -254,6 +312,7 @@ class Repacker:
 
     def _has_changed(self, before: int, after: int, pause_s: float) -> None:
         """Take note of what is the same on every rank, also on those that have joined."""
+        self._known_to_go = set()  # ranks are numbered anew
         self._pause_s = self._agreed_cost(pause_s)
         self._confirmation.carried_out(before, after)
 
@@ -265,13 +324,13 @@ class Repacker:
             renew=self.giving_back.find_nodes,
         )
 
-    def _shrink(self, chosen: Repacking, plan_s: float) -> RepackEvent:
+    def _shrink(self, chosen: Repacking, plan_s: float, *, is_taken: bool) -> RepackEvent:
         """Go on with the chosen stages; does not return on the ranks of the others."""
         guard, clock, before = self._stage.guard, self._run.clock, self._stage.partition
         doing = "layers were moved to fewer ranks"
         with guard.naming_lost_ranks(doing), clock.work("move") as moving:
             shrink = Shrink(self._stage, self._run.move_layers, chosen.surviving_stages, chosen.boundaries)
-            moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen))
+            moving.num_bytes = shrink.prepare(lambda: self._check_before_shrinking(chosen, is_taken=is_taken))
         event = RepackEvent(
             batch=self._run.num_batches, before=before, after=chosen.boundaries,
             released_ranks=chosen.released_ranks, released=not shrink.stays, reason=chosen.reason, plan_s=plan_s,
@@ -280,19 +339,24 @@ class Repacker:
         with guard.no_way_back(doing):
             if not shrink.stays:
                 self.growing.end()
-                shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), self.giving_back.backend.leave)
+                backend: ReleaseBackend = ExitBackend() if is_taken else self.giving_back.backend
+                shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), backend.leave)
             regrouping_s = clock.now_s()
             with clock.work("regroup"):
                 shrink.go_on()
         with guard.no_way_back(doing):  # among the ranks that stay
             self._settle(chosen)
-            self.giving_back.give_back(chosen, shrink.world)
+            if is_taken:
+                self.giving_back.went(chosen)
+            else:
+                self.giving_back.give_back(chosen, shrink.world)
             self.growing.start()
         return replace(event, regroup_s=clock.now_s() - regrouping_s)
 
-    def _check_before_shrinking(self, chosen: Repacking) -> None:
+    def _check_before_shrinking(self, chosen: Repacking, *, is_taken: bool) -> None:
         self._check(chosen)
-        self.giving_back.prepare(chosen)
+        if not is_taken:
+            self.giving_back.prepare(chosen)
 
     def _check(self, chosen: Repacking) -> None:
         self._stage.pipeline.check_micro_batches(chosen.num_micro_batches)

@@ -350,6 +350,16 @@ def test_those_stay_that_hold_the_most() -> None:
     assert 0 in kept.surviving_ranks
 
 
+def test_the_last_pods_go_whatever_ranks_they_have() -> None:
+    """Pods 2 and 3 joined as ranks 1 and 2, before the last stage, which pod 1 runs."""
+    workers = Workers(((0,), (1,), (2,), (3,)), ("p0", "p2", "p3", "p1"), (0, 2, 3, 1))
+    rules = Constraints(whole_nodes=True, lowest_stay=True, ranks_stay=frozenset({0}))
+    case = request([1.0] * 8, (0, 2, 4, 6, 8), workers=workers, constraints=rules)
+    assert granted(to_stages(case, 3)).released_nodes == ("p3",)
+    assert granted(to_stages(case, 2)).surviving_ranks == (0, 3)
+    assert granted(to_stages(case, 1)).released_nodes == ("p2", "p3", "p1")
+
+
 def test_a_stage_goes_with_all_its_replicas() -> None:
     """rank = stage * replicas + replica, as in DeepSpeed's topology."""
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology

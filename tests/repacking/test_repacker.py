@@ -58,7 +58,7 @@ class Backend:
 
     def __init__(self, calls: Calls, num_ranks: int) -> None:
         self._calls = calls
-        self.nodes = tuple(f"node {rank}" for rank in range(num_ranks))
+        self.nodes, self.positions = tuple(f"node {rank}" for rank in range(num_ranks)), ()
         self.backend = SimpleNamespace(leave="the back-end's end")
         self.rules = Constraints(ranks_stay=frozenset({0}))
         self.refuses: Exception | None = None
