@@ -170,7 +170,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return callback
 
     def on_repack(self, callback: Callable[[RepackEvent], Any]) -> Callable[[RepackEvent], Any]:
-        """Call a function on every rank after re-packing, also on those that leave; usable as a decorator.
+        """Call a function after re-packing on every rank, also on those that leave; usable as a decorator.
 
         Args:
             callback: gets a :class:`RepackEvent`. On a rank that leaves, its ``released`` is true, no
@@ -222,13 +222,18 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
 
     @in_ordinary_mode
     def repack(self, num_stages: int) -> RepackEvent:
-        """Go on with fewer stages, whatever throughput that costs; collective over all ranks.
+        """Go on with fewer stages, or with more; whatever throughput that costs. Collective over all ranks.
 
-        The ranks that are not needed any more leave: on them this call does not return, the process ends with
+        Fewer: the ranks that are not needed any more leave. On them this call does not return, the process ends with
         exit code 0. Those that stay are numbered anew, in their order.
 
+        More: workers that wait (:meth:`num_waiting`) come in as stages before the last one, and layers move to them.
+        On a worker that joins, ``deepspeed.initialize`` returns when that is done, with ``engine.global_steps`` of all;
+        its script goes on from there as after loading a checkpoint, its data included. So call this behind
+        ``train_batch``, at the end of a step.
+
         Args:
-            num_stages: n, at least 1 and fewer than now.
+            num_stages: n, at least 1 and another number than now.
 
         Returns:
             What happened.
@@ -254,6 +259,29 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
             ValueError: on every rank, if it parts the batch unevenly, differs between ranks, or the data can't be cut.
         """
         self._need_training("set_num_micro_batches").set_num_micro_batches(num_micro_batches)
+
+    @in_ordinary_mode
+    def num_waiting(self) -> int:
+        """How many workers fit and wait to join; collective over all ranks. 0 without ``elastic.enabled``."""
+        return 0 if self._training is None else self._training.repacker.growing.num_waiting()
+
+    def share_with_newcomers(self, values: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+        """Say what workers that join are to find in :attr:`joined_with`; usable as a decorator.
+
+        Args:
+            values: called on the first rank when workers join; gives plain values and tensors, as ``client_state`` of
+                :meth:`save_checkpoint`.
+
+        Returns:
+            The function.
+        """
+        self._need_training("share_with_newcomers").repacker.growing.client_state = values
+        return values
+
+    @property
+    def joined_with(self) -> dict[str, Any] | None:
+        """What :meth:`share_with_newcomers` gave when this worker joined; ``None`` on a rank from the start."""
+        return None if self._training is None else self._training.joined_with
 
     @in_ordinary_mode
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:

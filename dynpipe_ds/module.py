@@ -140,7 +140,10 @@ class DynamicPipelineModule(MovableModule):
         self.surroundings, layers, copies, held = together(self._own_layers, device, ValueError)
         self.surroundings.agree_on_shared(held, self.layer_names())
         self.install(self.placement, layers)
-        self.owned = agree_on_owned(self) if self.newcomer is None else self.newcomer.owned
+        if self.newcomer is None:
+            self.owned = agree_on_owned(self)
+        else:
+            self.owned, self.twinned = self.newcomer.owned, self.newcomer.job["twinned"]
         return copies
 
     def _own_layers(self) -> tuple[Surroundings, dict[int, nn.Module], Copies, list[Held]]:

@@ -51,6 +51,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         self._layers: dict[int, nn.Module] = {}
         self.parts: list[int] = []
         self._whole_layers: tuple[int, ...] | None = None
+        self.twinned: list[int] = []  # a newcomer's: parameter groups that hold what single replicas of the job own
         self.owned: dict[int, tuple[str, ...]] = {}  # names of what single replicas own, by layer, once it is dynamic
         super().__init__(*args, **kwargs)
 

@@ -63,20 +63,22 @@ NEEDED: dict[str, Needed] = {
         # called
         "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass _exec_reduce_grads _exec_optimizer_step "
         "_configure_basic_optimizer _backward_post_hook reset_activation_shape "
-        "_get_ckpt_name _get_zero_ckpt_name _save_checkpoint _save_zero_checkpoint "
+        "_get_ckpt_name _get_zero_ckpt_name _save_checkpoint _save_zero_checkpoint _build_data_iter "
         # asked
         "bfloat16_enabled communication_data_type curriculum_learning_enabled get_data_types get_global_grad_norm "
-        "gradient_clipping gradient_predivide_factor is_first_stage is_last_stage load_universal_checkpoint "
+        "gradient_accumulation_steps gradient_clipping gradient_predivide_factor is_first_stage is_last_stage "
+        "load_universal_checkpoint "
         "random_ltd_enabled train_batch_size use_node_local_storage zero_nvme_offload_optimizer zero_optimization "
         "zero_use_cpu_optimizer",
         attributes=(
-            "_config _global_grad_norm _running_engine_backward basic_optimizer checkpoint_engine "
-            "client_lr_scheduler data_iterator device dynamic_shape global_rank global_samples global_steps grad_layer "
+            "_config _global_grad_norm _running_engine_backward basic_optimizer batch_timer checkpoint_engine "
+            "client_lr_scheduler data_iterator device dp_world_size dynamic_shape global_rank global_samples "
+            "global_steps grad_layer "
             "grid has_moe_layers is_data_parallel is_grad_partitioned is_pipe_parallel is_pipe_partitioned "
             "loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size loss lr_scheduler meta_buffer "
             "micro_batch_size micro_batches micro_steps monitor mp_world_size mpu next_stage num_stages optimizer "
-            "param_names pipe_buffers prev_stage random_ltd_scheduler save_zero_checkpoint skipped_steps stage_id "
-            "timers training_dataloader using_bf16_optimizer world_size"
+            "param_names pipe_buffers prev_stage random_ltd_scheduler save_zero_checkpoint seq_dp_world_size "
+            "skipped_steps stage_id timers tput_timer training_data training_dataloader using_bf16_optimizer world_size"
         ),
         hooks=(
             "_INSTRUCTION_MAP _exec_schedule _configure_optimizer _configure_zero_optimizer _configure_bf16_optimizer "
@@ -147,10 +149,12 @@ NEEDED: dict[str, Needed] = {
         "get_data_parallel_group get_data_parallel_id get_data_parallel_rank get_data_parallel_world_size "
         "get_model_parallel_rank get_model_parallel_world_size get_slice_parallel_rank get_slice_parallel_world_size "
         "get_stage_id stage_to_global",
-        attributes="dp_proc_group ds_model_proc_group global_rank pipe_parallel_size pp_proc_group slice_proc_group "
-        "world_size",
+        attributes=(
+            "data_parallel_size dp_proc_group ds_model_proc_group global_rank pipe_parallel_size pp_proc_group "
+            "slice_proc_group world_size"
+        ),
     ),
-    "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim"),
+    "deepspeed.runtime.pipe.topology:ProcessTopology": _needed("get_axis_list get_axis_names get_dim get_rank"),
     "deepspeed.runtime.pipe.schedule": _needed(
         "BufferOpInstruction InferenceSchedule PipeSchedule TrainSchedule",
         hooks=(
@@ -164,7 +168,10 @@ NEEDED: dict[str, Needed] = {
     ),
     "deepspeed.runtime.pipe.engine": _needed("PipelineEngine TRAIN_BATCH_TIMER"),
     "deepspeed.runtime.config:DeepSpeedConfig": _needed(
-        attributes="_param_dict bfloat16_config gradient_accumulation_steps train_micro_batch_size_per_gpu"
+        attributes=(
+            "_param_dict bfloat16_config gradient_accumulation_steps train_batch_size "
+            "train_micro_batch_size_per_gpu"
+        ),
     ),
     "deepspeed.runtime.utils": _needed("is_model_parallel_parameter partition_balanced"),
     "deepspeed.runtime.fp16.loss_scaler": _needed("DynamicLossScaler LossScaler"),
@@ -180,7 +187,7 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.runtime.dataloader:DeepSpeedDataLoader": _needed(attributes="data_sampler"),
     "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": _needed(attributes="started_"),
     "deepspeed.comm": _needed("all_reduce destroy_process_group reduce"),
-    "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group mpu"),
+    "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group _get_sequence_data_parallel_world_size mpu"),
     "deepspeed.accelerator": _needed("get_accelerator"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
         "Event available_memory communication_backend_name current_device_name device_count device_name get_rng_state "

@@ -227,7 +227,7 @@ class Pipeline:
         agree_on_groups(basic)
         check_scheduler(engine.client_lr_scheduler, len(basic.param_groups))
         is_flat = engine.zero_optimization() or engine.bfloat16_enabled()
-        twins = owned_groups.add_twins(basic) if is_flat and engine.module.owned else None
+        twins = owned_groups.add_twins(basic, engine.module.twinned) if is_flat and engine.module.owned else None
         self._groups = ParameterGroups(basic, device=self.device, dtype=engine.get_data_types()[0], twins=twins)
         self._groups.install(trainable_only=is_flat)
         self.name_parameters()
@@ -245,6 +245,11 @@ class Pipeline:
     @property
     def _twins(self) -> owned_groups.Twins:
         return {} if self._groups is None else self._groups.twins
+
+    @property
+    def twinned(self) -> list[int]:
+        """Indices of the user's parameter groups that have a twin."""
+        return sorted(set(self._twins.values()))
 
     def twins_hidden(self) -> AbstractContextManager[None]:
         """Let a scheduler that is made within see the user's parameter groups alone."""

@@ -26,6 +26,9 @@ from dynpipe_ds.ranks.answering import own_address
 TOKEN = "DYNPIPE_TOKEN"
 """Environment variable with the word that newcomers must know."""
 
+DOOR_FILE = "DYNPIPE_DOOR_FILE"
+"""Environment variable that stands for ``elastic.enabled`` and ``elastic.door_file``; ``dynpipe run`` sets it."""
+
 ANSWER_S = 5.0
 """Longest time that a newcomer has for an answer."""
 

@@ -5,6 +5,7 @@ So there is a door as long as a rank lives, and newcomers know of all.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import dynpipe_ds
 from dynpipe_ds.host.entering import description
 from dynpipe_ds.host.names import version
-from dynpipe_ds.joining.door import Door, find_token, write_door_file
+from dynpipe_ds.joining.door import DOOR_FILE, Door, find_token, write_door_file
 from dynpipe_ds.joining.papers import describe, describe_layers, versions
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.telling import log
@@ -61,12 +62,13 @@ class Doorway:
             ValueError: on every rank, if a door can't be opened.
         """
         config, leads = self._run.config.elastic, dist.get_rank() == 0
+        door_file = config.door_file or os.environ.get(DOOR_FILE)
         self._token = from_first(lambda: self._token or find_token())
 
         def open_door() -> Door:
             door = self.door or Door(self._papers, self._token, config.port if leads else 0)
-            if leads and not self._has_led and config.door_file is not None:
-                write_door_file(Path(config.door_file), door.address, self._token)
+            if leads and not self._has_led and door_file is not None:
+                write_door_file(Path(door_file), door.address, self._token)
             return door
 
         self.door = together(open_door, self._run.stage.device, lambda text: ValueError(
@@ -82,7 +84,7 @@ class Doorway:
                 self._has_led = True
                 log.info(
                     "dynamic_pipeline: workers may join: dynpipe join %s -- script.py ...",
-                    config.door_file or "{}:{}".format(*self.door.address),
+                    door_file or "{}:{}".format(*self.door.address),
                 )
 
     def _told(self, doors: list[list[Any]]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ class Doorway:
         return {
             "doors": doors, "num_stages": module.num_stages, "num_replicas": module.replica.count,
             "owned": [[layer, list(names)] for layer, names in module.owned.items()],
-            "versions": self._papers["versions"],
+            "twinned": self._run.stage.pipeline.twinned, "versions": self._papers["versions"],
         }
 
     def close(self) -> None:

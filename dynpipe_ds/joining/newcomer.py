@@ -136,6 +136,8 @@ class Newcomer:
             wire.close()
             raise
         self.job, self._wire = said["job"], wire
+        # Its own world was on this machine alone; by the job's address it finds the interface that is the job's.
+        os.environ["MASTER_ADDR"] = address.host
         self._doors = [Address(*door) for door in self.job.get("doors", [])] or [address]
         return True
 

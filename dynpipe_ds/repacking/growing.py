@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.joining.door import DOOR_FILE
 from dynpipe_ds.joining.doorway import Doorway
 from dynpipe_ds.joining.grow import Grow
 from dynpipe_ds.migration.transaction import MigrationError
@@ -44,7 +46,7 @@ class Growing:
         Raises:
             ValueError: on every rank, if there can be no door.
         """
-        if joined or self._run.config.elastic.enabled:
+        if joined or self._run.config.elastic.enabled or DOOR_FILE in os.environ:
             self._doorway = self._doorway or Doorway(self._run)
             self._doorway.settle()
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 240.0,
     may_die: Collection[int] = (), may_leave: Collection[int] = (), collective_s: float | None = None,
-    shares_device: bool = False, newcomers: int = 0,
+    shares_device: bool = False, newcomers: int = 0, come_again: bool = False,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a gloo world.
 
@@ -61,9 +62,10 @@ def run_ranks(
         collective_s: timeout of the process group; by default DeepSpeed's.
         shares_device: whether all ranks use device 0, and what they send goes through host memory on its way to gloo.
         newcomers: processes after the ranks, each alone, that are to join; the job writes its ``DOOR`` for them.
+        come_again: whether for a newcomer that left, a new process comes; what it returns comes last.
 
     Returns:
-        What the ranks returned, by rank; ``None`` for one that died or left and was allowed to.
+        What the ranks returned, by rank; ``None`` for one that died or left and was allowed to, or was not needed.
 
     Raises:
         RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
@@ -72,7 +74,7 @@ def run_ranks(
         stay = not may_die
         world = _World(num_ranks, port, collective_s, shares_device, f"{folder}/door.json")
         ranks = [_Rank(r, world, stay, function, args, Path(folder)) for r in range(num_ranks + newcomers)]
-        _collect(ranks, timeout_s, may_die, may_leave)
+        _collect(ranks, timeout_s, may_die, may_leave, range(num_ranks, num_ranks + newcomers * come_again))
         failures = [r.failure() for r in ranks if r.rank not in may_die]
         if any(failures):
             raise RankFailure("\n".join(text for text in failures if text))
@@ -104,6 +106,7 @@ class _Rank:
         self, rank: int, world: _World, stay: bool, function: Callable[..., Any], args: Any, folder: Path
     ) -> None:
         self.rank, self.result, self.error, self.stuck = rank, None, "", False
+        self.again = partial(_Rank, rank, world, stay, function, args, folder)
         self.log = folder / f"rank{rank}.log"
         self.pipe, theirs = context.Pipe(duplex=True)
         self.process = context.Process(
@@ -150,7 +153,8 @@ class _Rank:
 
 
 def _collect(
-    ranks: list[_Rank], timeout_s: float, may_die: Collection[int], may_leave: Collection[int]
+    ranks: list[_Rank], timeout_s: float, may_die: Collection[int], may_leave: Collection[int],
+    come_again: Collection[int],
 ) -> None:
     pending = {r.pipe: r for r in ranks}
     deadline, grace = time.monotonic() + timeout_s, math.inf
@@ -163,6 +167,9 @@ def _collect(
             deadline = time.monotonic() + timeout_s
             if not good and rank.rank in may_leave and rank.process.exitcode == 0:
                 rank.error = ""
+                if rank.rank in come_again:
+                    ranks.append(rank.again())
+                    pending[ranks[-1].pipe] = ranks[-1]
             elif not good and rank.rank not in may_die:
                 grace = time.monotonic() + GRACE_S  # the others may wait for it for ever
         deadline = min(deadline, grace)
@@ -192,6 +199,8 @@ def _run(
         buffer = io.BytesIO()
         pickle.dump(function(rank, *args), buffer)
         pipe.send((True, buffer.getvalue()))
+    except SystemExit as end:  # as of a worker that nobody needs
+        pipe.send((end.code == 0, pickle.dumps(None) if end.code == 0 else traceback.format_exc()))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:

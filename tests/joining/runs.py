@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from tests.distributed.configs import BY_HAND
@@ -19,12 +22,13 @@ Steps = Mapping[int, int]
 
 
 class Outcome(NamedTuple):
-    """What a rank knows at the end."""
+    """What a rank knows at the end; ``held``: number of stages, and what the process held, after every batch."""
 
     losses: dict[int, float]
     digest: dict[str, str]
     partition: tuple[int, ...]
     events: list[Any]
+    held: list[tuple[int, tuple[int, int, int]]]
 
 
 def elastic(run: Run, **section: Any) -> Run:
@@ -38,7 +42,7 @@ def elastic(run: Run, **section: Any) -> Run:
 def wait_for_newcomers(engine: Any, number: int) -> None:
     """Let nobody go on before so many wait; collective."""
     until = time.monotonic() + WAIT_S
-    while engine.dynamic.repacker.growing.num_waiting() < number:
+    while engine.num_waiting() < number:
         assert time.monotonic() < until, "newcomers did not come"
         time.sleep(0.02)
 
@@ -47,6 +51,7 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
     """Train, with another number of stages after some batches; the same function is what a newcomer runs."""
     engine = make_engine(elastic(run))
     batches, losses, events = data(engine.grid.get_data_parallel_id(), run.micro_batches), {}, []
+    held: list[tuple[int, tuple[int, int, int]]] = []
     for _ in range(engine.global_steps * run.micro_batches):
         next(batches)
     while engine.global_steps < run.num_batches:
@@ -58,14 +63,28 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
             wait_for_newcomers(engine, (wanted - engine.num_stages) * replicas)
         if wanted != engine.num_stages:
             events.append(engine.repack(wanted))
-    return Outcome(losses, digest(engine), engine.partition, events)
+        held.append((engine.num_stages, what_is_held()))
+    outcome = Outcome(losses, digest(engine), engine.partition, events, held)
+    engine.destroy()  # who still waits hears that it is over
+    return outcome
 
 
-def assert_same_bits(run: Run, ranks: int, steps: Steps, newcomers: int) -> list[Outcome]:
+def what_is_held() -> tuple[int, int, int]:
+    """File descriptors, threads of Python's and all threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+
+
+def assert_same_bits(
+    run: Run, ranks: int, steps: Steps, newcomers: int, *, come_again: bool = False
+) -> list[Outcome]:
     """Compare a run that is resized with one that is not; what those returned who were there at the end."""
     everyone = run_ranks(resized, ranks, run, {})
-    may_leave = range(1, ranks + newcomers) if min(steps.values()) < run.num_stages else ()
-    changed = run_ranks(resized, ranks, run, steps, newcomers=newcomers, may_leave=may_leave)
+    numbers = [run.num_stages, *steps.values()]
+    may_leave = range(1, ranks + newcomers) if any(b < a for a, b in pairwise(numbers)) else ()
+    changed = run_ranks(
+        resized, ranks, run, steps, newcomers=newcomers, may_leave=may_leave, come_again=come_again
+    )
     last: list[Outcome] = [outcome for outcome in changed if outcome is not None]
     losses = everyone[0].losses
     for outcome in last:

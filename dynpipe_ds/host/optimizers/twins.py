@@ -24,14 +24,15 @@ Twins = dict[int, int]
 _REPLICAS = "real_dp_process_group"  # of every parameter group, the replicas that share it out
 
 
-def add_twins(optimizer: torch.optim.Optimizer) -> Twins:
+def add_twins(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> Twins:
     """Move what single replicas own into groups of its own; collective over all ranks.
 
     Args:
         optimizer: with the same groups on every rank; those that are new come after them.
+        known: indices of groups that have twins elsewhere, of which this world knows nothing.
     """
     groups = optimizer.param_groups
-    mine = {i for i, group in enumerate(groups) if any(map(is_owned, group["params"]))}
+    mine = set(known) | {i for i, group in enumerate(groups) if any(map(is_owned, group["params"]))}
     with_owned = sorted(set().union(*gather(mine)))
     twins = {len(groups) + n: i for n, i in enumerate(with_owned)}
     for i in twins.values():

@@ -1,0 +1,50 @@
+"""``dynpipe join``: workers for a job that trains."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from dynpipe_ds.cli import reading
+from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage
+from dynpipe_ds.cli.launching import Launched, newcomer_environment
+from dynpipe_ds.cli.running import leaving_in_order
+from dynpipe_ds.joining.newcomer import find_door
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(commands, "join", run)
+    parser.option("--workers", "N", "so many processes", reading.whole(1), default=1)
+    parser.option("--first-device", "D", "the first one's device (LOCAL_RANK)", reading.whole(0), default=0)
+    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT that the job's log tells, or its door file")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="script and arguments")
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    """Let workers join a job that trains.
+
+    Runs the job's own script, with the same arguments, in processes that build no layer, show that they fit, and wait
+    until the job makes its pipeline longer. Who does not fit is refused with every difference. The word in
+    DYNPIPE_TOKEN, or the door file, says who may join.
+
+    Examples:
+      dynpipe join run/door.json -- train.py --deepspeed_config ds_config.json
+      dynpipe join 10.0.0.7:29600 --workers 2 -- train.py
+    """
+    given = list(arguments.command_line)
+    if given[:1] == ["--workers"] or given[:1] == ["--first-device"]:
+        raise UsageError(f"{given[0]} stands after the address; give options before it")
+    command = given[given[:1] == ["--"] :]
+    if not command:
+        raise UsageError("there is no script to run; give the job's own after --")
+    with usage():
+        find_door(arguments.address)
+    with leaving_in_order():
+        launched = Launched(command, survivors_stay=True)
+        for i in range(arguments.workers):
+            launched.start(f"j{i}", newcomer_environment(arguments.address, arguments.first_device + i))
+        code = launched.wait()
+    if code:
+        raise ProblemError(f"joining failed with exit code {code}; what was printed says why")
+    return OK, "these workers have ended", {"exit_code": code}

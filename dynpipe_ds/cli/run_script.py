@@ -1,0 +1,52 @@
+"""``dynpipe run``: a training on this machine, with spares that may join it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dynpipe_ds.cli import reading
+from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command
+from dynpipe_ds.cli.launching import Launched, free_port, newcomer_environment, rank_environment
+from dynpipe_ds.cli.running import leaving_in_order
+from dynpipe_ds.joining.door import DOOR_FILE
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = add_command(commands, "run", run)
+    parser.option("--workers", "N", "ranks that train from the start on", reading.whole(1), default=1)
+    parser.option("--spares", "K", "processes that wait to join", reading.whole(0), default=0)
+    parser.flag("--survivors-stay", "let the others go on when one fails (other launchers end them)")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="script and arguments")
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    """Start a training on this machine, with spares.
+
+    Starts so many ranks of a script, and spares that run the same script and wait until the job makes its pipeline
+    longer: by engine.repack(n), or by itself. More workers can come later by dynpipe join. Every line of output has the
+    rank before it that a process began with; spares are s0, s1 and so on.
+
+    Examples:
+      dynpipe run --workers 2 --spares 2 -- train.py --deepspeed_config ds_config.json
+      dynpipe run --workers 4 --spares 1 --survivors-stay -- train.py
+    """
+    command = arguments.command_line[arguments.command_line[:1] == ["--"] :]
+    if not command:
+        raise UsageError("there is no script to run; give it after --")
+    with leaving_in_order(), tempfile.TemporaryDirectory(prefix="dynpipe-run-") as folder:
+        door = str(Path(folder) / "door.json")
+        launched = Launched(command, survivors_stay=arguments.survivors_stay)
+        port = free_port()
+        for rank in range(arguments.workers):
+            environment = rank_environment(rank, arguments.workers, port)
+            launched.start(str(rank), {**environment, DOOR_FILE: door})
+        for spare in range(arguments.spares):
+            launched.start(f"s{spare}", newcomer_environment(door, arguments.workers + spare))
+        code = launched.wait()
+    if code:
+        raise ProblemError(f"the training failed with exit code {code}; what it printed says why")
+    return OK, "the training has ended", {"exit_code": code}
