@@ -2,8 +2,8 @@
 
 python -m benchmarks.elastic.main [--batches 40] [--picture docs/images/elastic.png]
 
-``dynpipe run`` starts two ranks and four spares of ``train.py``; after that the same with two ranks that stay. Losses of
-both runs are compared bit for bit.
+``dynpipe run`` starts two ranks and four spares of ``train.py``; after that the same with two ranks that stay. Losses
+of both runs are compared bit for bit.
 """
 
 from __future__ import annotations
