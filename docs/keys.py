@@ -4,7 +4,7 @@ python docs/keys.py            rewrite what stands between the markers
 python docs/keys.py --check    say whether all are up to date (exit code 1 if not)
 
 Keys, defaults, rules and meanings are those of the config model: ``dynpipe_ds/config.py``,
-``dynpipe_ds/repacking/config.py`` and ``dynpipe_ds/release/options.py``.
+``dynpipe_ds/repacking/config.py``, ``dynpipe_ds/joining/config.py`` and ``dynpipe_ds/release/options.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
+from dynpipe_ds.joining.config import ElasticConfig
 from dynpipe_ds.release.options import CallbackOptions, KubernetesOptions, SlurmOptions
 from dynpipe_ds.repacking.config import RepackConfig
 from dynpipe_ds.sections import Section
@@ -28,12 +29,13 @@ FOLDER = Path(__file__).resolve().parent
 SECTIONS: dict[str, tuple[type[Section], str]] = {
     "dynamic_pipeline": (DynamicPipelineConfig, ""),
     "repack": (RepackConfig, "repack."),
+    "elastic": (ElasticConfig, "elastic."),
     "slurm": (SlurmOptions, ""),
     "kubernetes": (KubernetesOptions, ""),
     "callback": (CallbackOptions, ""),
 }
 
-PAGES = {"configuration.md": ("dynamic_pipeline", "repack"), "repacking.md": ("slurm", "kubernetes", "callback")}
+PAGES = {"configuration.md": ("dynamic_pipeline", "repack", "elastic"), "repacking.md": ("slurm", "kubernetes", "callback")}
 
 # Texts in quotes, {words}, names with an underscore or a call's brackets.
 _CODE = re.compile(r'"[^"]+"|\{\w+\}|[\w.]*\w_\w[\w.]*\w(?:\(\w*\))?|[\w.]+\w\(\w*\)')
