@@ -318,12 +318,6 @@ def check_against_model(
             f"{num_stages - 1} cuts are needed; use fewer stages, pin fewer cuts or set "
             f"allow_empty_stages to true"
         )
-    target = config.repack.target_stages
-    if config.repack.enabled and target is not None and target > num_stages:
-        problems.append(
-            f"repack.target_stages = {target}: there are {num_stages} stages, re-packing only makes them fewer; "
-            f"lower it, or start with more stages"
-        )
     if config.partitioner is None and partitioner is not None:
         problems.extend(_cap_blindness(config, partitioner, f"partition_method = {partitioner!r}"))
     _raise_all(problems)

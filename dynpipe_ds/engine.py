@@ -264,6 +264,22 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         return self._need_training("repack").repacker.repack(num_stages)
 
     @in_ordinary_mode
+    def set_num_micro_batches(self, num_micro_batches: int) -> None:
+        """Run the next batches in another number of micro-batches, with the same samples; collective.
+
+        The batch stays as large, so each micro-batch has fewer or more samples. The iterators go on to give
+        micro-batches of the size that the JSON asks for, which are cut or joined. Evaluation is left alone. The same
+        samples are added up in another order, so losses differ by rounding (``docs/elastic.md``).
+
+        Args:
+            num_micro_batches: M, a divisor of the samples of a batch on each replica; the same on every rank.
+
+        Raises:
+            ValueError: on every rank, if it parts the batch unevenly, differs between ranks, or the data can't be cut.
+        """
+        self._need_training("set_num_micro_batches").set_num_micro_batches(num_micro_batches)
+
+    @in_ordinary_mode
     def num_waiting(self) -> int:
         """How many workers fit and wait to join; collective over all ranks. 0 without ``elastic.enabled``."""
         return 0 if self._training is None else self._training.repacker.growing.num_waiting()

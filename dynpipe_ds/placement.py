@@ -287,3 +287,21 @@ def _check_order(cuts: tuple[int, ...], allow_empty: bool) -> None:
                 f"boundaries {cuts} leave stage {stage} empty ({first} to {end}); every stage "
                 "needs a layer unless allow_empty_stages is true"
             )
+
+
+def present_stage(stage: int, before: int, after: int) -> int | None:
+    """Which of the present stages is a stage of a longer pipeline: all but the last stay the first.
+
+    So who reads data goes on reading it: the first stage, and of two or more the last.
+
+    Args:
+        stage: of the longer pipeline.
+        before: present number of stages.
+        after: the longer pipeline's.
+
+    Returns:
+        The present one; ``None`` for a new one.
+    """
+    if stage < max(1, before - 1):
+        return stage
+    return before - 1 if before > 1 and stage == after - 1 else None

@@ -31,8 +31,9 @@ from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
-from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere
+from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere, together
 from dynpipe_ds.ranks.fatal import RankLostError
+from dynpipe_ds.release import ReleaseError
 from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
@@ -123,9 +124,9 @@ class Training:
         Args:
             newcomer: how it speaks to the job.
         """
-        boundaries, client = Entering(self, newcomer).wait(papers(self))
+        what_now, client = Entering(self, newcomer).wait(papers(self))
         self.joined_with = client
-        self.repacker.has_joined(boundaries)
+        self.repacker.has_joined(**what_now)
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 
@@ -254,6 +255,7 @@ class Training:
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
+        self.repacker.leave_if_told()
         self._refill()
         return result
 
@@ -263,8 +265,8 @@ class Training:
         if self.survivor.wanted_stages <= stages or not self.balancer.newest or not self.repacker.growing.num_waiting():
             return
         try:
-            self.repacker.grow(stages + 1)
-        except RepackError as error:  # nothing has changed
+            self.repacker.repack(stages + 1)
+        except (RepackError, ReleaseError) as error:  # nothing has changed
             self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
 
     def _keeping_data(self) -> AbstractContextManager[None]:
@@ -450,8 +452,7 @@ class Training:
     @property
     def order(self) -> Order:
         """What every stage runs in an ordinary batch."""
-        num_micro_batches, num_stages = int(self.pipeline.engine.micro_batches), self.stage.num_stages
-        return ordered(self.balancer.ordering.order, num_micro_batches, num_stages)
+        return ordered(self.balancer.ordering.order, self.pipeline.num_micro_batches, self.stage.num_stages)
 
     @property
     def repacking(self) -> Repacker:
@@ -530,6 +531,26 @@ class Training:
         self._changed_by_script()
         self.balancer.expect_change()
         self.overhead.migrating_s += replacing.seconds
+
+    def set_num_micro_batches(self, num_micro_batches: int) -> None:
+        """Run the next batches in another number of micro-batches, with the same samples.
+
+        Args:
+            num_micro_batches: M, the same on every rank.
+
+        Raises:
+            ValueError: on every rank, if it can't be.
+        """
+        stage = self.stage
+        with stage.guard.naming_lost_ranks("the number of micro-batches was changed"):
+            same_everywhere([num_micro_batches], "the number of micro-batches", stage.device)
+            together(lambda: stage.pipeline.check_micro_batches(num_micro_batches), stage.device, ValueError)
+        if num_micro_batches != stage.pipeline.num_micro_batches:
+            self.repacker.scaling.leaves(stage.pipeline.micro_batch_size, self.repacker.micro_batch_s())
+            stage.pipeline.set_micro_batches(num_micro_batches)
+            self.balancer.serve(self.config)
+            self.balancer.expect_change()  # every layer takes another time
+            self.profiler.sizes_changed()
 
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain."""

@@ -10,6 +10,8 @@ from typing import Any
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from dynpipe_ds.placement import present_stage
+
 Member = tuple[int, int] | int
 
 
@@ -45,13 +47,6 @@ def longer(topology: ProcessTopology, num_stages: int) -> list[Member]:
         here: Member = where["pipe"], where["data"]
         members.append(here if stage is None else topology.get_rank(**{**where, "pipe": stage}))
     return members
-
-
-def present_stage(stage: int, before: int, after: int) -> int | None:
-    """Which of the present stages is a stage of the longer pipeline; ``None`` for a new one."""
-    if stage < max(1, before - 1):
-        return stage
-    return before - 1 if before > 1 and stage == after - 1 else None
 
 
 def alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine as PipelineEngine  # for engine.py
+from deepspeed.runtime.pipe.schedule import InferenceSchedule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
@@ -90,7 +91,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
-        kept = self.dynamic.pipeline.kept
+        pipeline = self.dynamic.pipeline
+        kept = pipeline.kept
+        if len(args) < 5 and pipeline.slicing.loader_size != self.micro_batch_size:
+            kwargs.setdefault("num_micro_batches", pipeline.num_loaded)
         with kept.evaluation() if self.dynamic.survives else nullcontext():
 
             def evaluate() -> Any:
@@ -115,6 +119,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         pipeline = self.dynamic.pipeline
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        pipeline.slicing.begin(None if isinstance(to_run, InferenceSchedule) else self.micro_batch_size)
         order: Order | None = getattr(to_run, "order", None)
         if self.module.recorder is not None:
             self.module.recorder.follow(order, self.stage_id)
@@ -123,12 +128,13 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             super()._exec_schedule(to_run)
             refuse_together(self)  # in evaluation; in training it was done before the step
         except BatchRefused:  # of anything else nobody knows how far others have read
-            pipeline.note_read(pipe_schedule.micro_batches)
+            pipeline.note_read(pipeline.slicing.num_read(pipe_schedule.micro_batches))
             raise
-        pipeline.note_read(pipe_schedule.micro_batches)
+        pipeline.note_read(pipeline.slicing.num_read(pipe_schedule.micro_batches))
 
     def _next_batch(self) -> Any:
-        return self.dynamic.pipeline.kept.next(super()._next_batch)
+        pipeline = self.dynamic.pipeline
+        return pipeline.kept.next(partial(pipeline.slicing.next, super()._next_batch))
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.

@@ -83,7 +83,7 @@ NEEDED: dict[str, Needed] = {
         hooks=(
             "_INSTRUCTION_MAP _exec_schedule _configure_optimizer _configure_zero_optimizer _configure_bf16_optimizer "
             "_reduce_non_expert_gradients clip_fp32_gradients _take_model_step _get_gradients_for_reduction "
-            "_broadcast_model _configure_lr_scheduler"
+            "_broadcast_model _configure_lr_scheduler _next_batch"
         ),
         begins="__init__ train_batch",
         optional="checkpoint_mp_rank",

@@ -22,6 +22,7 @@ from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.owned import OwnedGradients
+from dynpipe_ds.host.slicing import Slicing
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -46,6 +47,7 @@ class Pipeline:
         in_flight: micro-batches of the present batch.
         owned: gradients of what this replica owns.
         channels: what carries activations and gradients.
+        slicing: the data in micro-batches of another size than the loader's.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
@@ -60,6 +62,7 @@ class Pipeline:
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
         self.channels: Channels
+        self.slicing: Slicing
         self._traffic: tuple[Order, Traffic] | None = None
         self._before: tuple[dict[str, int], RandomStreams]
 
@@ -74,6 +77,7 @@ class Pipeline:
                 "dynamic_pipeline sends whole activations; with tensor parallelism set "
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
+        self.slicing = Slicing(int(self.engine.micro_batch_size))
         self.connect()
         self.measure_norm(layer_of, num_layers)
 
@@ -326,6 +330,58 @@ class Pipeline:
             timer.stop()
         if self.has_optimizer:
             self.engine.optimizer.zero_grad()
+
+    # -- its micro-batches ----------------------------------------------------------------------
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M, of a batch."""
+        return int(self.engine.micro_batches)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return int(self.engine.micro_batch_size)
+
+    @property
+    def num_loaded(self) -> int:
+        """Micro-batches that a training batch takes from the user's loader, which go on to have the JSON's size."""
+        return self.num_micro_batches * self.micro_batch_size // self.slicing.loader_size
+
+    def check_micro_batches(self, num_micro_batches: int) -> None:
+        """Refuse a number of micro-batches that can't be.
+
+        Args:
+            num_micro_batches: M.
+
+        Raises:
+            ValueError: if it does not part the batch evenly, or the data can't be cut.
+        """
+        num_samples = self.num_micro_batches * self.micro_batch_size
+        if num_micro_batches < 1 or num_samples % num_micro_batches:
+            raise ValueError(
+                f"num_micro_batches = {num_micro_batches}: must part the {num_samples} samples of a batch on each "
+                f"replica evenly; give one of their divisors"
+            )
+        if self.reads_data and num_micro_batches != self.num_micro_batches:
+            self.slicing.check()
+
+    def set_micro_batches(self, num_micro_batches: int) -> None:
+        """Run the next batches in another number of micro-batches, which then have fewer or more samples each.
+
+        DeepSpeed divides the loss by it, and the rest follows: buffers are as many as the order needs, and each batch
+        announces anew what crosses a boundary.
+
+        Args:
+            num_micro_batches: M, checked.
+        """
+        engine = self.engine
+        size = self.num_micro_batches * self.micro_batch_size // num_micro_batches
+        engine._config.gradient_accumulation_steps = engine.micro_batches = num_micro_batches
+        engine._config.train_micro_batch_size_per_gpu = engine.micro_batch_size = size
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):  # ZeRO keeps a number of its own
+            engine.optimizer.gradient_accumulation_steps = num_micro_batches
+        self._order, self._traffic = None, None
 
     # -- its data -----------------------------------------------------------------------------
 

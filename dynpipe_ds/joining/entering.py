@@ -31,14 +31,15 @@ class Entering:
     def __init__(self, run: Run, newcomer: Newcomer) -> None:
         self._run, self._stage, self._newcomer = run, run.stage, newcomer
 
-    def wait(self, papers: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    def wait(self, papers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Show what is here, wait, and enter; this process is a rank of the job then.
 
         Args:
             papers: what this process has.
 
         Returns:
-            Boundaries that the layers move to now, on every rank; and the user's own values.
+            What the job does now on every rank (``boundaries``, those ``before``, ``num_micro_batches``), and the
+            user's own values.
 
         Raises:
             RefusedError: if this process does not fit, with every difference.
@@ -52,7 +53,7 @@ class Entering:
                 if client is not None:
                     is_in()
                     self._newcomer.hang_up()
-                    return tuple(invited["boundaries"]), client
+                    return {name: invited[name] for name in ("boundaries", "before", "num_micro_batches")}, client
                 self._newcomer.knock_again()
         except OverError as error:
             log.info("dynamic_pipeline: this worker waited to join and is not needed: %s", error)

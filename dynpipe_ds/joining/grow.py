@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dynpipe_ds.host.coordinates import longer, present_stage
+from dynpipe_ds.host.coordinates import longer
 from dynpipe_ds.host.topology import renumber
 from dynpipe_ds.host.world import World, identity
 from dynpipe_ds.joining.adopting import for_newcomers, of_this_rank
-from dynpipe_ds.placement import Placement
+from dynpipe_ds.placement import Placement, present_stage
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.ranks.heartbeat import group_timeout
 from dynpipe_ds.repacking.live import RepackError
+from dynpipe_ds.repacking.outcome import Repacking
 
 if TYPE_CHECKING:
     from dynpipe_ds.joining.door import Door
@@ -49,7 +50,7 @@ class Grow:
     Args:
         run: the run.
         door: this rank's; newcomers wait at the first rank's.
-        boundaries: partition of the longer pipeline, the same on every rank.
+        chosen: partition and micro-batches of the longer pipeline, the same on every rank.
         client_state: the user's own values, of which the first rank's count.
 
     Attributes:
@@ -57,11 +58,11 @@ class Grow:
     """
 
     def __init__(
-        self, run: Run, door: Door, boundaries: tuple[int, ...], client_state: Callable[[], Mapping[str, Any]]
+        self, run: Run, door: Door, chosen: Repacking, client_state: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._run, self._stage, self._door = run, run.stage, door
-        self._boundaries = boundaries
-        self._wide = with_empty(self._stage.partition, len(boundaries) - 1)
+        self._boundaries, self._num_micro_batches = chosen.boundaries, chosen.num_micro_batches
+        self._wide = with_empty(self._stage.partition, chosen.num_stages)
         self._client_state = client_state
         self._leads = dist.get_rank() == 0
         self._newcomers: list[str] = []
@@ -125,7 +126,8 @@ class Grow:
         self._door.invite(self._newcomers, {
             "world": self._world.plain, "timeout_s": group_timeout().total_seconds(),
             "sizes": {**pipeline.sizes, "pipe": len(self._boundaries) - 1}, "replicas": of_replicas,
-            "wide": list(self._wide), "boundaries": list(self._boundaries),
+            "wide": list(self._wide), "boundaries": list(self._boundaries), "before": list(self._stage.partition),
+            "num_micro_batches": self._num_micro_batches,
             "common": for_newcomers(self._run, per_stage, self._client_state()),
         })
 

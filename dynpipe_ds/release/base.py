@@ -28,7 +28,7 @@ class Constraints:
         ranks_stay: global ranks that must stay.
         nodes_stay: nodes all of whose ranks must stay, by :meth:`ReleaseBackend.node_name`.
         whole_nodes: whether a node is freed with all its ranks or not at all.
-        lowest_stay: whether those who stay must be the lowest ranks, without a gap.
+        lowest_stay: whether those who stay must be the lowest, without a gap: by :meth:`ReleaseBackend.position`.
     """
 
     ranks_stay: frozenset[int] = frozenset()
@@ -40,8 +40,8 @@ class Constraints:
 class ReleaseBackend(ABC):
     """Gives workers back to whoever lent them.
 
-    The engine calls, in this order: :meth:`check` and :meth:`node_name` on every rank at start; for each
-    re-packing :meth:`constraints` and :meth:`prepare` on rank 0 before anything changes; :meth:`leave` on every
+    The engine calls, in this order: :meth:`check`, :meth:`node_name` and :meth:`position` on every rank at start; for
+    each re-packing :meth:`constraints` and :meth:`prepare` on rank 0 before anything changes; :meth:`leave` on every
     worker that is freed, once no other rank needs it; :meth:`release` and :meth:`verify` on rank 0. Ranks are
     those of the world before this shrink.
 
@@ -65,6 +65,13 @@ class ReleaseBackend(ABC):
     def node_name(self) -> str:
         """Name of this rank's node, as the back-end knows it; called on every rank."""
         return socket.gethostname()
+
+    def position(self) -> int | None:
+        """Where this worker stands in the order in which the scheduler takes workers back; called on every rank.
+
+        Workers that joined may have any rank. ``None``: by rank.
+        """
+        return None
 
     def constraints(self) -> Constraints:
         """What is demanded of the choice of workers now; called on rank 0.

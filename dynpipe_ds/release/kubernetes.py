@@ -49,6 +49,10 @@ class KubernetesBackend(ReleaseBackend):
         """The pod's host name, ``<name>-<index>``."""
         return socket.gethostname()
 
+    def position(self) -> int:
+        """The pod's index."""
+        return self._index(socket.gethostname())
+
     def constraints(self) -> Constraints:
         """Whole pods, and the lowest stay."""
         return Constraints(whole_nodes=True, lowest_stay=True)

@@ -44,6 +44,8 @@ class SlurmBackend(ReleaseBackend):
     Tasks still alive on a node that goes are killed, so the workers leave first. Slurm writes a script with the new
     environment into the working folder, so ``scontrol`` runs in a temporary one; whether it worked is judged by what
     the job shows then, not by its messages.
+
+    Workers that joined from another job go back with it, when its last task has ended; this one is not resized then.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -94,6 +96,8 @@ class SlurmBackend(ReleaseBackend):
         job = self._job()
         if job.state != "RUNNING":
             raise ReleaseError(f"Slurm job {self._job_id} is {job.state}: only a running job can be resized")
+        if not self._of_this_job(job, nodes):
+            return
         self._staying(job, nodes)
         tried = self._run("update", f"JobId={self._job_id}", f"JobName={job.name}")
         if tried.returncode:
@@ -101,7 +105,11 @@ class SlurmBackend(ReleaseBackend):
 
     def release(self, ranks: Sequence[int], nodes: Sequence[str]) -> None:
         """Resize the job to the other nodes."""
-        self._expected = self._staying(self._job(), nodes)
+        job = self._job()
+        if not self._of_this_job(job, nodes):
+            self._expected = job.nodes
+            return
+        self._expected = self._staying(job, nodes)
         time.sleep(_ENDING_S)
         update = ("update", f"JobId={self._job_id}", f"NodeList={','.join(self._expected)}")
 
@@ -125,10 +133,14 @@ class SlurmBackend(ReleaseBackend):
                 f"resize to {','.join(self._expected)}; look at 'scontrol show job {self._job_id}'"
             )
 
+    @staticmethod
+    def _of_this_job(job: Job, nodes: Sequence[str]) -> bool:
+        """Whether some of the nodes are this job's; the others' workers joined from jobs of their own."""
+        return not nodes or any(node in job.nodes for node in nodes)
+
     def _staying(self, job: Job, nodes: Sequence[str]) -> tuple[str, ...]:
-        strangers = [node for node in nodes if node not in job.nodes]
         stay = tuple(node for node in job.nodes if node not in nodes)
-        if not nodes or strangers or not stay or job.batch_host in nodes:
+        if not nodes or not stay or job.batch_host in nodes:
             raise ReleaseError(
                 f"nodes to give back = {','.join(nodes) or 'none'}: must be some nodes of job {self._job_id} "
                 f"({','.join(job.nodes)}), not all, and not its batch host {job.batch_host}"

@@ -20,7 +20,7 @@ from dynpipe_ds.sections import Section, key
 
 
 class RepackConfig(Section):
-    """When to train on fewer stages, and who gets the freed workers; every key has a default."""
+    """When to train on fewer or more stages, and who gets the freed workers; every key has a default."""
 
     enabled: bool = key(
         False,
@@ -37,15 +37,29 @@ class RepackConfig(Section):
     )
     target_stages: Annotated[int, Field(ge=1)] | None = key(
         None,
-        "How many stages to shrink to. Null: as few as the tolerance allows (with \"first_fit\": as memory allows).",
+        "How many stages to reach. Null: as few as the tolerance allows (with \"first_fit\": as memory allows).",
         rule="null or a whole number of stages >= 1",
         example="2",
     )
     tolerance: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.05,
-        "Most of the predicted throughput that a shrink may cost, as a share. Not together with target_stages.",
+        "Most of the predicted throughput that fewer stages may cost, as a share of what the most workers that the run "
+        "ever had would reach. Not together with target_stages.",
         rule="a number from 0 up to, but not including, 1",
         example="0.05 (5%)",
+    )
+    min_gain: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
+        None,
+        "Workers that wait are taken in where that raises the predicted throughput by at least this share. Null: a "
+        "tenth more than what makes up for the tolerance, 1.1 / (1 - tolerance) - 1.",
+        rule="null or a number > 0, above tolerance / (1 - tolerance)",
+        example="0.15 (15%)",
+    )
+    horizon_batches: Annotated[int, Field(ge=1)] = key(
+        100,
+        "How many batches more stages are expected to serve. The seconds they save over so many must exceed the pause.",
+        rule="a whole number of batches >= 1",
+        example="1000",
     )
     min_stages: Annotated[int, Field(ge=1)] = key(
         1,
@@ -53,11 +67,31 @@ class RepackConfig(Section):
         rule="a whole number of stages >= 1",
         example="2",
     )
+    max_stages: Annotated[int, Field(ge=1)] | None = key(
+        None,
+        "Never grow by itself to more. Null: as many as workers wait for.",
+        rule="null or a whole number of stages >= 1",
+        example="8",
+    )
     earliest_batch: Annotated[int, Field(ge=0)] = key(
         0,
-        "First batch, counted from 0, after which a shrink may be decided.",
+        "First batch, counted from 0, after which another number of stages may be decided.",
         rule="a whole number >= 0",
         example="1000",
+    )
+    adapt_micro_batches: bool = key(
+        False,
+        "With the number of stages also choose the number of micro-batches that is predicted to be the fastest. The "
+        "batch keeps its samples; losses then differ by rounding. Not with \"first_fit\".",
+        rule="true or false",
+        example="true",
+    )
+    leave_on: Literal["SIGUSR1", "SIGUSR2", "SIGTERM"] | None = key(
+        None,
+        "Signal by which a scheduler warns workers that it takes them away: they leave after the batch, and the others "
+        "go on. It then ends nothing by itself. Null: none.",
+        rule='null, "SIGUSR1", "SIGUSR2" or "SIGTERM"',
+        example='"SIGTERM"',
     )
     release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
         ExitOptions(),
@@ -66,6 +100,11 @@ class RepackConfig(Section):
         "its options",
         example='{"backend": "slurm"}',
     )
+
+    @property
+    def least_gain(self) -> float:
+        """``min_gain``, or what stands for null."""
+        return 1.1 / (1.0 - self.tolerance) - 1.0 if self.min_gain is None else self.min_gain
 
     @classmethod
     def nested(cls) -> Mapping[str, Callable[[Mapping[Any, Any]], type[ReleaseOptions]]]:
@@ -85,8 +124,24 @@ class RepackConfig(Section):
                 f"repack.method = 'first_fit', repack.tolerance = {self.tolerance}: first fit looks at memory "
                 f"alone; remove repack.tolerance, or use the method 'fewest_stages'"
             )
+        if self.adapt_micro_batches and self.method == "first_fit":
+            yield (
+                "repack.method = 'first_fit', repack.adapt_micro_batches = True: first fit predicts no seconds; use "
+                "the method 'fewest_stages' or remove repack.adapt_micro_batches"
+            )
         if target is not None and target < self.min_stages:
             yield (
                 f"repack.target_stages = {target}, repack.min_stages = {self.min_stages}: the target can't be below "
                 f"the fewest stages; lower repack.min_stages or raise repack.target_stages"
+            )
+        if self.max_stages is not None and self.max_stages < max(self.min_stages, target or 1):
+            yield (
+                f"repack.max_stages = {self.max_stages}, repack.min_stages = {self.min_stages}, repack.target_stages = "
+                f"{target}: the most stages can't be below these; raise repack.max_stages"
+            )
+        if self.min_gain is not None and (1 + self.min_gain) * (1 - self.tolerance) <= 1:
+            yield (
+                f"repack.min_gain = {self.min_gain}, repack.tolerance = {self.tolerance}: stages would be added and "
+                f"given up again for the same load; raise repack.min_gain above tolerance / (1 - tolerance) = "
+                f"{self.tolerance / (1 - self.tolerance):.3g}"
             )

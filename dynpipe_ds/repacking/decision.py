@@ -1,8 +1,9 @@
-"""How few stages suffice, which workers stay, and what that costs: pure functions.
+"""How many stages are wanted, which workers run them, and what that brings or costs: pure functions.
 
-:func:`fewest_stages` is this project's decision, :func:`to_stages` an order to be carried out, :func:`first_fit`
-the paper's (DynMo, section 3.4, Algorithm 2). Each returns a :class:`Repacking` or a :class:`Refusal`, the same on
-every rank that asks with the same values.
+:func:`fewest_stages` is this project's decision, :func:`to_stages` an order to be carried out; both go both ways, to
+fewer stages and, where workers wait, to more. ``first_fit.py`` has the paper's. Each returns a
+:class:`~dynpipe_ds.repacking.outcome.Repacking` or a :class:`~dynpipe_ds.repacking.outcome.Refusal`, the same on every
+rank that asks with the same values.
 """
 
 from __future__ import annotations
@@ -12,164 +13,184 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dynpipe_ds.partition import InfeasiblePartitionError, optimal
+from dynpipe_ds.partition import InfeasiblePartitionError
+from dynpipe_ds.repacking.outcome import Refusal, Repacking, best_repacking
 from dynpipe_ds.repacking.request import Request
-from dynpipe_ds.repacking.survivors import Score, choose_survivors, possible_counts
+from dynpipe_ds.repacking.survivors import choose_survivors, possible_counts
 
 
 @dataclass(frozen=True)
-class Repacking:
-    """A shrink that keeps every rule; survivors become stages 0 to n - 1 in the order they had.
+class Wish:
+    """What is asked of a number of stages, by the section ``repack``.
 
     Args:
-        num_stages: n, fewer than before.
-        boundaries: n + 1 layer indices.
-        surviving_stages: indices of the present stages that stay, ascending.
-        surviving_ranks: their global ranks, ascending; the i-th becomes rank i.
-        released_ranks: global ranks that leave, ascending.
-        released_nodes: nodes on which no rank is left.
-        seconds_before: predicted seconds of a batch as it is.
-        seconds_after: the same afterwards.
-        stage_bytes: bytes that each of the n stages holds at its peak.
-        reason: one sentence for a person.
+        tolerance: largest share of the best predicted throughput that may be lost, from 0 up to 1.
+        min_gain: what more stages must bring at least, as a share of the present throughput; above
+            ``tolerance / (1 - tolerance)``, so that no number is left for one that would be left for it.
+        min_stages: fewest stages.
+        max_stages: most stages; ``None``: any number.
+        horizon_s: seconds over which more stages must make up for the pause.
+        pause_s: seconds that training is expected to pause for them.
     """
 
-    num_stages: int
-    boundaries: tuple[int, ...]
-    surviving_stages: tuple[int, ...]
-    surviving_ranks: tuple[int, ...]
-    released_ranks: tuple[int, ...]
-    released_nodes: tuple[str, ...]
-    seconds_before: float
-    seconds_after: float
-    stage_bytes: tuple[int, ...]
-    reason: str
-
-    @property
-    def throughput_kept(self) -> float:
-        """Predicted throughput as a share of the present one; 1 when nothing takes any time."""
-        return self.seconds_before / self.seconds_after if self.seconds_after else 1.0
+    tolerance: float
+    min_gain: float = math.inf
+    min_stages: int = 1
+    max_stages: int | None = None
+    horizon_s: float = math.inf
+    pause_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why nothing is to be done.
+def fewest_stages(request: Request, wish: Wish) -> Repacking | Refusal:
+    """The smallest number of stages that reaches, within a tolerance, the best throughput that any number reaches.
 
-    Args:
-        reason: value, rule and remedy.
-    """
-
-    reason: str
-
-
-def fewest_stages(request: Request, *, tolerance: float, min_stages: int = 1) -> Repacking | Refusal:
-    """The smallest number of stages that keeps memory and, within a tolerance, throughput.
-
-    For each number n, from the smallest on that could, the best partition is the one with the smallest bottleneck
-    among those that keep the cap (:func:`dynpipe_ds.partition.optimal`), with memory in flight counted for n stages;
-    the batch is predicted by the simulator with the same micro-batches. Fewer stages need not be slower: fill and
-    drain shrink.
+    For each number n, at present or with workers that wait, the best partition is the one with the smallest bottleneck
+    among those that keep the cap, and the simulator predicts its batch. The best of them all, up to the most stages
+    that there ever were workers for, is the measure. One rule goes both ways: a number is *enough* if it loses at most
+    the tolerance, and the fewest that are enough are wanted. To fewer stages that is all. To more stages, the best
+    throughput must also exceed the present by ``min_gain``, and save more seconds than the pause takes: between both
+    shares lies room for noise, in which the present number stays. Fewer stages need not be slower: fill and drain
+    shrink.
 
     Args:
         request: what to decide from.
-        tolerance: largest share of predicted throughput that may be lost, from 0 up to 1.
-        min_stages: fewest stages to shrink to.
+        wish: what is asked of the number.
 
     Returns:
-        The shrink, or why the present number of stages is the fewest.
+        The change, or why the present number of stages stays.
     """
-    best: Repacking | None = None
+    tried = _Tried(request)
+    present_s = tried.seconds(request.num_stages)
+    most = min(request.num_stages + request.more_stages, wish.max_stages or request.most_usable, request.most_usable)
+    more = {n: tried.seconds(n) for n in range(request.num_stages + 1, most + 1)}
+    best_reached_s = min([present_s, *more.values()])
+    longest_s = _longest(min(best_reached_s, _once_reached(request, tried, wish)), wish.tolerance)
+    fewer = range(max(_fewest_that_could(request, longest_s), wish.min_stages), request.num_stages)
     reason = ""
-    for num_stages in range(max(_fewest_that_could(request, tolerance), min_stages), request.num_stages):
-        found = to_stages(request, num_stages)
+    best: Repacking | None = None
+    for num_stages in fewer:
+        found = tried(num_stages)
         if isinstance(found, Refusal):
             reason = reason or found.reason
-        elif found.throughput_kept >= 1.0 - tolerance:
-            return replace(found, reason=f"{found.reason}, the tolerance is {tolerance:.1%}")
-        elif best is None or found.throughput_kept > best.throughput_kept:
+        elif found.seconds_after <= longest_s:
+            return replace(found, reason=f"{found.reason}, the tolerance is {wish.tolerance:.1%}")
+        elif best is None or found.seconds_after < best.seconds_after:
             best = found
+    if more and present_s > longest_s:
+        return _longer(tried, more, present_s, wish)
     if best is not None:
+        kept = min(best_reached_s, longest_s * (1 - wish.tolerance)) / best.seconds_after
         return Refusal(
-            f"tolerance = {tolerance}: no smaller number of stages keeps {1 - tolerance:.1%} of the throughput, "
-            f"{best.num_stages} would keep {best.throughput_kept:.1%}; raise the tolerance or give a target"
+            f"tolerance = {wish.tolerance}: no smaller number of stages keeps {1 - wish.tolerance:.1%} of the "
+            f"throughput, {best.num_stages} would keep {kept:.1%}; raise the tolerance or give a target"
         )
-    return Refusal(reason or f"min_stages = {min_stages}: the pipeline has {request.num_stages}; lower min_stages")
+    return Refusal(
+        reason or f"min_stages = {wish.min_stages}: the pipeline has {request.num_stages}; lower min_stages"
+    )
+
+
+class _Tried:
+    """The best that every number of stages can do, each looked for once."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._found: dict[int, Repacking | Refusal] = {}
+
+    def __call__(self, num_stages: int) -> Repacking | Refusal:
+        if num_stages not in self._found:
+            self._found[num_stages] = _attempt(self._request, num_stages)
+        return self._found[num_stages]
+
+    def seconds(self, num_stages: int) -> float:
+        """Predicted seconds of a batch; infinite where the number can't be. The present partition is one that can."""
+        request, found = self._request, self(num_stages)
+        seconds = math.inf if isinstance(found, Refusal) else found.seconds_after
+        if num_stages == request.num_stages:
+            seconds = min(seconds, request.batch_s(request.current, range(num_stages)))
+        return seconds
+
+
+def _once_reached(request: Request, tried: _Tried, wish: Wish) -> float:
+    """What the most workers that there ever were would reach with these layers."""
+    most = min(request.most_stages, request.most_usable, wish.max_stages or request.most_stages)
+    return min((tried.seconds(n) for n in range(request.num_stages, most + 1)), default=math.inf)
+
+
+def _longer(tried: _Tried, more: dict[int, float], present_s: float, wish: Wish) -> Repacking | Refusal:
+    """Of the numbers above the present one the fewest that nearly reach the best of them, if that is worth it."""
+    best_s = min(more.values())
+    gain = present_s / best_s - 1.0 if best_s else 0.0
+    if gain < wish.min_gain:
+        return Refusal(
+            f"min_gain = {wish.min_gain}: workers that wait would raise the predicted throughput by {gain:.1%} at most"
+        )
+    num_stages = min(n for n, seconds in more.items() if seconds <= _longest(best_s, wish.tolerance))
+    saved_s = wish.horizon_s * (1.0 - more[num_stages] / present_s)
+    if saved_s <= wish.pause_s:
+        return Refusal(
+            f"horizon of {wish.horizon_s:.3g} s: {num_stages} stages would save {saved_s:.3g} s of it, and the pause "
+            f"takes {wish.pause_s:.3g} s"
+        )
+    found = tried(num_stages)
+    assert isinstance(found, Repacking), "its seconds are finite"
+    return replace(found, reason=f"{found.reason}, at least {1 + wish.min_gain:.1%} are asked for")
+
+
+def _longest(best_s: float, tolerance: float) -> float:
+    """Longest seconds of a batch that lose at most the tolerance; the one rule of both ways."""
+    return best_s / (1.0 - tolerance) * (1 + 1e-9)  # sums round
 
 
 def to_stages(request: Request, num_stages: int) -> Repacking | Refusal:
-    """Shrink to exactly so many stages, whatever throughput it costs.
+    """Go on with exactly so many stages, whatever throughput it costs.
 
     Which workers stay: of those that the constraints allow, the choice that moves the fewest bytes; where workers
-    differ in speed or memory, the fastest, then those with the most memory.
+    differ in speed or memory, the fastest, then those with the most memory. More stages than there are layers to put
+    on them: as many as can be used.
 
     Args:
         request: what to decide from.
-        num_stages: n, at least 1 and fewer than now.
+        num_stages: n, at least 1, other than now, and no more than there are workers for.
 
     Returns:
-        The shrink, or why it can't be.
+        The change, or why it can't be.
     """
+    usable = max(request.num_stages, request.most_usable)
+    if request.num_stages < num_stages <= request.num_stages + request.more_stages and num_stages > usable:
+        if usable == request.num_stages:
+            return Refusal(
+                f"num_stages = {num_stages}: {_usable_text(request)}; the pipeline has {usable} stages already"
+            )
+        found = _attempt(request, usable)
+        if isinstance(found, Refusal):
+            return found
+        return replace(found, reason=f"{found.reason}; of {num_stages} stages asked for, {_usable_text(request)}")
     refusal = _refuse_count(request, num_stages)
-    if refusal is not None:
-        return refusal
+    return _attempt(request, num_stages) if refusal is None else refusal
+
+
+def _usable_text(request: Request) -> str:
+    count = len(request.profile.layers)
+    parts = f"{count} layers" + (f" and {count - request.most_usable} pinned cuts" if request.pinned else "")
+    return f"{parts} can use {request.most_usable}"
+
+
+def _attempt(request: Request, num_stages: int) -> Repacking | Refusal:
+    if num_stages < request.num_stages:
+        refusal = refuse_fewer(request, num_stages)
+        if refusal is not None:
+            return refusal
     try:
-        boundaries = _best_partition(request, num_stages)
+        return best_repacking(request, num_stages)
     except InfeasiblePartitionError as error:
-        return Refusal(f"num_stages = {num_stages}: {error}{_next_hint(request, num_stages)}")
-    return _repacking(request, boundaries)
+        hint = _next_hint(request, num_stages) if num_stages < request.num_stages else ""
+        return Refusal(f"num_stages = {num_stages}: {error}{hint}")
 
 
-def first_fit(request: Request, *, target_stages: int | None = None, min_stages: int = 1) -> Repacking | Refusal:
-    """First-fit consolidation by memory (DynMo, section 3.4, Algorithm 2), kept contiguous.
-
-    The algorithm gives all layers of one worker to the first other worker where both together fit, until nothing
-    fits or the target is reached. Kept contiguous, only the stage before can take a stage: from the first stage on,
-    each takes over the next ones while their bytes fit. For merging whole stages that is the fewest possible.
-
-    Bytes are those that the stages hold now. The paper adds them up, although fewer stages hold fewer micro-batches
-    in flight: the sum is never too small, but may refuse what would fit (``fewest_stages`` counts anew). Throughput
-    is not looked at.
-
-    Args:
-        request: what to decide from; with one cap for all stages.
-        target_stages: where to stop; ``None``: when nothing fits any more.
-        min_stages: fewest stages to shrink to.
-
-    Returns:
-        The shrink, or why there is none.
-    """
-    cap = request.memory_cap_bytes
-    if not isinstance(cap, int):
-        return Refusal(
-            f"memory_cap_bytes = {cap}: first fit needs one cap for all stages; give one number, or use the method "
-            f"'fewest_stages'"
-        )
-    if target_stages is not None and (refusal := _refuse_count(request, target_stages)) is not None:
-        return refusal
-    held = request.stage_bytes(request.current)
-    fewest = len(_merge(held, cap, 1))
-    wanted = max(fewest, min_stages, target_stages or 1)
-    if target_stages is not None and fewest > target_stages:
-        return Refusal(
-            f"target_stages = {target_stages}: first fit with a cap of {cap:,} bytes reaches {fewest} stages from "
-            f"stages that hold {_join(held)} bytes; raise the cap or the target, or use the method 'fewest_stages'"
-        )
-    counts = [n for n in possible_counts(request.workers, request.constraints) if n >= wanted]
-    if not counts:
-        return Refusal(
-            f"memory_cap_bytes = {cap:,}: first fit finds no stages to merge down to at least {wanted} stages, "
-            f"the stages hold {_join(held)} bytes{_counts_text(request)}; raise the cap, or use the method "
-            f"'fewest_stages'"
-        )
-    bins = _merge(held, cap, counts[0])
-    return _repacking(request, (*(request.current[first] for first in bins), request.current[-1]))
-
-
-def _fewest_that_could(request: Request, tolerance: float) -> int:
-    """The smallest number of stages that would keep the throughput in perfect balance, without fill and drain."""
-    profile = request.profile
-    busy_s = profile.num_micro_batches * math.fsum(profile.costs("time"))
-    longest_s = request.batch_s(request.current, range(request.num_stages)) / (1.0 - tolerance)
+def _fewest_that_could(request: Request, longest_s: float) -> int:
+    """The smallest number of stages that would be fast enough in perfect balance, without fill and drain."""
+    profiles = (request.profile, *request.others)
+    busy_s = min(profile.num_micro_batches * math.fsum(profile.costs("time")) for profile in profiles)
     speeds = sorted(request.stage_speeds or [1.0] * request.num_stages, reverse=True)
     for num_stages, speed in enumerate(accumulate(speeds[:-1]), start=1):
         if busy_s / speed <= longest_s * (1 + 1e-9):  # sums round
@@ -177,20 +198,26 @@ def _fewest_that_could(request: Request, tolerance: float) -> int:
     return max(1, request.num_stages - 1)
 
 
-def _merge(held: Sequence[int], cap: int, num_stages: int) -> list[int]:
-    """First stage of every bin; bins are filled in order, until as few as asked for are left."""
-    bins, used = [0], held[0]
-    for stage, size in enumerate(held[1:], start=1):
-        left_as_they_are = len(held) - stage
-        if used + size <= cap and len(bins) + left_as_they_are > num_stages:
-            used += size
-        else:
-            bins.append(stage)
-            used = size
-    return bins
-
-
 def _refuse_count(request: Request, num_stages: int) -> Refusal | None:
+    present, most = request.num_stages, request.num_stages + request.more_stages
+    if present < num_stages <= most:
+        return None
+    if num_stages > most or num_stages == present:
+        waiting = f"workers for {request.more_stages} more wait" if request.more_stages else "no workers wait"
+        return Refusal(
+            f"num_stages = {num_stages}: the pipeline has {present} stages, and {waiting}; give another number from 1 "
+            f"to {most}, or start workers with 'dynpipe join' first"
+        )
+    return refuse_fewer(request, num_stages)
+
+
+def refuse_fewer(request: Request, num_stages: int) -> Refusal | None:
+    """Why a pipeline can't be made so short by any choice of workers; ``None`` if it can.
+
+    Args:
+        request: what to decide from.
+        num_stages: n.
+    """
     if not 1 <= num_stages < request.num_stages:
         return Refusal(
             f"num_stages = {num_stages}: re-packing makes the {request.num_stages} stages fewer; give a number from 1 "
@@ -199,26 +226,27 @@ def _refuse_count(request: Request, num_stages: int) -> Refusal | None:
             else f"num_stages = {num_stages}: there is one stage, nothing can be given back"
         )
     if choose_survivors(request.workers, request.constraints, num_stages, lambda old, new: ()) is None:
-        return Refusal(f"num_stages = {num_stages}: {_constraints_text(request)}{_counts_text(request)}")
+        return Refusal(f"num_stages = {num_stages}: {_constraints_text(request)}{counts_text(request)}")
     return None
 
 
 def _constraints_text(request: Request) -> str:
     rules = request.constraints
     told = {
-        f"ranks {_join(sorted(rules.ranks_stay))} must stay": bool(rules.ranks_stay),
-        f"nodes {_join(sorted(rules.nodes_stay))} must stay": bool(rules.nodes_stay),
-        f"only whole nodes may go ({_join(request.workers.nodes)} by rank)": rules.whole_nodes,
+        f"ranks {joined(sorted(rules.ranks_stay))} must stay": bool(rules.ranks_stay),
+        f"nodes {joined(sorted(rules.nodes_stay))} must stay": bool(rules.nodes_stay),
+        f"only whole nodes may go ({joined(request.workers.nodes)} by rank)": rules.whole_nodes,
         "the lowest ranks must stay": rules.lowest_stay,
     }
     return "the release back-end can't give back the others: " + "; ".join(text for text in told if told[text])
 
 
-def _counts_text(request: Request) -> str:
+def counts_text(request: Request) -> str:
+    """Which smaller numbers of stages the constraints allow, to be added to a message."""
     counts = possible_counts(request.workers, request.constraints)
     if not counts:
         return "; with these constraints no worker can go"
-    return f"; numbers of stages that can be reached: {_join(counts)}"
+    return f"; numbers of stages that can be reached: {joined(counts)}"
 
 
 def _next_hint(request: Request, above: int) -> str:
@@ -226,75 +254,13 @@ def _next_hint(request: Request, above: int) -> str:
     for num_stages in possible_counts(request.workers, request.constraints):
         if num_stages > above:
             try:
-                _best_partition(request, num_stages)
+                best_repacking(request, num_stages)
             except InfeasiblePartitionError:
                 continue
             return f"; the next number of stages for which memory suffices is {num_stages}"
     return f"; memory suffices for no number from there to the present {request.num_stages} stages"
 
 
-def _best_partition(request: Request, num_stages: int) -> tuple[int, ...]:
-    workers = _best_workers(request, num_stages) if request.workers_differ else range(num_stages)
-    plan = optimal(
-        request.profile.costs("time"), num_stages, memory=request.memory(workers), pinned=request.pinned,
-        speeds=request.speeds(workers),
-    )
-    return plan.boundaries
-
-
-def _best_workers(request: Request, num_stages: int) -> tuple[int, ...]:
-    """The fastest workers that may stay, then those with the most memory."""
-    cap = request.memory_cap_bytes
-
-    def speed_and_memory(old: int, new: int) -> tuple[float, ...]:
-        speed = request.stage_speeds[old] if request.stage_speeds is not None else 1.0
-        return speed, cap[old] if isinstance(cap, Sequence) else 0
-
-    return _choose(request, num_stages, speed_and_memory)
-
-
-def _nearest_workers(request: Request, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """The workers that already hold the most bytes of what they shall hold."""
-    until = list(accumulate(request.profile.moved_bytes(), initial=0))
-
-    def bytes_in_place(old: int, new: int) -> tuple[float, ...]:
-        first = max(request.current[old], boundaries[new])
-        end = min(request.current[old + 1], boundaries[new + 1])
-        return (until[end] - until[first] if first < end else 0,)
-
-    return _choose(request, len(boundaries) - 1, bytes_in_place)
-
-
-def _choose(request: Request, num_stages: int, score: Score) -> tuple[int, ...]:
-    survivors = choose_survivors(request.workers, request.constraints, num_stages, score)
-    assert survivors is not None, "the count was checked"
-    return survivors
-
-
-def _repacking(request: Request, boundaries: tuple[int, ...]) -> Repacking:
-    workers, num_stages = request.workers, len(boundaries) - 1
-    if request.workers_differ:
-        survivors = _best_workers(request, num_stages)
-    else:
-        survivors = _nearest_workers(request, boundaries)
-    ranks = workers.ranks_of(survivors)
-    shrink = Repacking(
-        num_stages=num_stages,
-        boundaries=boundaries,
-        surviving_stages=survivors,
-        surviving_ranks=ranks,
-        released_ranks=tuple(rank for rank in range(len(workers.nodes)) if rank not in set(ranks)),
-        released_nodes=workers.free_nodes(survivors),
-        seconds_before=request.batch_s(request.current, range(request.num_stages)),
-        seconds_after=request.batch_s(boundaries, survivors),
-        stage_bytes=request.stage_bytes(boundaries),
-        reason="",
-    )
-    return replace(shrink, reason=(
-        f"{request.num_stages} -> {num_stages} stages keep {shrink.throughput_kept:.1%} of the predicted throughput "
-        f"with at most {max(shrink.stage_bytes):,} bytes a stage"
-    ))
-
-
-def _join(values: Sequence[object]) -> str:
+def joined(values: Sequence[object]) -> str:
+    """Values with commas."""
     return ", ".join(str(value) for value in values)

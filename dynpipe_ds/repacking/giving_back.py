@@ -12,7 +12,7 @@ from dynpipe_ds.host.world import World
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.options import ReleaseOptions
-from dynpipe_ds.repacking.decision import Repacking
+from dynpipe_ds.repacking.outcome import Repacking
 from dynpipe_ds.telling import warn
 
 
@@ -35,11 +35,20 @@ class GivingBack:
             f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
         ))
         self.nodes: tuple[str, ...] = ()
+        self.positions: tuple[int, ...] = ()
         self.find_nodes()
+
+    def went(self, chosen: Repacking) -> None:
+        """Take note that workers are gone; called on the survivors after they met."""
+        self.nodes = tuple(self.nodes[rank] for rank in chosen.surviving_ranks)
+        self.positions = tuple(self.positions[rank] for rank in chosen.surviving_ranks if self.positions)
 
     def find_nodes(self) -> None:
         """Learn where all ranks run, when there are others than before; collective over all ranks."""
-        self.nodes = tuple(gather(self.backend.node_name()))
+        found = gather((self.backend.node_name(), self.backend.position()))
+        self.nodes = tuple(node for node, _ in found)
+        positions = [position for _, position in found if position is not None]
+        self.positions = tuple(positions) if len(positions) == len(found) else ()
 
     def constraints(self) -> Constraints:
         """What the back-end demands now, and that rank 0 stays; collective.
@@ -68,7 +77,7 @@ class GivingBack:
 
     def give_back(self, chosen: Repacking, world: World) -> None:
         """Give the workers back while training goes on; called on the survivors after they met."""
-        self.nodes = tuple(self.nodes[rank] for rank in chosen.surviving_ranks)
+        self.went(chosen)
         if dist.get_rank() == 0:
             # Schedulers take seconds. Not a daemon: a short run's last release is still carried out.
             self._thread = threading.Thread(target=self._release, args=(chosen, world), name="dynpipe_ds release")

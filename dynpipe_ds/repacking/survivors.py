@@ -1,4 +1,4 @@
-"""Which workers stay: where the stages run, and a choice that keeps the release back-end's constraints."""
+"""Which workers stay and where others join: a choice that keeps the release back-end's constraints."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Workers:
     Args:
         ranks: for each of the S stages its global ranks, one a data-parallel replica.
         nodes: the node of every global rank.
+        positions: of every global rank, in the order in which the scheduler takes workers; empty: by rank.
 
     Raises:
         ValueError: the stages do not hold every rank once.
@@ -25,10 +26,12 @@ class Workers:
 
     ranks: tuple[tuple[int, ...], ...]
     nodes: tuple[str, ...]
+    positions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(tuple(sorted(stage)) for stage in self.ranks))
         object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "positions", tuple(self.positions) or tuple(range(len(self.nodes))))
         held = sorted(rank for stage in self.ranks for rank in stage)
         if held != list(range(len(self.nodes))):
             raise ValueError(
@@ -123,13 +126,15 @@ def _stages_that_stay(workers: Workers, constraints: Constraints) -> set[int]:
 def _lowest(
     workers: Workers, num_stages: int, units: list[tuple[int, ...]], stay: set[int]
 ) -> tuple[int, ...] | None:
-    """The stages with the lowest ranks, if that is a choice at all."""
-    stages = sorted(range(workers.num_stages), key=lambda stage: workers.ranks[stage])[:num_stages]
-    ranks, kept = workers.ranks_of(stages), set(stages)
+    """The stages with the lowest workers, if that is a choice at all."""
+    placed = [sorted(workers.positions[rank] for rank in ranks) for ranks in workers.ranks]
+    stages = sorted(range(workers.num_stages), key=lambda stage: placed[stage])
+    kept, going = set(stages[:num_stages]), stages[num_stages:]
     whole = all(kept.issuperset(unit) or kept.isdisjoint(unit) for unit in units)
-    if len(kept) < num_stages or not whole or not stay <= kept or ranks != tuple(range(len(ranks))):
+    has_gap = any(placed[stays][-1] >= placed[goes][0] for stays in kept for goes in going)
+    if len(kept) < num_stages or not whole or not stay <= kept or has_gap:
         return None
-    return tuple(sorted(stages))
+    return tuple(sorted(kept))
 
 
 def _add(losses: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -297,7 +297,15 @@ def test_slurm_job_that_does_not_run(scontrol: Path) -> None:
         SlurmBackend(job_id="8", scontrol=str(scontrol)).constraints()
 
 
-@pytest.mark.parametrize("nodes", [[], ["n1"], ["n4", "n9"], ["n1", "n2", "n3", "n4"]])
+@pytest.mark.parametrize("nodes", [[], ["n1"], ["n1", "n9"], ["n1", "n2", "n3", "n4"]])
 def test_slurm_nodes_that_can_not_go(scontrol: Path, nodes: list[str]) -> None:
     with pytest.raises(ReleaseError, match="must be some nodes of job 7 .* not all, and not its batch host n1"):
         SlurmBackend(job_id="7", scontrol=str(scontrol)).prepare([1], nodes)
+
+
+def test_slurm_nodes_of_other_jobs(scontrol: Path) -> None:
+    """Workers joined from a job of their own: it gives them back by ending, and this job keeps its nodes."""
+    backend = SlurmBackend(job_id="7", scontrol=str(scontrol))
+    backend.prepare([4], ["n9"])
+    backend.release([4], ["n9"])
+    backend.verify()  # any change of the job would have been unexpected

@@ -111,6 +111,8 @@ def test_every_problem_in_one_message() -> None:
         ({"target_stages": 2, "tolerance": 0.1}, "a target is reached whatever it costs"),
         ({"method": "first_fit", "tolerance": 0.1}, "first fit looks at memory alone"),
         ({"target_stages": 2, "min_stages": 3}, "can't be below the fewest stages"),
+        ({"target_stages": 5, "max_stages": 4}, "the most stages can't be below these"),
+        ({"tolerance": 0.3, "min_gain": 0.4}, "would be added and given up again for the same load"),
         ({"enabled": True, "method": "first_fit"}, "memory_cap_bytes = None: first fit packs by memory alone"),
     ],
 )
@@ -119,8 +121,14 @@ def test_contradictions(repack: dict[str, Any], text: str) -> None:
     assert message.startswith("1 problem ") and text in message
 
 
-def test_target_above_the_stages() -> None:
+def test_a_target_above_the_stages_waits_for_workers() -> None:
     config = parse_config({SECTION: {"enabled": True, "repack": {"enabled": True, "target_stages": 5}}})
-    check_against_model(config, num_layers=8, num_stages=5)
-    with pytest.raises(ValueError, match="repack.target_stages = 5: there are 4 stages, re-packing only makes them"):
-        check_against_model(config, num_layers=8, num_stages=4)
+    check_against_model(config, num_layers=8, num_stages=4)
+
+
+def test_what_stands_for_no_least_gain() -> None:
+    """A tenth above what makes up for the tolerance, however large that is."""
+    for tolerance, gain in ((0.0, 0.1), (0.05, 0.1579), (0.5, 1.2)):
+        config = parse_config({SECTION: {"enabled": True, "repack": {"tolerance": tolerance}}})
+        assert config.repack.least_gain == pytest.approx(gain, abs=1e-4)
+    assert parse_config({SECTION: {"enabled": True, "repack": {"min_gain": 0.3}}}).repack.least_gain == 0.3

@@ -140,7 +140,7 @@ def test_refusals() -> None:
     assert results[0] == results[1]
     no_profile, too_many, none, second_engine = results[0]
     assert "train one batch first" in no_profile
-    assert "num_stages = 2: re-packing makes the 2 stages fewer" in too_many
+    assert "num_stages = 2: the pipeline has 2 stages, and no workers wait" in too_many
     assert "num_stages = 0" in none
     assert "1 other engine(s) of this process" in second_engine
 

@@ -38,6 +38,9 @@ class Recording:
     def check(self) -> None:
         self._note("check")
 
+    def position(self) -> int | None:
+        return None
+
     def node_name(self) -> str:
         return "node 0"
 

@@ -15,8 +15,8 @@ from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.repacking import live, repacker
-from dynpipe_ds.repacking.decision import Repacking
 from dynpipe_ds.repacking.live import Shrink
+from dynpipe_ds.repacking.outcome import Repacking
 from dynpipe_ds.repacking.repacker import Repacker
 from tests.one_rank import CPU, Calls, FakeRun, Guard, world
 
@@ -36,7 +36,9 @@ class Stage:
         self.guard = Guard(self.calls)
         self.pipeline: Any = SimpleNamespace(
             ranks_of=lambda stage: (stage,), reads_data=stage_id == 0,
-            start_reading=lambda: self.calls.append(("start reading",)),
+            start_reading=lambda: self.calls.append(("start reading",)), micro_batch_size=4, num_micro_batches=4,
+            check_micro_batches=lambda number: None,
+            set_micro_batches=lambda number: self.calls.append(("micro-batches", number)),
         )
 
     @property
@@ -56,7 +58,7 @@ class Backend:
 
     def __init__(self, calls: Calls, num_ranks: int) -> None:
         self._calls = calls
-        self.nodes = tuple(f"node {rank}" for rank in range(num_ranks))
+        self.nodes, self.positions = tuple(f"node {rank}" for rank in range(num_ranks)), ()
         self.backend = SimpleNamespace(leave="the back-end's end")
         self.rules = Constraints(ranks_stay=frozenset({0}))
         self.refuses: Exception | None = None
@@ -160,11 +162,11 @@ def test_nothing_to_re_pack_by() -> None:
     assert not case.stage.calls
 
 
-@pytest.mark.parametrize("num_stages", [0, 4])
-def test_a_number_that_can_not_be(num_stages: int) -> None:
+@pytest.mark.parametrize(("num_stages", "why"), [(0, "re-packing makes the 4"), (4, "the pipeline has 4")])
+def test_a_number_that_can_not_be(num_stages: int, why: str) -> None:
     case = Case()
     case.run.observe(0, EVEN)
-    text = f"re-packing to {num_stages} stages is not possible: num_stages = {num_stages}: re-packing makes the 4"
+    text = f"re-packing to {num_stages} stages is not possible: num_stages = {num_stages}: {why}"
     with pytest.raises(RepackError, match=text):
         case.repacker.repack(num_stages)
     assert case.stage.calls == [("constraints",)] and not case.events
@@ -261,6 +263,18 @@ def test_nobody_is_asked_before_it_is_time(repack: dict[str, Any]) -> None:
     assert not case.train(3) and not case.asked()
 
 
+def test_the_number_of_micro_batches_follows_the_stages() -> None:
+    """Two stages need fewer to be busy than four; off by default."""
+    for adapt in (False, True):
+        case = Case(repack={"enabled": True, "target_stages": 1, "adapt_micro_batches": adapt})
+        case.train()
+        changed = [call for call in case.stage.calls if call[0] == "micro-batches"]
+        assert changed == ([("micro-batches", 1)] if adapt else []), "one stage has no bubble, and fixed seconds"
+        assert "micro-batches" in case.events[0].reason or not adapt
+        if adapt:
+            assert not case.run.balancer.newest and case.repacker.scaling._left == (4, sum(EVEN))
+
+
 def test_boundaries_that_hold_are_left_alone() -> None:
     case = Case(repack={"enabled": True, "target_stages": 2})
     case.run.balancer.hold(0, 3)
@@ -286,12 +300,18 @@ def test_a_scheduler_that_does_not_answer_is_asked_again_later() -> None:
 
 
 def test_what_a_checkpoint_keeps() -> None:
-    case = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2, "earliest_batch": 5})
-    for same, wished in ((True, 2), (False, None)):
-        case.repacker.load_state_dict({"wished_stages": 2, "next_batch": 7}, same_stages=same)
-        assert case.repacker.state_dict() == {"wished_stages": wished, "next_batch": 7}
-    case.repacker.load_state_dict({}, same_stages=True)  # of an older checkpoint
-    assert case.repacker.state_dict() == {"wished_stages": None, "next_batch": 5}
+    case = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2})
+    case.train(1)
+    state = case.repacker.state_dict()
+    assert state["wished_stages"] == 2 and state["next_batch"] == 1 and state["most_stages"] == 4
+    other = Case(repack={"enabled": True, "tolerance": 0.99, "min_stages": 2, "earliest_batch": 5})
+    other.repacker.load_state_dict(state, same_stages=True)
+    assert other.repacker.state_dict() == {**state, "next_batch": 5}
+    other.repacker.load_state_dict(state, same_stages=False)
+    forgotten = {"wished_stages": None, "times": 0, "most_stages": 0, "next_batch": 5}
+    assert other.repacker.state_dict() == {**state, **forgotten}
+    other.repacker.load_state_dict({}, same_stages=True)  # of an older checkpoint
+    assert other.repacker.state_dict() == {**state, **forgotten}
 
 
 # -- the shrink itself ------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Workers that come and go while a pipeline trains: seconds of every batch and of every pause."""
