@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
 from dynpipe_ds.decide import Balancer, Decision
@@ -19,6 +21,7 @@ from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import ordered
 from dynpipe_ds.host.passing import BatchRefused
 from dynpipe_ds.host.pipeline import Pipeline
+from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
@@ -59,6 +62,7 @@ class Training:
         profiling: whether batches are profiled.
         num_batches: trained so far.
         callbacks: called after every change of partition.
+        journal: of the run, on the first rank.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Training:
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
+        self.journal = JournalWriter(config.journal, self._about)
         self._monitor: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
@@ -120,6 +125,7 @@ class Training:
 
     def end(self) -> None:
         """Let go of the process groups."""
+        self.journal.close()
         self.repacker.end()
 
     # -- the loop -----------------------------------------------------------------------------
@@ -142,7 +148,7 @@ class Training:
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
         self.stage.pipeline.begin_batch()
-        is_profiled = self.profiling and self._wants_profile()
+        is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()
         self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
         result = self._run(run, is_profiled=is_profiled)
         self.num_batches += 1
@@ -151,6 +157,7 @@ class Training:
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
+        self.journal.batch(self.num_batches - 1, result, self.clock.now_s() - began_s)
         return result
 
     def _wants_profile(self) -> bool:
@@ -184,8 +191,26 @@ class Training:
             write_profile(
                 self._monitor, measured.profile, self.stage.pipeline.num_samples, has_planned_order=has_order
             )
+            self._note(measured.profile, has_planned_order=has_order)
         self.profiler.count_noting(noting.seconds)
         return True
+
+    def _note(self, measured: PipelineProfile, *, has_planned_order: bool) -> None:
+        """Tell the journal what was measured, and what decisions rest on."""
+        smoothed = self.balancer.smoothed()
+        assert smoothed is not None, "a batch was just observed"
+        self.journal.profile(
+            measured, smoothed, order="planned" if has_planned_order else "1F1B", speeds=self.balancer.speeds,
+            pinned=self.balancer.pinned,
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """What the journal tells of the job first."""
+        return {
+            "layers": list(self.stage.module.layer_names()), "samples_a_batch": self.pipeline.samples_a_batch,
+            "num_ranks": dist.get_world_size(), "device": self.stage.device.type,
+            "settings": self.config.model_dump(mode="json", exclude_defaults=True),
+        }  # fmt: skip
 
     def _tell_speeds(self, believed: list[str]) -> None:
         """Log once which workers are slow, when that is believed otherwise than before."""
@@ -256,6 +281,7 @@ class Training:
         self.profiler.count_move(event.seconds)
         self.balancer.moved(self.num_batches - 1, plan.bytes_to_move)
         write_rebalance(self._monitor, event, self.stage.pipeline.num_samples)
+        self.journal.moved(event)
         tell_all(self.callbacks, event, "on_rebalance")
         return event
 

@@ -190,6 +190,7 @@ class Repacker:
             self.giving_back.give_back(chosen, shrink.world)
         event = replace(event, regroup_s=clock.now_s() - regrouping_s)
         self._run.overhead.repacking_s += event.seconds
+        self._run.journal.repacked(event)
         tell_all(self.callbacks, event, "on_repack")
         return event
 
