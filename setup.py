@@ -9,6 +9,8 @@ here = Path(__file__).parent
 versions = runpy.run_path(str(here / "dynpipe_ds" / "_versions.py"))
 
 KUBERNETES = ["kubernetes>=29"]  # the release back-end of that name
+WATCH = ["rich>=13"]  # the live view of `dynpipe watch`
+BROWSER = ["playwright>=1.45"]  # drives an installed Chromium through the report page, in tests
 HF = ["transformers>=5.23,<6", "safetensors>=0.5"]  # models of Hugging Face
 
 setup(
@@ -58,10 +60,11 @@ setup(
         "kubernetes": KUBERNETES,
         "data": ["tokenizers>=0.15"],  # token ids from a JSON file of that library
         "hf": HF,
-        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8"],  # the site that `make docs` builds
+        "watch": WATCH,
+        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5"],  # the site that `make docs` builds
         "dev": [
             "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.11",
-            *KUBERNETES, "kubernetes-validate>=1.31", *HF,
+            *KUBERNETES, "kubernetes-validate>=1.31", *HF, *WATCH, *BROWSER,
         ],
     },
 )

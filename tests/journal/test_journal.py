@@ -199,7 +199,8 @@ def test_journals_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("nowhere", "no such folder"), ("empty", "no journal.jsonl in it"), ("bare", "tells of no batch")]
+    ("name", "told"),
+    [("nowhere", "no such folder"), ("empty", "no journal.jsonl in it"), ("bare", "tells of no batch")],
 )
 def test_a_folder_without_a_journal(tmp_path: Path, name: str, told: str) -> None:
     (tmp_path / "empty").mkdir()
