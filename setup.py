@@ -61,7 +61,8 @@ setup(
         "data": ["tokenizers>=0.15"],  # token ids from a JSON file of that library
         "hf": HF,
         "watch": WATCH,
-        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5"],  # the site that `make docs` builds
+        # The site that `make docs` builds.
+        "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5"],
         "dev": [
             "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.11",
             *KUBERNETES, "kubernetes-validate>=1.31", *HF, *WATCH, *BROWSER,
