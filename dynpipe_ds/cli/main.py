@@ -8,14 +8,15 @@ import sys
 from collections.abc import Sequence
 
 import dynpipe_ds
-from dynpipe_ds.cli import doctor, plan, profile, simulate, try_script, watch
+from dynpipe_ds.cli import doctor, plan, profile, report, simulate, try_script, watch
 from dynpipe_ds.cli.command import PROBLEMS, USAGE, Parser, ProblemError, UsageError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 _MORE = """
 Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers
-cost?), plan (where to cut?), simulate (who waits for whom?), then train, and watch (how does it stand?).
+cost?), plan (where to cut?), simulate (who waits for whom?), then train, with watch (how does it stand?) and
+report (what came of it?).
 """
 
 
@@ -27,7 +28,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"dynpipe_ds {dynpipe_ds.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for command in (doctor, try_script, profile, plan, simulate, watch):
+    for command in (doctor, try_script, profile, plan, simulate, watch, report):
         command.add_parser(commands)
     return parser
 

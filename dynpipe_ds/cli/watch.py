@@ -7,12 +7,11 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.cli import reading
 from dynpipe_ds.cli.command import OK, ProblemError, Result, add_command, usage
-from dynpipe_ds.journal import Journal, find_journals
+from dynpipe_ds.journal import Journal
 from dynpipe_ds.journal.standing import standing
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ _EVERY_S = 1.0
 def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = add_command(commands, "watch", run)
-    parser.add_argument("folder", help='what "journal" names in the section, or a folder that holds it')
-    parser.option("--run", "NAME", "of several runs in the folder, the one in the folder of this name", dest="name")
+    reading.add_journal(parser)
     parser.option("--every", "SECONDS", "look so often", reading.at_least_0("seconds, such as 1"), default=_EVERY_S)
     parser.flag("--once", "show how it stands now, and end; so it is where the output is no terminal")
 
@@ -48,37 +46,10 @@ def run(arguments: argparse.Namespace) -> Result:
         raise ProblemError("the live view needs rich: pip install 'dynpipe_ds[watch]', or give --json")
     if wants_values or arguments.once or not sys.stdout.isatty():
         with usage():
-            journal, others = _chosen(arguments)
+            journal, others = reading.journal(arguments)
         return OK, "" if wants_values else _snapshot(journal, others), standing(journal)
     journal = _live(arguments)
     return OK, f"{journal.file}: {len(journal.batches)} batches", {}
-
-
-def _chosen(arguments: argparse.Namespace) -> tuple[Journal, list[str]]:
-    """The run to show, and the names of those beside it.
-
-    Raises:
-        ValueError: when there is none, with the remedy.
-    """
-    files = find_journals(arguments.folder)
-    names = [file.parent.name for file in files]
-    if arguments.name is not None:
-        if arguments.name not in names:
-            raise ValueError(f"--run {arguments.name}: {arguments.folder} has {', '.join(names)}; give one of these")
-        files = [files[names.index(arguments.name)]]
-    journals = [_read(file) for file in files]
-    chosen = next((journal for journal in journals if _may_move(journal)), journals[0])
-    return chosen, [name for name in names if len(names) > 1 and name != chosen.file.parent.name]
-
-
-def _read(file: Path) -> Journal:
-    journal = Journal(file)
-    journal.update()
-    return journal
-
-
-def _may_move(journal: Journal) -> bool:
-    return bool(journal.about.get("settings", {}).get("rebalance_every") != "never")
 
 
 def _snapshot(journal: Journal, others: Iterable[str]) -> str:
@@ -111,13 +82,13 @@ def _live(arguments: argparse.Namespace) -> Journal:
 def _await(arguments: argparse.Namespace, console: Console) -> tuple[Journal, list[str]]:
     """The run, as soon as there is one: a job writes its first line after its first batch."""
     try:
-        return _chosen(arguments)
+        return reading.journal(arguments)
     except ValueError as error:
         with console.status(f"waiting: {error}"):
             while True:
                 time.sleep(arguments.every)
                 try:
-                    return _chosen(arguments)
+                    return reading.journal(arguments)
                 except ValueError:
                     continue
 
