@@ -49,6 +49,9 @@ def new_figure(width: float, height: float) -> Figure:
     Args:
         width: inches.
         height: inches.
+
+    Returns:
+        The figure.
     """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
