@@ -100,7 +100,8 @@ def svg(figure: Figure, described: str) -> str:
     text = text.replace("#000000", INK)
     for colour in _NAMES:
         text = re.sub(colour, variable(colour), text, flags=re.IGNORECASE)
-    # Ids of several pictures on one page may not meet.
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to groups
+    # Other ids of several pictures on one page may not meet.
     mark = f"f{next(_counted)}-"
     text = re.sub(r'\bid="', f'id="{mark}', text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{mark}", text)
