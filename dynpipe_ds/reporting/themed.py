@@ -103,7 +103,15 @@ def svg(figure: Figure, described: str) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to groups
     # Other ids of several pictures on one page may not meet.
     mark = f"f{next(_counted)}-"
-    text = re.sub(r'\bid="', f'id="{mark}', text)
+    known: set[str] = set()
+
+    def own_id(found: re.Match[str]) -> str:
+        """An id of this picture; what matplotlib defines twice, the same both times, has it once."""
+        is_new = found[1] not in known
+        known.add(found[1])
+        return f'id="{mark}{found[1]}"' if is_new else ""
+
+    text = re.sub(r'\bid="([^"]*)"', own_id, text)
     text = re.sub(r'(url\(|href=")#', rf"\g<1>#{mark}", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", rf"font: \1 {_FONT}", text)
     head, _, rest = text.partition(">")
