@@ -16,8 +16,8 @@ from scenarios.report.interval import SAME_PARTITION
 from scenarios.report.results import WINDOW, JobResults, Rebalance
 
 OLD_FOLDER = (
-    "This folder was written before layer times and re-partitions were recorded. The heat map, the orders, the "
-    "timelines and the predicted gains are left out; train again to have them."
+    "This folder lacks the journals of both runs, or the record of re-partitions and orders: it was written by an "
+    "earlier version, or another job began in it. What follows from layer times is left out; train again to have it."
 )
 
 

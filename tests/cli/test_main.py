@@ -57,7 +57,8 @@ def test_help_names_every_command(dynpipe: Command) -> None:
     """The exit codes, too; and the version."""
     done = dynpipe("--help")
     assert done.code == 0 and "exit codes: 0" in done.out
-    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in (*COMMANDS, "try"))
+    known = (*COMMANDS, "try", "watch", "report")
+    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in known)
     assert re.match(r"dynpipe_ds \d", dynpipe("--version").out)
 
 

@@ -44,6 +44,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE, HERE, HERE, HERE, NAMES, HERE],  # a clock would stay for other tests
+    "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
 
 # Names that the text around a block explains.

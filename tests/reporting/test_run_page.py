@@ -12,6 +12,7 @@ from dynpipe_ds.journal import Journal, read_journal
 from dynpipe_ds.reporting import run_page
 from dynpipe_ds.reporting.layers import LayerTimes
 from tests.browser import WIDTHS, browser, check_layout, least_contrast, shown
+from tests.docs.pages import blocks
 from tests.journal.told import Job
 from tests.reporting.test_page import Parsed
 
@@ -79,6 +80,18 @@ def test_a_long_run_fits_into_a_picture(tmp_path: Path) -> None:
     assert len(times.rows) == 400 and times.batches[:3] == (0, 3, 6) and times.end == 1200
     assert times.rows[0][0] == pytest.approx(0.03) and times.rows[-1][0] == pytest.approx(0.01)
     assert times.partitions == ((0, (0, 4, 8)), (602, (0, 5, 8)))
+
+
+def test_the_block_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/watch.md: a line for every partition and order."""
+    monkeypatch.chdir(tmp_path)
+    Job(Path("runs/first")).write(range(20))
+    (block,) = blocks("docs/watch.md", "python")
+    exec(compile(block.code, str(block), "exec"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 7 and printed[3].startswith("as it is now 1F1B (0, 5, 8) 0.4")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

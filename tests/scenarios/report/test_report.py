@@ -194,7 +194,7 @@ def test_a_folder_without_recordings(told: Told) -> None:
     write_job("old", recorded=False)
     values = json.loads(told("old", "--json"))
     (note,), (move,) = values["notes"], values["rebalances"]
-    assert "before layer times and re-partitions were recorded" in note
+    assert "lacks the journals of both runs" in note
     assert move["before"] is None and move["predicted_gain"] is None
     assert move["realised_gain"] == pytest.approx(0.25)
     text = Path("old/report.html").read_text(encoding="utf-8")
