@@ -1,6 +1,6 @@
-"""Write down the public names: docs/api.md for readers, tests/public_api.json for the test that compares them.
+"""Write down the public names: docs/api.md and docs/api for readers, tests/public_api.json for the test that compares.
 
-python docs/api.py            rewrite both
+python docs/api.py            rewrite all
 python docs/api.py --check    say whether they are up to date (exit code 1 if not)
 
 Public is what a package of dynpipe_ds lists in ``__all__``, and of its classes every member of our own without an
@@ -27,12 +27,26 @@ import dynpipe_ds
 from dynpipe_ds.engine import EnabledEngine
 
 FOLDER = Path(__file__).resolve().parent
-PAGE, RECORD = FOLDER / "api.md", FOLDER.parent / "tests" / "public_api.json"
+INDEX, RECORD = FOLDER / "api.md", FOLDER.parent / "tests" / "public_api.json"
+PAGES = FOLDER / "api"
 
-_HEAD = """\
+TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "training": ("Training: the module, the engine, events, errors", ("",)),
+    "partitions": ("Partitions and partitioners", ("partition", "decide")),
+    "profiles": ("Profiles and clocks", ("measure",)),
+    "orders": ("Orders: planned and run", ("planning", "schedule")),
+    "simulation": ("The simulator", ("simulation",)),
+    "moves_and_workers": ("Moves, checkpoints, workers", ("migration", "checkpoint", "ranks", "release")),
+    "watching": ("Journals, pictures, pages", ("journal", "reporting")),
+    "huggingface": ("Models of Hugging Face", ("hf",)),
+}
+"""Of each page: its title, and the packages on it, of which the first one is the package itself."""
+
+_WRITTEN = "<!-- Written by `python docs/api.py` from the docstrings. -->"
+_HEAD = f"""\
 # Public names
 
-<!-- Written by `python docs/api.py` from the docstrings. -->
+{_WRITTEN}
 
 What the packages export in `__all__`. Only these names are kept from one version to the next (a test compares their
 signatures with a recorded list); everything else may change. Types are shipped (`py.typed`). `DynamicPipelineModule`
@@ -151,22 +165,69 @@ def record() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-# -- the page --------------------------------------------------------------------------------
+# -- the pages -------------------------------------------------------------------------------
 
 
-def page() -> str:
-    """The whole page."""
-    parts, seen = [_HEAD], dict[int, str]()
-    for package in packages():
-        parts.append(f"## `{package.__name__}`\n\n{prose((package.__doc__ or '').split(chr(10) * 2)[0])}")
-        for name in package.__all__:
-            value = getattr(package, name)
-            first = seen.setdefault(id(value), f"{package.__name__}.{name}")
-            if first == f"{package.__name__}.{name}":
-                parts += entry(name, value)
-            else:
-                parts.append(f"### `{name}`\n\nThe same as `{first}`.")
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+def pages() -> dict[Path, str]:
+    """What every page says, by its path."""
+    seen: dict[int, str] = {}
+    by_name = {package.__name__: package for package in packages()}
+    texts = {
+        name: section(package, seen) for name, package in by_name.items()
+    }  # in this order, so that what has several names stands under the shortest
+    topics = {topic: [full_name(part) for part in parts] for topic, (_, parts) in TOPICS.items()}
+    lacking = texts.keys() - {name for names in topics.values() for name in names}
+    assert not lacking, f"docs/api.py: no topic of TOPICS has {', '.join(sorted(lacking))}"
+    found = {INDEX: index(by_name)}
+    for topic, names in topics.items():
+        parts = [f"# {TOPICS[topic][0]}", _WRITTEN, "[All public names](../api.md)"]
+        found[PAGES / f"{topic}.md"] = joined([*parts, *(part for name in names for part in texts[name])])
+    return found
+
+
+def full_name(part: str) -> str:
+    """A package's name in full; the empty one is the package itself."""
+    return f"dynpipe_ds.{part}".rstrip(".")
+
+
+def index(by_name: dict[str, types.ModuleType]) -> str:
+    """The page that names all: topics, and every name with a link."""
+    rows = []
+    for topic, (title, parts) in TOPICS.items():
+        rows.append(f"## [{title}](api/{topic}.md)")
+        for name in map(full_name, parts):
+            links = ", ".join(f"[`{each}`](api/{topic}.md#{anchor(each)})" for each in by_name[name].__all__)
+            rows.append(f"`{name}`: {links}")
+    tree = "\n".join(["```{toctree}", ":hidden:", "", *(f"api/{topic}" for topic in TOPICS), "```"])
+    return joined([_HEAD, *rows, tree])
+
+
+def anchor(name: str) -> str:
+    """What a link to the heading of a name says."""
+    return re.sub(r"[^\w\- ]", "", name.lower())
+
+
+def joined(parts: list[str]) -> str:
+    """Parts of a page, with a blank line between them."""
+    return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
+
+
+def section(package: types.ModuleType, seen: dict[int, str]) -> list[str]:
+    """What a page says of a package; of a name that it shares with an earlier one, where that stands.
+
+    Args:
+        package: of it.
+        seen: full names by what they stand for; those of this package are added.
+    """
+    parts = [f"## `{package.__name__}`", prose((package.__doc__ or "").split("\n\n")[0])]
+    for name in package.__all__:
+        value = getattr(package, name)
+        first = seen.setdefault(id(value), f"{package.__name__}.{name}")
+        if first == f"{package.__name__}.{name}":
+            parts += entry(name, value)
+        else:
+            parts += [f"### `{name}`", f"The same as `{first}`."]
+    return parts
 
 
 def entry(name: str, value: Any) -> list[str]:
@@ -246,7 +307,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a file is out of date")
     check = parser.parse_args(arguments).check
-    wanted = {PAGE: page(), RECORD: json.dumps(record(), indent=1) + "\n"}
+    wanted = {**pages(), RECORD: json.dumps(record(), indent=1) + "\n"}
+    if not check:
+        PAGES.mkdir(exist_ok=True)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if check:

@@ -178,6 +178,13 @@ class DynamicPipelineConfig(Section):
         example='"64MiB"',
     )
 
+    journal: Annotated[str, Field(min_length=1)] | None = key(
+        None,
+        "Folder in which the first rank keeps a journal of the run, journal.jsonl, for dynpipe watch and dynpipe "
+        "report. Null: none.",
+        rule="null or the path of a folder, which is made where it is missing",
+        example='"runs/first"',
+    )
     repack: RepackConfig = key(
         RepackConfig(),
         "Train on fewer stages when the model has shrunk, and give the freed workers back.",

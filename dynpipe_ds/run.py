@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.placement import Placement
@@ -47,6 +48,7 @@ class Run(Protocol):
         overhead: seconds spent on not training.
         clock: which they are read from.
         num_batches: trained so far.
+        journal: of the run.
     """
 
     stage: Stage
@@ -57,6 +59,7 @@ class Run(Protocol):
     overhead: Overhead
     clock: Clock
     num_batches: int
+    journal: JournalWriter
 
     @property
     def repacker(self) -> Renewed:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
 from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig, Hold, checked_hold
 from dynpipe_ds.decide import Balancer, Decision
@@ -22,6 +24,7 @@ from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.joining.doorway import papers
 from dynpipe_ds.joining.entering import Entering
 from dynpipe_ds.joining.newcomer import Newcomer
+from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
@@ -73,6 +76,7 @@ class Training:
         num_batches: trained so far.
         callbacks: called after every change of partition.
         joined_with: the user's own values that this process found when it joined; ``None`` if it did not join.
+        journal: of the run, on the first rank.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Training:
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self.joined_with: dict[str, Any] | None = None
+        self.journal = JournalWriter(config.journal, self._about)
         self._monitor: Any = None
         self._num_done = 0
         self._result: Any = None
@@ -160,6 +165,7 @@ class Training:
 
     def end(self) -> None:
         """Let go of the process groups."""
+        self.journal.close()
         self.repacker.end()
         self.snapshots.end()
         self.survivor.end()
@@ -242,7 +248,7 @@ class Training:
         self.snapshots.begin_batch()
         self._act_before()
         self.stage.pipeline.begin_batch()
-        is_profiled = self.profiling and self._wants_profile()
+        is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()
         self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
         started = self.clock.now_s()
         with self._keeping_data():
@@ -255,6 +261,7 @@ class Training:
                 if self._finish_profile():
                     self._balance()
                     self.repacker.repack_if_wanted()
+        self.journal.batch(self.num_batches - 1, result, self.clock.now_s() - began_s)
         self.repacker.leave_if_told()
         self._refill()
         return result
@@ -374,8 +381,26 @@ class Training:
             write_profile(
                 self._monitor, measured.profile, self.stage.pipeline.num_samples, has_planned_order=has_order
             )
+            self._note(measured.profile, has_planned_order=has_order)
         self.profiler.count_noting(noting.seconds)
         return True
+
+    def _note(self, measured: PipelineProfile, *, has_planned_order: bool) -> None:
+        """Tell the journal what was measured, and what decisions rest on."""
+        smoothed = self.balancer.smoothed()
+        assert smoothed is not None, "a batch was just observed"
+        self.journal.profile(
+            measured, smoothed, order="planned" if has_planned_order else "1F1B", speeds=self.balancer.speeds,
+            pinned=self.balancer.pinned,
+        )
+
+    def _about(self) -> dict[str, Any]:
+        """What the journal tells of the job first."""
+        return {
+            "layers": list(self.stage.module.layer_names()), "samples_a_batch": self.pipeline.samples_a_batch,
+            "num_ranks": dist.get_world_size(), "device": self.stage.device.type,
+            "settings": self.config.model_dump(mode="json", exclude_defaults=True),
+        }  # fmt: skip
 
     def _tell_speeds(self, believed: list[str]) -> None:
         """Log once which workers are slow, when that is believed otherwise than before."""
@@ -446,6 +471,7 @@ class Training:
         self.profiler.count_move(event.seconds)
         self.balancer.moved(self.num_batches - 1, plan.bytes_to_move)
         write_rebalance(self._monitor, event, self.stage.pipeline.num_samples)
+        self.journal.moved(event)
         tell_all(self.callbacks, event, "on_rebalance")
         return event
 
@@ -548,6 +574,7 @@ class Training:
         if num_micro_batches != stage.pipeline.num_micro_batches:
             self.repacker.scaling.leaves(stage.pipeline.micro_batch_size, self.repacker.micro_batch_s())
             stage.pipeline.set_micro_batches(num_micro_batches)
+            self._changed_by_script()
             self.balancer.serve(self.config)
             self.balancer.expect_change()  # every layer takes another time
             self.profiler.sizes_changed()

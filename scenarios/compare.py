@@ -94,7 +94,6 @@ class Contender:
         profile = self.engine.last_batch_profile
         if profile is not None and profile is not known:  # not every batch is profiled
             measured.stages_s.append([stage.busy_s for stage in profile.stages])
-            measured.recording.add_profile(batch, profile)
             measured.recording.add_prediction(profile, order)
             if timed:
                 measured.bubbles.append(profile.bubble_ratio)

@@ -12,65 +12,34 @@ from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Workload, simulate
 from scenarios.scenario import Report
 
-MOST_ROWS = 512
 USUAL, PLANNED = "1F1B", "planned"
 _MOST_PREDICTIONS = 8  # of one order: simulating a batch takes milliseconds
-_DIGITS = 8  # of seconds
 
 
 @dataclass
 class Recording:
-    """Seconds of every layer over training, partitions, re-partitions; what the report page shows of the layers.
+    """Re-partitions and orders of a run; what the report page shows of them.
 
-    Its size is bounded: when it has :data:`MOST_ROWS` rows, neighbours are averaged and every row stands for twice
-    as many batches.
+    Layer times, partitions and stages are in the run's journal (:mod:`dynpipe_ds.journal`).
 
     Attributes:
-        names: name of every layer.
-        num_micro_batches: M.
-        batches_a_row: how many profiled batches a row is the mean of.
-        first_batches: the first batch of every row.
-        forward_s: forward seconds of a micro-batch, a row of L numbers each.
-        backward_s: the same for the backward.
-        open_rows: profiled batches of the row that is not full yet: batch, forward_s, backward_s.
-        partitions: first batch of, and boundaries: every partition that a profiled batch ran on.
         rebalances: :class:`~dynpipe_ds.RebalanceEvent` as dictionaries.
         orders: from which batch on (``first_batch``) with which ``boundaries`` which kind of ``order`` ran, 1F1B or
             planned, and of its first profiled batches the seconds of forwards and backwards, ``predicted_s`` by the
             simulator from the seconds of layers, and ``measured_s``.
     """
 
-    names: list[str] = field(default_factory=list)
-    num_micro_batches: int = 1
-    batches_a_row: int = 1
-    first_batches: list[int] = field(default_factory=list)
-    forward_s: list[list[float]] = field(default_factory=list)
-    backward_s: list[list[float]] = field(default_factory=list)
-    open_rows: list[list[Any]] = field(default_factory=list)
-    partitions: list[list[Any]] = field(default_factory=list)
     rebalances: list[dict[str, Any]] = field(default_factory=list)
     orders: list[dict[str, Any]] = field(default_factory=list)
 
-    # -- while the run trains -----------------------------------------------------------------
-
-    def add_profile(self, batch: int, profile: PipelineProfile) -> None:
-        """Take in the profile of one batch.
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Recording:
+        """Undo ``dataclasses.asdict``.
 
         Args:
-            batch: index of the batch.
-            profile: as measured, not smoothed.
+            values: what it gave; earlier versions kept more.
         """
-        self.names = [layer.name for layer in profile.layers]
-        self.num_micro_batches = profile.num_micro_batches
-        boundaries = list(profile.boundaries)
-        if not self.partitions or self.partitions[-1][1] != boundaries:
-            self.partitions.append([batch, boundaries])
-        forward_s = [layer.forward_s for layer in profile.layers]
-        self.open_rows.append([batch, forward_s, [layer.backward_s for layer in profile.layers]])
-        if len(self.open_rows) >= self.batches_a_row:
-            self._close_row()
-        if len(self.first_batches) >= MOST_ROWS:
-            self._halve()
+        return cls(list(values.get("rebalances", ())), list(values.get("orders", ())))
 
     def add_order(self, batch: int, boundaries: Sequence[int], order: Order) -> None:
         """Note what a batch is about to run.
@@ -108,42 +77,6 @@ class Recording:
         values = dataclasses.asdict(event)
         self.rebalances.append({**values, "before": list(event.before), "after": list(event.after)})
 
-    def _close_row(self) -> None:
-        batches, forward_s, backward_s = zip(*self.open_rows, strict=True)
-        self.first_batches.append(batches[0])
-        self.forward_s.append(_mean(forward_s))
-        self.backward_s.append(_mean(backward_s))
-        self.open_rows = []
-
-    def _halve(self) -> None:
-        self.batches_a_row *= 2
-        self.first_batches = self.first_batches[::2]
-        for rows in (self.forward_s, self.backward_s):
-            rows[:] = [_mean(rows[i : i + 2]) for i in range(0, len(rows), 2)]
-
-    # -- when it is over ----------------------------------------------------------------------
-
-    def seconds(self, row: int) -> list[float]:
-        """Forward and backward seconds of every layer.
-
-        Args:
-            row: index of the row.
-        """
-        return [f + b for f, b in zip(self.forward_s[row], self.backward_s[row], strict=True)]
-
-    def rows_of(self, batches: range) -> list[int]:
-        """Indices of the rows that lie in some batches wholly.
-
-        Args:
-            batches: consecutive batches.
-        """
-        last = self.batches_a_row - 1
-        return [i for i, first in enumerate(self.first_batches) if first in batches and first + last in batches]
-
-
-def _mean(rows: Any) -> list[float]:
-    return [round(sum(column) / len(rows), _DIGITS) for column in zip(*rows, strict=True)]
-
 
 @dataclass
 class Measurements:
@@ -160,7 +93,7 @@ class Measurements:
         rebalanced_at: batches after which the partition changed.
         reports: what the scenario reported after every batch.
         resumed_at: batches after which the run was continued from a checkpoint.
-        recording: what the report page shows of the layers.
+        recording: re-partitions and orders.
         validations: after how many batches what loss and perplexity were found, for each evaluation.
         timeline: the newest profiled batch, fields of :class:`~dynpipe_ds.simulation.Interval`; when the run is over.
         whole_backwards: stages that ran backwards whole which an order split, each with its reasons; likewise.
@@ -195,4 +128,4 @@ class Measurements:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
-        return cls(**{**kept, "recording": Recording(**values["recording"])})
+        return cls(**{**kept, "recording": Recording.from_values(values["recording"])})

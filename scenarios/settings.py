@@ -219,8 +219,12 @@ class Settings:
 
         Both use the same engine and measure alike; only the dynamic one moves layers, plans orders or gives ranks back.
         """
-        monitors = self._monitors("dynamic" if dynamic else "static")
-        config = merge(self.deepspeed, {SECTION: {"enabled": True}} | monitors)
+        label = "dynamic" if dynamic else "static"
+        given = self.deepspeed.get(SECTION, {}).get("journal")
+        journal = Path(given or self.output_dir / "journal") / label  # a folder for each run
+        config = merge(
+            self.deepspeed, {SECTION: {"enabled": True, "journal": str(journal)}} | self._monitors(label)
+        )
         if not dynamic:
             own = {"rebalance_every": "never", "schedule": "1f1b", "repack": {"enabled": False}}
             section = merge(config[SECTION], own)

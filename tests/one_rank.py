@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, parse_config
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure import HostClock
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.placement import Placement
@@ -96,6 +97,7 @@ class FakeRun:
         self.overhead = Overhead()
         self.clock = HostClock()
         self.num_batches = 0
+        self.journal = JournalWriter(None, dict)
         self.repacking = Repacking()
         self.move_fails: Exception | None = None
         self.warned: list[tuple[str, str]] = []

@@ -22,6 +22,8 @@ COMMANDS = {
     "simulate": ("simulate", "show one batch of a partition in time"),
     "run": ("run_script", "start a training on this machine, with spares"),
     "join": ("join", "let workers join a job that trains"),
+    "watch": ("watch", "show a running job: its stages, losses, boundaries, moves and memory"),
+    "report": ("report", "write a page on a run: losses, stages, layers, moves, and what other partitions would give"),
     "schema": ("schema", "print the JSON schema of the \"dynamic_pipeline\" section, for editors"),
 }
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
@@ -29,7 +31,7 @@ COMMANDS = {
 _MORE = """
 See it work: demo. With a model of yours: doctor (is this machine ready?), try (does my script keep its losses?),
 profile (what do my layers cost?), plan (where to cut?), simulate (who waits for whom?), then train: run starts a
-training with spares, join lets workers join one.
+training with spares, join lets workers join one, watch follows it (how does it stand?), report tells what came of it.
 """
 
 

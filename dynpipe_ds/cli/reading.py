@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dynpipe_ds.cli.command import Parser, UsageError, usage
+from dynpipe_ds.journal import Journal, find_journals
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
 from dynpipe_ds.planning import assume_halves
@@ -150,3 +151,36 @@ def add_simulated(parser: Parser) -> None:
     parser.option("--micro-batches", "M", "micro-batches of a batch (default: the profile's)", whole(1))
     parser.option("--activation-link-s", "S", link_s, one_or_each(seconds))
     parser.option("--gradient-link-s", "S", "the same for gradients", one_or_each(seconds))
+
+
+def add_journal(parser: Parser) -> None:
+    """Add what commands share that read a journal."""
+    parser.add_argument("folder", help='what "journal" names in the section, or a folder that holds it')
+    parser.option("--run", "NAME", "of several runs in the folder, the one in the folder of this name", dest="name")
+
+
+def journal(arguments: argparse.Namespace) -> tuple[Journal, list[str]]:
+    """Read the journal of the run that options say, and the names of those beside it.
+
+    Raises:
+        ValueError: when there is none, with the remedy.
+    """
+    files = find_journals(arguments.folder)
+    names = [file.parent.name for file in files]
+    if arguments.name is not None:
+        if arguments.name not in names:
+            raise ValueError(f"--run {arguments.name}: {arguments.folder} has {', '.join(names)}; give one of these")
+        files = [files[names.index(arguments.name)]]
+    journals = [_read_journal(file) for file in files]
+    chosen = next((one for one in journals if _may_move(one)), journals[0])
+    return chosen, [name for name in names if len(names) > 1 and name != chosen.file.parent.name]
+
+
+def _read_journal(file: Path) -> Journal:
+    found = Journal(file)
+    found.update()
+    return found
+
+
+def _may_move(found: Journal) -> bool:
+    return bool(found.about.get("settings", {}).get("rebalance_every") != "never")

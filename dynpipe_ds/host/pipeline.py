@@ -418,6 +418,11 @@ class Pipeline:
         return int(self.engine.global_samples)
 
     @property
+    def samples_a_batch(self) -> int:
+        """Samples that a batch has, over all micro-batches and replicas."""
+        return int(self.engine.train_batch_size())
+
+    @property
     def reads_data(self) -> bool:
         """Whether this stage takes micro-batches from the user's iterators."""
         return bool(self.engine.is_first_stage() or self.engine.is_last_stage())

@@ -3,8 +3,8 @@
 Pure functions of plain numbers, deterministic, so every rank that asks plans the same. To read it: ``planner`` (the
 entry: an order for a workload), ``listing`` (list scheduling: a batch runs on paper, and its stages choose),
 ``bounds`` (what no order can beat), ``memory`` (what an order may hold), ``on_partition`` (the best order for a
-partition), ``together`` (the best partition and order),
-``assumed`` (what a profile without measured halves is taken to have).
+partition), ``together`` (the best partition and order), ``assumed`` (what a profile without measured halves is taken to
+have), ``predicted`` (several partitions and orders side by side).
 """
 
 from dynpipe_ds.planning.assumed import assume_halves
@@ -12,9 +12,10 @@ from dynpipe_ds.planning.bounds import least_seconds
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.on_partition import plan_on_partition
 from dynpipe_ds.planning.planner import PlannedOrder, plan_order
+from dynpipe_ds.planning.predicted import PredictedBatch, predict_batches
 from dynpipe_ds.planning.together import PlannedBatch, plan_batch
 
 __all__ = [
-    "PlannedBatch", "PlannedOrder", "activation_caps", "assume_halves", "least_seconds", "plan_batch",
-    "plan_on_partition", "plan_order", "worker_bytes_of_1f1b",
+    "PlannedBatch", "PlannedOrder", "PredictedBatch", "activation_caps", "assume_halves", "least_seconds",
+    "plan_batch", "plan_on_partition", "plan_order", "predict_batches", "worker_bytes_of_1f1b",
 ]  # fmt: skip

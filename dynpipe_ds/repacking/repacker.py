@@ -307,6 +307,7 @@ class Repacker:
             event = self._shrink(chosen, plan_s, is_taken=is_taken)
         self._run.overhead.repacking_s += event.seconds
         self._has_changed(len(event.before) - 1, len(event.after) - 1, event.seconds)
+        self._run.journal.repacked(event)
         tell_all(self.callbacks, event, "on_repack")
         return event
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dynpipe_ds.simulation import Interval
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
 Timelines = Mapping[str, Sequence[Interval]] | Sequence[Interval]
@@ -50,6 +51,7 @@ LOOKS: Mapping[str, Look] = {
 _NUMBERED = ("forward", "backward", "weight")
 _IN_ROWS = LOOKS.keys() - {"message", "wait"}
 _BAR_HEIGHT = 0.76
+_DARK = "#0a0a0a"  # of numbers in bars, also where a page turns what is black into its own colour
 _LEAST_INCHES_OF_NUMBER = 0.14  # a narrower bar gets no micro-batch number
 _UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
@@ -67,6 +69,26 @@ def save_gantt(path: str | Path, timelines: Timelines, *, title: str = "") -> Pa
 
     Returns:
         The path written.
+
+    Raises:
+        ValueError: if there is nothing to draw.
+    """
+    figure = draw_gantt(timelines, title=title)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    return target
+
+
+def draw_gantt(timelines: Timelines, *, title: str = "") -> Figure:
+    """Draw what :func:`save_gantt` saves.
+
+    Args:
+        timelines: intervals, or several lists of them by name.
+        title: stands above the picture.
+
+    Returns:
+        The figure.
 
     Raises:
         ValueError: if there is nothing to draw.
@@ -91,10 +113,7 @@ def save_gantt(path: str | Path, timelines: Timelines, *, title: str = "") -> Pa
     figure.legend(handles=_legend(drawn), loc="outside lower center", ncols=5, frameon=False)
     if title:
         figure.suptitle(title)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    return target
+    return figure
 
 
 def _by_name(timelines: Timelines, name: str = "") -> dict[str, Sequence[Interval]]:
@@ -149,7 +168,7 @@ def _draw_panel(
         if i.kind in _NUMBERED and (i.end_s - i.start_s) * inches_per_s >= _LEAST_INCHES_OF_NUMBER:
             axes.text(
                 (i.start_s + i.end_s) / 2 * per_second, i.stage, str(i.micro_batch), ha="center", va="center",
-                fontsize=7 if num_stages <= 8 else 5, color="white" if i.kind == "backward" else "black",
+                fontsize=7 if num_stages <= 8 else 5, color="white" if i.kind == "backward" else _DARK,
             )
     axes.set_xlim(0, end_s * per_second)
     axes.set_ylim(num_stages - 0.5, -0.5)

@@ -1,7 +1,7 @@
 """A finished job's ``results.json`` as typed values, and what follows from it.
 
-The file is what the training entry of the scenarios writes: two runs of one job. Older files lack the
-recording of layer times and re-partitions; what follows from it is then ``None`` or empty.
+The file is what the training entry of the scenarios writes: two runs of one job, whose layer times are in their
+journals beside it. Older folders lack what is recorded now; what follows from it is then ``None`` or empty.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
+from dynpipe_ds.journal import Journal, read_journal
 from dynpipe_ds.simulation import Interval
 from scenarios.recording import Recording
 from scenarios.report.comparison import RunSummary
@@ -70,7 +71,8 @@ class RunResults:
         batches_s: seconds of every batch.
         stages_s: busy seconds of every stage, for every profiled batch.
         rebalanced_at: indices of the batches after which the partition changed.
-        recording: layer times over training; ``None`` in older files.
+        recording: re-partitions and orders; ``None`` in older files.
+        journal: layer times over training; ``None`` where there is none of this run.
         rebalances: every change of partition.
         timeline: the newest profiled batch; none in older files.
         whole_backwards: why stages ran backwards whole that an order split, by stage.
@@ -81,19 +83,25 @@ class RunResults:
     stages_s: tuple[tuple[float, ...], ...]
     rebalanced_at: tuple[int, ...]
     recording: Recording | None
+    journal: Journal | None
     rebalances: tuple[Rebalance, ...]
     timeline: tuple[Interval, ...] = ()
     whole_backwards: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
-    def slowest_stage_s(self, batches: range) -> list[float] | None:
-        """Busy seconds of the slowest stage in each of some batches; ``None`` if that is not known.
+    def stages_in(self, batches: range) -> dict[int, Sequence[float]]:
+        """Busy seconds of every stage, in those of some batches where they are known.
 
         Args:
             batches: consecutive batches.
         """
+        if self.journal is not None:
+            return {
+                profile.batch: [stage.busy_s for stage in profile.stages]
+                for profile in self.journal.profiles if profile.batch in batches
+            }  # fmt: skip
         if len(self.stages_s) != len(self.batches_s):
-            return None  # some batches were not profiled, so rows can't be told apart
-        return [max(stages) for stages in self.stages_s[batches.start : batches.stop]]
+            return {}  # some batches were not profiled, so rows can't be told apart
+        return {batch: self.stages_s[batch] for batch in batches}
 
     def stages_of(self, batches: range) -> list[float] | None:
         """Busy seconds of every stage, medians over some batches; ``None`` if that is not known.
@@ -101,9 +109,7 @@ class RunResults:
         Args:
             batches: consecutive batches, on one partition.
         """
-        if len(self.stages_s) != len(self.batches_s) or not batches:
-            return None  # some batches were not profiled, so rows can't be told apart
-        rows = self.stages_s[batches.start : batches.stop]
+        rows = list(self.stages_in(batches).values())
         if len(set(map(len, rows))) != 1:
             return None  # continued with another number of stages in between
         return [median(times) for times in zip(*rows, strict=True)]
@@ -132,7 +138,7 @@ class JobResults:
     @property
     def has_recording(self) -> bool:
         """Whether layer times and events were recorded."""
-        return self.static.recording is not None and self.dynamic.recording is not None
+        return all(run.recording is not None and run.journal is not None for run in (self.static, self.dynamic))
 
 
 def load_results(folder: str | Path) -> JobResults:
@@ -154,8 +160,9 @@ def load_results(folder: str | Path) -> JobResults:
         runs = {run["label"]: run for run in values["runs"]}
         # The first batches of a run are slower: memory is allocated, threads begin.
         warmup = (values.get("settings", {}).get("run") or {}).get("warmup_batches", 0)
-        static = _run(runs["static"], None, warmup)
-        dynamic = _run(runs["dynamic"], static, warmup)
+        journals = _journals(file.parent, values.get("settings", {}))
+        static = _run(runs["static"], None, warmup, journals)
+        dynamic = _run(runs["dynamic"], static, warmup, journals)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else f"can't be read: {error}"
         raise ValueError(f"{file}: {what}; {remedy}") from error
@@ -165,16 +172,31 @@ def load_results(folder: str | Path) -> JobResults:
     return JobResults(static, dynamic, tokens, settings, environment, busy)
 
 
-def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int) -> RunResults:
+def _journals(folder: Path, settings: Mapping[str, Any]) -> Path:
+    """Where the journals of both runs are."""
+    section = (settings.get("deepspeed") or {}).get("dynamic_pipeline") or {}
+    return Path(section.get("journal") or folder / "journal")
+
+
+def _journal(file: Path, losses: Sequence[float]) -> Journal | None:
+    """The journal of a run, if it tells of this one: a later run may have begun in the same folder."""
+    try:
+        found = read_journal(file)
+    except ValueError:
+        return None
+    return found if found.profiles and [batch.loss for batch in found.batches] == list(losses) else None
+
+
+def _run(values: Mapping[str, Any], reference: RunResults | None, warmup: int, journals: Path) -> RunResults:
     known = {field.name for field in fields(RunSummary)}
     summary: dict[str, Any] = {key: _as_tuples(value) for key, value in values.items() if key in known}
-    recording = Recording(**(values.get("recording") or {}))
+    recording = Recording.from_values(values["recording"]) if values.get("recording") else None
     batches_s = tuple(values["batches_s"])
     run = RunResults(
         RunSummary(**summary), batches_s, tuple(map(tuple, values["stages_s"])), tuple(values["rebalanced_at"]),
-        recording if recording.first_batches else None, (),
+        recording, _journal(journals / values["label"], values["losses"]), (),
     )
-    events = recording.rebalances if values.get("recording") else [{"batch": at + 1} for at in run.rebalanced_at]
+    events = recording.rebalances if recording is not None else [{"batch": at + 1} for at in run.rebalanced_at]
     ends = [warmup, *(event["batch"] for event in events), len(batches_s)]
     windows = zip(events, ends, ends[2:], strict=False)
     rebalances = tuple(_rebalance(run, reference, *window) for window in windows)
@@ -194,7 +216,7 @@ def _rebalance(
         batch=at, before=old, after=new,
         predicted_gain=event.get("predicted_gain"),
         realised_gain=realised, realised_noise=noise,
-        same_work_gain=_same_work_gain(run.recording, old, new, after),
+        same_work_gain=_same_work_gain(run.journal, old, new, after),
         batch_stayed_s=_batch_stayed_s(run, reference, before, after),
         batch_moved_s=_median(run.batches_s[after.start : after.stop]),
         bytes_moved=event.get("bytes_moved"),
@@ -208,8 +230,9 @@ def _realised_gain(
     """How the slowest stage changed from the one to the other batches relative to the reference's, and the noise."""
     sides = []
     for batches in (before, after):
-        slowest = [each.slowest_stage_s(batches) if each else None for each in (run, reference)]
-        ratios = [s / r for s, r in zip(*slowest, strict=True) if r] if slowest[0] and slowest[1] else []
+        own, others = (each.stages_in(batches) if each else {} for each in (run, reference))
+        pairs = [(max(own[batch]), max(others[batch])) for batch in own if batch in others]
+        ratios = [slowest_s / other_s for slowest_s, other_s in pairs if other_s]
         if not ratios:
             return None, None
         sides.append(ratios)
@@ -234,11 +257,11 @@ def _batch_stayed_s(run: RunResults, reference: RunResults | None, before: range
 
 
 def _same_work_gain(
-    recording: Recording | None, before: tuple[int, ...] | None, after: tuple[int, ...] | None, batches: range
+    journal: Journal | None, before: tuple[int, ...] | None, after: tuple[int, ...] | None, batches: range
 ) -> float | None:
-    if recording is None or before is None or after is None:
+    if journal is None or before is None or after is None:
         return None
-    rows = [recording.seconds(row) for row in recording.rows_of(batches)]
+    rows = [profile.layer_s for profile in journal.profiles if profile.batch in batches]
     slowest = [[max(fsum(row[a:b]) for a, b in pairwise(parts)) for parts in (before, after)] for row in rows]
     return median([1.0 - new / old if old else 0.0 for old, new in slowest]) if rows else None
 

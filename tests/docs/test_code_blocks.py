@@ -45,6 +45,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE, HERE, HERE, HERE, NAMES, HERE],  # a clock would stay for other tests
     "docs/survive.md": [NAMES],
+    "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
 
 # Names that the text around a block explains.

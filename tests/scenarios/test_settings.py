@@ -233,6 +233,7 @@ def test_deepspeed_json_is_read_as_it_is_and_can_be_overridden(tmp_path: Path) -
     assert changed.deepspeed_config(dynamic=True)["dynamic_pipeline"] == {
         "rebalance_every": 4,
         "enabled": True,
+        "journal": "outputs/freezing/journal/dynamic",
     }
 
 
@@ -311,6 +312,10 @@ def test_live_metrics_of_the_two_runs_do_not_mix(tmp_path: Path) -> None:
     assert [(one["output_path"], one["job_name"]) for one in folders] == [
         (str(tmp_path / "csv_monitor"), "static"), (str(tmp_path / "csv_monitor"), "dynamic"),
     ]  # fmt: skip
+    journals = [found.deepspeed_config(dynamic=dynamic)["dynamic_pipeline"]["journal"] for dynamic in (False, True)]
+    assert journals == [str(tmp_path / "journal" / label) for label in ("static", "dynamic")]
+    given = settings("ds.dynamic_pipeline.journal=told").deepspeed_config(dynamic=True)
+    assert given["dynamic_pipeline"]["journal"] == "told/dynamic"
     mine = settings("+ds.tensorboard={enabled: true, output_path: logs, job_name: mine}").deepspeed_config(dynamic=True)
     assert mine["tensorboard"] == {"enabled": True, "output_path": "logs", "job_name": "mine_dynamic"}
     assert "csv_monitor" not in mine

@@ -6,8 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from dynpipe_ds import LayerProfile, PipelineProfile, RebalanceEvent, StageProfile
+from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.planning import assume_halves, plan_order
 from dynpipe_ds.schedule import order_of
 from dynpipe_ds.simulation import Workload, simulate
@@ -30,6 +32,19 @@ def _slower(profile: PipelineProfile, computing_s: float) -> PipelineProfile:
     return dataclasses.replace(profile, stages=tuple(stages))
 
 
+def _write_journal(folder: Path, told: list[PipelineProfile], losses: tuple[float, ...]) -> None:
+    """Write the journal of a run as its engine does."""
+    (folder / "journal.jsonl").unlink(missing_ok=True)
+    names = [layer.name for layer in told[0].layers]
+    about = {"layers": names, "samples_a_batch": 2, "num_ranks": 2, "device": "cpu", "settings": {}}
+    writer = JournalWriter(str(folder), lambda: about)
+    with patch("torch.distributed.get_rank", return_value=0):
+        for profile, loss in zip(told, losses, strict=True):
+            writer.profile(profile, profile, order="1F1B", speeds=None, pinned=())
+            writer.batch(profile.batch, loss, 0.1)
+    writer.close()
+
+
 def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict[str, Any]:
     """Write results as the training entry does; the machine takes twice as long from the move on.
 
@@ -41,11 +56,10 @@ def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict
     runs = []
     for label in ("static", "dynamic"):
         recording = Recording()
-        stages_s, batches_s = [], []
+        stages_s, batches_s, told = [], [], list[PipelineProfile]()
         for batch in range(NUM_BATCHES):
             moved = label == "dynamic" and batch >= MOVED_AT and moves
             profile = job_profile(batch, (0, 5, 8) if moved else (0, 4, 8))
-            recording.add_profile(batch, profile)
             halves = Workload.from_profile(assume_halves(profile, 0.5))
             order = plan_order(halves).order if moved else order_of("1f1b", 4, 2)
             outcome = simulate(halves, order, timeline=True)
@@ -55,6 +69,8 @@ def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict
             slowness = 2.0 if batch >= MOVED_AT else 1.0
             busy_s = [4 * slowness * s for s in profile.stage_seconds()]
             stages_s.append(busy_s)
+            stages = tuple(StageProfile(one_s, 0.0, max(busy_s) - one_s, 0.001, max(busy_s), 0) for one_s in busy_s)
+            told.append(dataclasses.replace(profile, stages=stages))
             batches_s.append((max(busy_s) + 0.001) * (0.65 if label == "dynamic" and not moves else 1.0))
         moved_at = [MOVED_AT - 1] if label == "dynamic" and moves else []
         if moved_at:
@@ -67,6 +83,7 @@ def write_job(folder: str, *, recorded: bool = True, moves: bool = True) -> dict
         )
         values = dataclasses.asdict(summary) | {"timeline": timeline}
         if recorded:
+            _write_journal(Path(folder) / "journal" / label, told, summary.losses)
             values["windows"] = [[first, 6, sum(batches_s[first : first + 6])] for first in range(0, NUM_BATCHES, 6)]
             values["partitions"] = [[0, [0, 4, 8]], *([[MOVED_AT, [0, 5, 8]]] if moved_at else [])]
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -11,15 +10,10 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import BinaryIO
-from unittest.mock import patch
 
 import pytest
-from matplotlib.figure import Figure
 
 from dynpipe_ds.planning import assume_halves, plan_order
 from dynpipe_ds.schedule import order_of
@@ -27,6 +21,8 @@ from dynpipe_ds.simulation import Workload, simulate
 from scenarios.report import __main__ as report
 from scenarios.report.page import payback, timelines
 from scenarios.report.results import load_results
+from tests.browser import WIDTHS, browser, check_layout, shown
+from tests.reporting.test_page import Parsed
 from tests.scenarios.report.job import FROZEN_AT, MOVED_AT, job_profile, write_job
 
 ROOT = Path(__file__).parents[3]
@@ -43,14 +39,10 @@ Told = Callable[..., str]
 
 @pytest.fixture
 def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Run the command in this process; what it prints, and with --json nothing but that.
+    """Run the command in this process; what it prints, and with --json nothing but that."""
 
-    Pictures are made, but painted only where a test looks at them: that takes most of the time.
-    """
-
-    def run(*arguments: str, painted: bool = False) -> str:
-        with nullcontext() if painted else patch.object(Figure, "savefig", _leave_empty):
-            assert report.main(arguments) == 0
+    def run(*arguments: str) -> str:
+        assert report.main(arguments) == 0
         out, err = capsys.readouterr()
         assert not err
         return out
@@ -58,50 +50,50 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
     return run
 
 
-def _leave_empty(_: Figure, target: BinaryIO | Path, **_options: object) -> None:
-    if isinstance(target, Path):
-        target.touch()
-
-
-class _Page(HTMLParser):
-    """Checks that tags close in order; collects images and cells."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.images: list[dict[str, str | None]] = []
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "img":
-            self.images.append(dict(attrs))
-        self.links += [value for name, value in attrs if name in ("src", "href") and value]
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def row_of(text: str, first: str) -> list[str]:
+    """The other cells of the row that begins with one."""
+    found = re.search(rf"<tr[^>]*><td[^>]*>{first}</td>(.*?)</tr>", text)
+    assert found
+    return [re.sub("<.*?>", "", cell) for cell in re.findall(r"<td.*?>(.*?)</td>", found[1])]
 
 
 def test_the_page_is_whole(told: Told) -> None:
     """Well formed; five pictures inside, described; nothing is loaded from elsewhere; all is said in words."""
-    out = told("outputs/freezing", painted=True)
+    out = told("outputs/freezing")
     assert "re-partition after batch 12: [0 4 8] -> [0 5 8], gain 25.0% predicted, 25.0% ± 0.0% realised" in out
     assert out.endswith("written: outputs/freezing/report.html\n")
     text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
-    page = _Page(text)
-    assert not page.open
-    assert len(page.images) == 4 and all(image["alt"] for image in page.images)
-    assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    pngs = [base64.b64decode(str(image["src"]).partition(",")[2]) for image in page.images]
-    assert all(png.startswith(b"\x89PNG") for png in pngs) and len(set(pngs)) == 4
+    page = Parsed(text)
+    assert not page.open and len(page.ids) == len(set(page.ids))
+    assert text.count("<svg role=") == 5
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in page.loaded)
     assert "bit for bit" in text and "n/a" in text  # no last window
-    for heading in ("Throughput", "What every layer costs", "Stage times", "One batch in time", "Orders"):
+    headings = ("Throughput", "What every layer costs", "Stage times", "One batch in time", "Orders", "A batch under")
+    for heading in headings:
         assert f"<h2>{heading}" in text
-    text = text[text.index("<h2>Re-partitions") :]
-    row = re.search(r"<tr><td>12</td>(.*?)</tr>", text)
-    assert row and re.findall(r"<td>(.*?)</td>", row[1])[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
+    moves = text[text.index("<h2>Re-partitions") :]
+    assert row_of(moves, "12")[:5] == ["[0 4 8]", "[0 5 8]", "25.0%", "25.0% ± 0.0%", "25.0%"]
+    predicted = text[text.index("<h2>A batch under") :]
+    assert row_of(predicted, "as it began")[:2] == ["1F1B", "[0 4 8]"]
+    assert row_of(predicted, "as it is now")[3] == "the same"
+
+
+def test_in_a_browser(told: Told) -> None:
+    told("outputs/freezing")
+    with browser() as opened:
+        for width in WIDTHS:
+            for scheme in ("light", "dark"):
+                with shown(opened, Path("outputs/freezing/report.html"), width, scheme) as seen:
+                    check_layout(seen)
+
+
+def test_a_journal_of_another_run_is_not_shown(told: Told) -> None:
+    """A later one that began in the same folder: its losses are others."""
+    journal = Path("outputs/freezing/journal/dynamic/journal.jsonl")
+    journal.write_text(journal.read_text(encoding="utf-8").replace('"loss":3.0,', '"loss":3.5,'), encoding="utf-8")
+    (note,) = json.loads(told("outputs/freezing", "--json"))["notes"]
+    assert "layer times" in note
+    assert load_results("outputs/freezing").dynamic.journal is None
 
 
 def test_realised_gain(told: Told) -> None:
@@ -120,10 +112,11 @@ def test_realised_gain(told: Told) -> None:
 def test_layers_over_time() -> None:
     """Rows are batches."""
     results = load_results("outputs/freezing")
-    recording = results.dynamic.recording
-    assert recording is not None and results.tokens_a_batch == 64
-    assert [recording.seconds(FROZEN_AT - 1)[0], recording.seconds(FROZEN_AT)[0]] == pytest.approx([0.003, 0.001])
-    assert recording.partitions == [[0, [0, 4, 8]], [MOVED_AT, [0, 5, 8]]]
+    journal = results.dynamic.journal
+    assert journal is not None and results.tokens_a_batch == 64
+    first_s = [journal.profiles[batch].layer_s[0] for batch in (FROZEN_AT - 1, FROZEN_AT)]
+    assert first_s == pytest.approx([0.003, 0.001])
+    assert journal.partitions == [(0, (0, 4, 8)), (MOVED_AT, (0, 5, 8))]
 
 
 def test_measured_batches_in_time(told: Told) -> None:
@@ -165,9 +158,8 @@ def test_which_order_ran_when(told: Told) -> None:
     line = f"order from batch 0: 1F1B on [0 4 8], a batch {batch_s:.4f} s predicted, {1.5 * batch_s:.4f} s measured\n"
     assert line in told("outputs/freezing")
     text = Path("outputs/freezing/report.html").read_text(encoding="utf-8")
-    row = re.search(r"<tr><td>0</td>(.*?)</tr>", text)
     cells = ["[0 4 8]", "1F1B", f"{batch_s:.3f}", f"{1.5 * batch_s:.3f}", "1.500"]
-    assert row and re.findall(r"<td>(.*?)</td>", row[1]) == cells
+    assert row_of(text[text.index("<h2>Orders") :], "0") == cells
 
 
 def test_the_noise_of_a_realised_gain() -> None:
@@ -202,11 +194,11 @@ def test_a_folder_without_recordings(told: Told) -> None:
     write_job("old", recorded=False)
     values = json.loads(told("old", "--json"))
     (note,), (move,) = values["notes"], values["rebalances"]
-    assert "before layer times and re-partitions were recorded" in note
+    assert "lacks the journals of both runs" in note
     assert move["before"] is None and move["predicted_gain"] is None
     assert move["realised_gain"] == pytest.approx(0.25)
     text = Path("old/report.html").read_text(encoding="utf-8")
-    assert note in text and len(_Page(text).images) == 2
+    assert note in text and text.count("<svg role=") == 3
     assert "note: " in told("old/results.json")
 
 
