@@ -58,8 +58,8 @@ def _refused_owned(engine: Any, groups: ParameterGroups) -> str | None:
 def _refused_order(engine: Any) -> str | None:
     if getattr(engine.optimizer, "round_robin_gradients", False) and engine.module.replica.count > 1:
         return (
-            '"round_robin_gradients" changes the order of parameters in them, and the addresses by which DeepSpeed finds '
-            "a parameter's state there do not follow, so a layer would be moved with another one's; leave it out"
+            '"round_robin_gradients" changes the order of parameters in them, and the addresses by which DeepSpeed '
+            "finds a parameter's state there do not follow, so a layer would be moved with another one's; leave it out"
         )
     return None
 
