@@ -1,4 +1,4 @@
-"""All overheads: profiling, planning, the whole section, moving one layer, rebalancing after every batch.
+"""All overheads: profiling, planning, the whole section, moving one layer, bytes sent, rebalancing after every batch.
 
 python -m benchmarks.overhead.main [--quick]
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.overhead import every_batch, migration, planning, profiling, section
+from benchmarks.overhead import every_batch, migration, planning, profiling, section, sent
 
 PARTS: dict[str, Callable[[], None]] = {
     "planning": planning.main, "profiling": profiling.main, "section": section.main, "migration": migration.main,
+    "bytes sent": sent.main,
     "every batch": every_batch.main,
 }
 

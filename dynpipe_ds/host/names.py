@@ -116,7 +116,7 @@ NEEDED: dict[str, Needed] = {
         ),
         hooks="scaled_global_norm allreduce_bucket gradient_reduction_w_predivide",
         begins="__init__ step",
-        optional="_zero_padding parameter_alignment",
+        optional="_zero_padding parameter_alignment round_robin_gradients",
     ),
     BF16: _needed(
         "clear_lp_grads update_hp_grads register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "

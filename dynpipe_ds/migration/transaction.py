@@ -108,7 +108,7 @@ class Transaction:
         meanwhile()
         if refused is not None:
             raise refused
-        if some_copy:  # it communicates, but only among replicas, which fail together
+        if some_copy:
             self.together(lambda: None if is_filled else self._fill(states))
 
     def _fill(self, states: Mapping[nn.Parameter, State]) -> None:

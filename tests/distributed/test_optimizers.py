@@ -19,7 +19,7 @@ from tests.distributed.configs import ADAMW, BF16, CLIP, ZERO
 from tests.distributed.models import Head, Run, base_config, data, digest, loss_fn, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_frozen import freeze
-from tests.distributed.ways import CUTS, MOVES_OF_TWO, assert_same_bits, at_cuts, train_ways
+from tests.distributed.ways import CUTS, MOVES_OF_TWO, assert_same_bits, at_cuts, train_each, train_ways
 from tests.matrix import mostly
 
 ON_HOST = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
@@ -168,6 +168,13 @@ def test_sparse_gradients_with_clipping(replicas: int) -> None:
     found = [(first[0], first[1] | last[1]) for first, last in zip(by_rank[0], by_rank[replicas], strict=True)]
     assert found[0] == found[1] == found[2]
     assert len(found[0][1]) == 5
+
+
+def test_a_changed_order_in_the_shares_is_refused() -> None:
+    """Before it was, losses differed after a move."""
+    config = {**ADAMW, "zero_optimization": {"stage": 1, "round_robin_gradients": True}}
+    with pytest.raises(AssertionError, match='"round_robin_gradients" changes the order of parameters in them'):
+        run_ranks(train_each, 4, [Run(2, num_batches=1, config=config)])
 
 
 def test_sparse_gradients_are_refused_in_flat_buffers() -> None:

@@ -204,8 +204,7 @@ class FlatOptimizer(StageOptimizer):
             if not same or not all(lies_at(p, planned[p], buffers.rank) for p in members):
                 raise RuntimeError(
                     f"DeepSpeed lays parameter group {i} out otherwise than planned ({len(members)} parameters in "
-                    f"shares of {self._flats()[i].numel()}, planned were {len(planned)} in {buffers.layout.share}); "
-                    'leave "round_robin_gradients" out of "zero_optimization", and tell us of other cases'
+                    f"shares of {self._flats()[i].numel()}, planned were {len(planned)} in {buffers.layout.share})"
                 )
 
     def make_states(self, templates: Sequence[State]) -> None:

@@ -23,7 +23,7 @@ def check_flat(engine: Any, groups: ParameterGroups) -> None:
     """
     reason = (
         _refused_optimizer(engine.optimizer.optimizer, groups) or _refused_layers(engine)
-        or _refused_owned(engine, groups)
+        or _refused_owned(engine, groups) or _refused_order(engine)
     )
     message = first_error(None if reason is None else ValueError(reason), engine.device)
     if message is not None:
@@ -51,6 +51,15 @@ def _refused_owned(engine: Any, groups: ParameterGroups) -> str | None:
         return (
             "ZeRO-1 with offload_optimizer takes gradients to the host while it adds them up over replicas, also those "
             "of parameters that single replicas own (own_by_replica); leave offload_optimizer out"
+        )
+    return None
+
+
+def _refused_order(engine: Any) -> str | None:
+    if getattr(engine.optimizer, "round_robin_gradients", False) and engine.module.replica.count > 1:
+        return (
+            '"round_robin_gradients" changes the order of parameters in them, and the addresses by which DeepSpeed '
+            "finds a parameter's state there do not follow, so a layer would be moved with another one's; leave it out"
         )
     return None
 
