@@ -15,6 +15,7 @@ from dynpipe_ds.events import Overhead
 from dynpipe_ds.measure import HostClock
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.snapshots.taking import Snapshots
 
 Calls = list[tuple[Any, ...]]
 """Who was told what, in order."""
@@ -91,12 +92,16 @@ class FakeRun:
         self.config: DynamicPipelineConfig = parse_config({SECTION: {"enabled": True, **section}})
         self.balancer = Balancer(self.config)
         self.profiler = Profiler(self.calls)
+        self.snapshots = Snapshots(self, dict)  # off
         self.overhead = Overhead()
         self.clock = HostClock()
         self.num_batches = 0
         self.repacking = Repacking()
         self.move_fails: Exception | None = None
         self.warned: list[tuple[str, str]] = []
+
+    def watch_anew(self, *, fewer: bool = False) -> None:
+        """Nobody is watched."""
 
     def move_layers(self, placement: Placement) -> int:
         self.calls.append(("move", placement.boundaries))
