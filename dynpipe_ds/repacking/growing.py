@@ -176,7 +176,7 @@ class Growing:
                 f"num_stages = {num_stages}: {num_layers} layers can't fill them; give {num_layers} or less"
             )
         if self._stage.optimizer is None:
-            raise RepackError("layers can't move without an optimizer to tell: make it before workers join")
+            raise RepackError("layers can't move without an optimizer to tell: make it before the pipeline grows")
         if self._stage.pipeline.sizes.get("model", 1) > 1:
             raise RepackError("workers can't join a pipeline with tensor parallelism; restart from a checkpoint")
         per_stage: dict[str, Any] = {}
