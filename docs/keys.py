@@ -35,7 +35,10 @@ SECTIONS: dict[str, tuple[type[Section], str]] = {
     "callback": (CallbackOptions, ""),
 }
 
-PAGES = {"configuration.md": ("dynamic_pipeline", "repack", "elastic"), "repacking.md": ("slurm", "kubernetes", "callback")}
+PAGES = {
+    "configuration.md": ("dynamic_pipeline", "repack", "elastic"),
+    "repacking.md": ("slurm", "kubernetes", "callback"),
+}
 
 # Texts in quotes, {words}, names with an underscore or a call's brackets.
 _CODE = re.compile(r'"[^"]+"|\{\w+\}|[\w.]*\w_\w[\w.]*\w(?:\(\w*\))?|[\w.]+\w\(\w*\)')

@@ -25,6 +25,7 @@ ABOVE = {  # of a folder or file, what may not be imported there, also for types
     "stage": ("training", "run", "engine", "decide", "checkpoint", "repacking", "measure"),
     "checkpoint": ("training", "engine", "repacking"),
     "repacking": ("training", "engine", "checkpoint"),
+    "joining": ("training", "engine"),
     "training": ("engine",),
 }
 

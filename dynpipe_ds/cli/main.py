@@ -15,8 +15,8 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 _MORE = """
 Typical order: doctor (is this machine ready?), try (does my script keep its losses?), profile (what do my layers
-cost?), plan (where to cut?), simulate (who waits for whom?), then train: run starts a training with spares, join lets
-workers join one.
+cost?), plan (where to cut?), simulate (who waits for whom?), then train: run starts a training with spares, join adds
+processes to one.
 """
 
 

@@ -79,7 +79,7 @@ class Growing:
                 '"dynamic_pipeline": {"elastic": {"enabled": true}} and start them with dynpipe join'
             )
         if stage.optimizer is None:
-            raise RepackError("layers can't move without an optimizer to tell: make it before workers join")
+            raise RepackError("layers can't move without an optimizer to tell: make it before the pipeline grows")
         if stage.pipeline.sizes.get("model", 1) > 1:
             raise RepackError("workers can't join a pipeline with tensor parallelism; restart from a checkpoint")
 

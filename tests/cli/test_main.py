@@ -44,8 +44,8 @@ def test_the_commands_of_the_documentation_run(dynpipe: Command) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("dynpipe ")]
     assert len(lines) >= 7
-    # What starts a script of the user's is run in test_try.py.
-    for line in (line for line in lines if not line.startswith("dynpipe try ")):
+    # What starts a script of the user's is run in test_try.py and test_run.py.
+    for line in (line for line in lines if not line.startswith(("dynpipe try ", "dynpipe run ", "dynpipe join "))):
         command, _, file = line.partition(" > ")
         done = dynpipe(*shlex.split(command, comments=True)[1:])
         assert done.code in ((0, 1) if " doctor" in command else (0,)), f"{line}: {done.err}"
@@ -57,7 +57,7 @@ def test_help_names_every_command(dynpipe: Command) -> None:
     """The exit codes, too; and the version."""
     done = dynpipe("--help")
     assert done.code == 0 and "exit codes: 0" in done.out
-    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in (*COMMANDS, "try"))
+    assert all(re.search(rf"^ +{command} +\w", done.out, re.MULTILINE) for command in (*COMMANDS, "try", "run", "join"))
     assert re.match(r"dynpipe_ds \d", dynpipe("--version").out)
 
 

@@ -31,7 +31,7 @@ def test_other_texts_are_not_found() -> None:
     assert not messages.is_said("the pipeline is … clogged")
     assert not messages.is_said("…")
     assert messages.is_said("re-packing to … stages is not possible: …")
-    assert not messages.is_said("re-packing to … workers is not possible: …")
+    assert not messages.is_said("re-packing to … planets is not possible: …")
 
 
 def test_every_error_class_is_explained() -> None:

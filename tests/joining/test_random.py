@@ -32,11 +32,15 @@ def steps(number: int, seed: int) -> dict[int, int]:
 
 
 def assert_nothing_is_left(outcome: Outcome) -> None:
-    """With the same number of stages a rank holds as much late as early."""
+    """With the same number of stages a rank holds as much late as early, but for connections of who waits or ends.
+
+    Each of the others that are about has one to the door and one to the place; a leak would grow with the resizes.
+    """
     first: dict[int, tuple[int, ...]] = {}
     for num_stages, held in outcome.held[2:]:
         earlier = first.setdefault(num_stages, held)
-        assert all(now <= before + 2 for now, before in zip(held, earlier, strict=True)), (num_stages, earlier, held)
+        assert held[0] <= earlier[0] + 2 * MOST, (num_stages, earlier, held)
+        assert all(now <= before + 2 for now, before in zip(held[1:], earlier[1:], strict=True)), (earlier, held)
 
 
 def resize(name: str, number: int) -> None:
@@ -52,6 +56,7 @@ def test_a_few(name: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CASES)
 def test_a_hundred(name: str) -> None:
     resize(name, LONG)
