@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
@@ -20,9 +21,9 @@ def abandon_batch(pipeline: Pipeline) -> None:
     if getattr(timer, "started_", False):
         timer.stop()
     engine.grad_layer = engine.loss = None
-    engine._force_grad_boundary = engine.inside_no_sync_ctxt = False
-    with engine._running_engine_backward_lock:
-        engine._running_engine_backward, engine._running_engine_backward_count = False, 0
+    with getattr(engine, "_running_engine_backward_lock", nullcontext()):
+        engine._running_engine_backward = engine._force_grad_boundary = engine.inside_no_sync_ctxt = False
+        engine._running_engine_backward_count = 0
     for buffers in engine.pipe_buffers.values():
         buffers[:] = [None] * len(buffers)
     engine.reset_activation_shape()

@@ -86,7 +86,10 @@ NEEDED: dict[str, Needed] = {
             "_broadcast_model _configure_lr_scheduler _next_batch"
         ),
         begins="__init__ train_batch",
-        optional="checkpoint_mp_rank",
+        optional=(
+            "checkpoint_mp_rank _force_grad_boundary inside_no_sync_ctxt _running_engine_backward_count "
+            "_running_engine_backward_lock"
+        ),
     ),
     MODULE: _needed(
         "forward get_additional_losses ckpt_layer_path stage_owner _count_layer_params _is_checkpointable "
@@ -116,7 +119,7 @@ NEEDED: dict[str, Needed] = {
         ),
         hooks="scaled_global_norm allreduce_bucket gradient_reduction_w_predivide",
         begins="__init__ step",
-        optional="_zero_padding parameter_alignment round_robin_gradients",
+        optional="_zero_padding gradient_accumulation_steps parameter_alignment round_robin_gradients",
     ),
     BF16: _needed(
         "clear_lp_grads update_hp_grads register_grad_acc_post_hook _lazy_init_hp_params_optimizer_state "
@@ -190,8 +193,9 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.utils.groups": _needed("_WORLD_GROUP _clone_world_group _get_sequence_data_parallel_world_size mpu"),
     "deepspeed.accelerator": _needed("get_accelerator"),
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
-        "Event available_memory communication_backend_name current_device_name device_count device_name get_rng_state "
-        "is_synchronized_device manual_seed_all max_memory_allocated set_rng_state total_memory"
+        "Event Stream available_memory communication_backend_name current_device_name current_stream device_count "
+        "device_name get_rng_state is_synchronized_device manual_seed_all max_memory_allocated set_rng_state stream "
+        "total_memory"
     ),
 }
 

@@ -259,7 +259,7 @@ class Survivor:
         if pipeline.reads_data and self._was_reading is False:
             missed = until - self._reached
             if missed:
-                pipeline.data.fall_behind(pipeline.engine.data_iterator, missed * int(pipeline.engine.micro_batches))
+                pipeline.data.fall_behind(pipeline.engine.data_iterator, missed * pipeline.num_loaded)
             self._reached, self._was_reading = until, True
             pipeline.start_reading()
 

@@ -9,6 +9,10 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from dynpipe_ds.host.names import ENGINE, NEEDED
+
 UNKNOWN = object()
 """Stands for a value of which nothing is known but that it is there."""
 
@@ -78,9 +82,14 @@ def _resolve(node: ast.AST, known: Mapping[str, Any], bound: set[str]) -> Any:
         missing, look = object(), inspect.getattr_static if inspect.isclass(of) else getattr
         value = look(of, node.attr, missing)
         if value is missing:
-            return None
+            return UNKNOWN if _is_set_later(of, node.attr) else None
         return value if inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value) else UNKNOWN
     return UNKNOWN
+
+
+def _is_set_later(of: Any, name: str) -> bool:
+    """Whether it is an attribute that DeepSpeed's own engine sets."""
+    return inspect.isclass(of) and issubclass(of, PipelineEngine) and name in NEEDED[ENGINE].attributes
 
 
 def _arguments(call: ast.Call, function: Any) -> Iterator[str]:
