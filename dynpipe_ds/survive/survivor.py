@@ -245,22 +245,23 @@ class Survivor:
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")
             run.share_results()
-            until = max(gather(self._reached))
-            together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
-            restore(run, batch, self._stage.partition, until=until)
+            own = max(self._reached, self._stage.pipeline.kept.num_noted)
+            everyone = gather((self._reached, own))
+            until, read = (max(numbers) for numbers in zip(*everyone, strict=True))
+            together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
+            restore(run, batch, self._stage.partition, until=read)
             run.snapshots.connect(run.repacker.node_name())
             losses = run.replay(until)
             self._stage.pipeline.take_counters(until)
             return losses
 
-    def _catch_up(self, until: int) -> None:
+    def _catch_up(self, missed: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""
         pipeline = self._stage.pipeline
         if pipeline.reads_data and self._was_reading is False:
-            missed = until - self._reached
             if missed:
                 pipeline.data.fall_behind(pipeline.engine.data_iterator, missed * int(pipeline.engine.micro_batches))
-            self._reached, self._was_reading = until, True
+            self._was_reading = True
             pipeline.start_reading()
 
 
