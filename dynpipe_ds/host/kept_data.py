@@ -150,6 +150,11 @@ class KeptData:
         self._noted = max(self._noted, self._batch)
         return is_first
 
+    @property
+    def num_noted(self) -> int:
+        """Batches of which all ranks have read everything, as far as this rank knows, the present one included."""
+        return self._noted + 1
+
     def num_read(self, number: int) -> int:
         """Micro-batches of a batch that are kept here."""
         return len(self._read.get(number, ()))

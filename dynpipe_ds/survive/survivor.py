@@ -245,22 +245,26 @@ class Survivor:
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")
             run.share_results()
-            until = max(gather(self._reached))
-            together(lambda: self._catch_up(until), self._stage.device, CantGoOnError)
-            restore(run, batch, self._stage.partition, until=until)
+            own = max(self._reached, self._stage.pipeline.kept.num_noted)
+            is_new = self._stage.pipeline.reads_data and self._was_reading is False
+            everyone = gather((self._reached, own, is_new))
+            until, read, some_new = (max(numbers) for numbers in zip(*everyone, strict=True))
+            if some_new and read > until:  # the repeated batch was seen to have other bits then
+                raise CantGoOnError("a rank that reads data was lost after its last step and before its loss was known")
+            together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
+            restore(run, batch, self._stage.partition, until=read)
             run.snapshots.connect(run.repacker.node_name())
             losses = run.replay(until)
             self._stage.pipeline.take_counters(until)
             return losses
 
-    def _catch_up(self, until: int) -> None:
+    def _catch_up(self, missed: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""
         pipeline = self._stage.pipeline
         if pipeline.reads_data and self._was_reading is False:
-            missed = until - self._reached
             if missed:
                 pipeline.data.fall_behind(pipeline.engine.data_iterator, missed * pipeline.num_loaded)
-            self._reached, self._was_reading = until, True
+            self._was_reading = True
             pipeline.start_reading()
 
 

@@ -106,7 +106,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     stack.enter_context(faults[rank].arm(action))
                 began = time.monotonic()
                 outcome.losses.append(float(engine.train_batch(batches)))
-                if job.saves and (batch + 1) % SAVE_EVERY == 0:
+                if job.saves and note and (batch + 1) % SAVE_EVERY == 0:  # without a place, nothing is saved
                     engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
                 if job.evaluates:
                     outcome.evaluated.append(float(engine.eval_batch(others)))
