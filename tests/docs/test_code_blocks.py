@@ -53,7 +53,7 @@ CHECKED: dict[str, list[str]] = {
 GIVEN: dict[str, Any] = {
     "engine": DynamicPipelineEngine, "deepspeed": deepspeed, "numpy": numpy,
     "DynamicPipelineModule": DynamicPipelineModule, "PipelineModule": PipelineModule,
-    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches", "my_batches"), names.UNKNOWN),
+    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches"), names.UNKNOWN),
 }
 VALUES = {"numpy": numpy, "num_stages": 4, "num_micro_batches": 8, "forward_s": [1.0] * 4, "backward_s": [2.0] * 4}
 PYTHON = [block for page in pages.pages() for block in pages.blocks(page, "python")]
