@@ -94,7 +94,7 @@ def test_who_was_silent_and_comes_back_ends(tmp_path: Path, undisturbed: Undistu
 
 TYPICAL = {
     ("profiling: before the optimizer step", 1, "zero1"), ("migration: tensors are under way", 3, "adamw"),
-    ("planning: before ranks compare their plans", 0, "adamw"),
+    ("planning: before ranks compare their plans", 0, "adamw"), ("profiling: after the optimizer step", 3, "adamw"),
 }
 """Of the matrix, what the usual suite runs."""
 
