@@ -34,6 +34,7 @@ class Job:
         saves: whether checkpoints are saved, too.
         evaluates: whether batches are evaluated between.
         spares: processes that wait to join.
+        num_micro_batches: of a batch, in place of the configuration's.
         stop_s: for how long ranks are stopped rather than killed.
         silent_s: after which ranks are asked whether they live.
     """
@@ -45,6 +46,7 @@ class Job:
     saves: bool = False
     evaluates: bool = False
     spares: int = 0
+    num_micro_batches: int | None = None
     silent_s: float = 30.0
     stop_s: float | None = None
 
@@ -94,6 +96,8 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
     """Train all batches; some ranks are killed at their points."""
     outcome = Outcome()
     engine = make_engine(job.run)
+    if job.num_micro_batches is not None:
+        engine.set_num_micro_batches(job.num_micro_batches)
     batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
     with ExitStack() as stack:
         try:
