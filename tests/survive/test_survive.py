@@ -75,7 +75,8 @@ def test_fewer_stages(
 def test_samples_are_cut_otherwise_than_the_loader_does(
     victim: int, tmp_path: Path, undisturbed: Undisturbed, record_property: Callable[[str, object], None]
 ) -> None:
-    kill_at(FORWARD, victim, "cut smaller", tmp_path, undisturbed, record_property)
+    """The first stage has read an odd number then: half of what the loader gave last is still to be used."""
+    kill_at(replace(FORWARD, call=23), victim, "cut smaller", tmp_path, undisturbed, record_property)
     assert (tmp_path / f"note.{victim}").exists()
 
 
