@@ -125,6 +125,31 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
     return outcome
 
 
+def train_again(rank: int, job: Job, first: Mapping[int, Point], second: Mapping[int, Point], note: str) -> list[float]:
+    """Train six batches, and from a checkpoint of the second on once more; some ranks are killed in either.
+
+    Returns:
+        Losses of the second time.
+    """
+    engine = make_engine(job.run)
+    losses: list[float] = []
+    for faults, start in ((first, 0), (second, 2)):
+        batches = data(0, job.run.micro_batches)
+        for _ in range(start * job.run.micro_batches):
+            next(batches)
+        if start:
+            engine.load_checkpoint(f"{note}.checkpoints")
+            losses.clear()
+        with ExitStack() as stack:
+            for batch in range(start, 6):
+                if rank in faults and batch == KILL_FROM:
+                    stack.enter_context(faults[rank].arm(partial(kill, f"{note}.{rank}")))
+                losses.append(float(engine.train_batch(batches)))
+                if not start and batch + 1 == KILL_FROM:
+                    engine.save_checkpoint(f"{note}.checkpoints")
+    return losses
+
+
 def run_job(job: Job, faults: Mapping[int, Point], note: str = "") -> list[Outcome | None]:
     """Start the job's processes and wait for them.
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.configs import ADAMW, ZERO
+from tests.distributed.ranks import run_ranks
 from tests.faults.harness import intact_checkpoints
 from tests.faults.points import SAVING, TRAINING, Point
 from tests.once import Once
-from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, state_of
+from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, state_of, train_again
 
 MOVING = {"rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"}
 JOBS = {
@@ -136,6 +137,19 @@ def test_every_point_of_saving(
     place = tmp_path / "note.checkpoints"
     assert (place / "latest").read_text() == f"global_step{NUM_BATCHES}"
     assert intact_checkpoints(place)[f"global_step{NUM_BATCHES}"] == NUM_BATCHES
+
+
+@pytest.mark.exhaustive
+def test_batches_that_were_trained_before_an_older_checkpoint_was_loaded_are_another_past(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    soon = replace(FORWARD, call=6)
+    losses = run_ranks(
+        train_again, 4, JOBS["adamw"], {1: FORWARD}, {3: soon}, str(tmp_path / "note"), may_die={1, 3}
+    )
+    first = undisturbed("adamw")[0]
+    assert first is not None
+    assert losses == [first.losses[2:6], None, first.losses[2:6], None]
 
 
 EVALUATING = Point("while a batch is evaluated", "deepspeed.runtime.pipe.engine:PipelineEngine._bcast_pipe_scalar")
