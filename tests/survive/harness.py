@@ -75,8 +75,7 @@ class Outcome:
         num_stages: at the end.
         partition: at the end.
         error: that it raised.
-        longest_s: of the batches, the longest one's seconds.
-        went_on_at: when it came back from that.
+        batches: seconds of each, and when it was over.
         num_steps: of the optimizer.
         evaluated: losses of evaluations.
     """
@@ -86,10 +85,13 @@ class Outcome:
     num_stages: int = 0
     partition: tuple[int, ...] = ()
     error: str = ""
-    longest_s: float = 0.0
-    went_on_at: float = 0.0
+    batches: list[tuple[float, float]] = field(default_factory=list)
     num_steps: int = 0
     evaluated: list[float] = field(default_factory=list)
+
+    def went_on_at(self, killed_at: float) -> float:
+        """When it came back from the longest of the batches that were not over when a rank was killed."""
+        return max(batch for batch in self.batches if batch[1] > killed_at)[1]
 
 
 def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcome:
@@ -114,8 +116,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
                 if job.evaluates:
                     outcome.evaluated.append(float(engine.eval_batch(others)))
-                if time.monotonic() - began > outcome.longest_s and batch:
-                    outcome.longest_s, outcome.went_on_at = time.monotonic() - began, time.time()
+                outcome.batches.append((time.monotonic() - began, time.time()))
             engine.wait_for_disk()
         except FatalError as error:
             outcome.error = str(error)

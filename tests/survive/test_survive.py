@@ -59,7 +59,8 @@ def kill_at(
     note = tmp_path / f"note.{victim}"
     check(outcomes, undisturbed(job), {victim} if note.exists() else set(), 3 if note.exists() else 4)
     if note.exists():
-        next_batch_s = max(o.went_on_at for o in outcomes if o is not None) - float(note.read_text())
+        killed_at = float(note.read_text())
+        next_batch_s = max(o.went_on_at(killed_at) for o in outcomes if o is not None) - killed_at
         record("next_batch_s", round(next_batch_s, 2))
         print(f"KILLED {job}: {point.name}: rank {victim}: {next_batch_s:.2f} s")
 
