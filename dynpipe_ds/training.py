@@ -574,7 +574,7 @@ class Training:
         if num_micro_batches != stage.pipeline.num_micro_batches:
             self.repacker.scaling.leaves(stage.pipeline.micro_batch_size, self.repacker.micro_batch_s())
             stage.pipeline.set_micro_batches(num_micro_batches)
-            self._changed_by_script()
+            self.snapshots.changed()  # which do not hold it
             self.balancer.serve(self.config)
             self.balancer.expect_change()  # every layer takes another time
             self.profiler.sizes_changed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -95,13 +95,22 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         kept = pipeline.kept
         if len(args) < 5 and pipeline.slicing.loader_size != self.micro_batch_size:
             kwargs.setdefault("num_micro_batches", pipeline.num_loaded)
-        with kept.evaluation() if self.dynamic.survives else nullcontext():
 
-            def evaluate() -> Any:
-                kept.again()
-                return self._evaluate(partial(super(Hooks, self).eval_batch, data_iter, *args, **kwargs))
+        def evaluate() -> Any:
+            kept.again()
+            return self._evaluate(partial(super(Hooks, self).eval_batch, data_iter, *args, **kwargs))
 
-            return self.dynamic.surviving(evaluate)
+        if not self.dynamic.survives:
+            return evaluate()
+        number = args[4] if len(args) > 4 else kwargs.get("num_micro_batches")
+        with kept.evaluation():
+            try:
+                result = self.dynamic.surviving(evaluate)
+            except BatchRefused:
+                pipeline.note_evaluated(data_iter, self.micro_batches if number is None else number)
+                raise
+            pipeline.note_evaluated(data_iter, self.micro_batches if number is None else number)
+            return result
 
     def _evaluate(self, run: Callable[[], Any]) -> Any:
         self.dynamic.pipeline.begin_batch()
@@ -134,7 +143,8 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
 
     def _next_batch(self) -> Any:
         pipeline = self.dynamic.pipeline
-        return pipeline.kept.next(partial(pipeline.slicing.next, super()._next_batch))
+        # What is kept is the loader's, so that a batch that was broken off is cut from its first sample on again.
+        return pipeline.slicing.next(partial(pipeline.kept.next, super()._next_batch))
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.

@@ -92,6 +92,16 @@ class KeptData:
         finally:
             self._evaluated = None
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is kept at present."""
+        return self._evaluated is not None
+
+    @property
+    def num_evaluated(self) -> int:
+        """Micro-batches that this rank has read for the present evaluation."""
+        return len(self._evaluated or ())
+
     def again(self) -> None:
         """Give what was read in the evaluation so far once more, before what comes then."""
         self._position = 0
@@ -192,6 +202,7 @@ class KeptData:
 
     def start_afresh(self) -> None:
         """Let go of everything: batches are numbered from another past on."""
+        self.counters.clear()
         self._read.clear()
         self._began.clear()
         self._noted = -1

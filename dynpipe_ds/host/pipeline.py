@@ -441,8 +441,20 @@ class Pipeline:
 
     def note_read(self, num_micro_batches: int) -> None:
         """Keep count of micro-batches that other stages have read from the present iterator."""
+        if self.kept.is_evaluating:  # which may be tried again, with this rank as one that reads
+            return
         if self.kept.is_first_time() and not self.reads_data:
             self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
+
+    def note_evaluated(self, iterator: Any, num_micro_batches: int) -> None:
+        """Keep count of what an evaluation that is over has read elsewhere and not here.
+
+        Args:
+            iterator: of the evaluation.
+            num_micro_batches: that it had.
+        """
+        if num_micro_batches > self.kept.num_evaluated:
+            self.data.fall_behind(iterator, num_micro_batches - self.kept.num_evaluated)
 
     def run_batch(self) -> torch.Tensor:
         """Train a batch as DeepSpeed does, on what is kept or on the present iterator's micro-batches.

@@ -284,11 +284,11 @@ class _Restoring:
     def _share_data(self, until: int) -> None:
         """Give ranks that read data, and have not read these batches, what others of their replica have read."""
         pipeline, kept = self._stage.pipeline, self._stage.pipeline.kept
-        count = int(pipeline.engine.micro_batches)
         wanted = range(self._batch, until)
-        has_all = all(kept.num_read(b) == count for b in wanted)
-        # What this rank has begun to read for a batch that was broken off it goes on with by itself.
-        lacks = pipeline.reads_data and not all(kept.num_read(b) for b in wanted if b < self._run.num_batches)
+        has_all = all(kept.num_read(b) == pipeline.num_loaded for b in wanted)
+        # Every rank that read data then has read all of these, whichever batch it has come to itself: one that lacks
+        # some reads from now on, and its iterator is behind them.
+        lacks = pipeline.reads_data and not all(kept.num_read(b) for b in wanted)
         told = gather((pipeline.replica, lacks, has_all))
         givers = {replica: rank for rank, (replica, _, has) in reversed(list(enumerate(told))) if has}
         lacking = [rank for rank, (_, lacks, _) in enumerate(told) if lacks]

@@ -143,7 +143,7 @@ class Survivor:
             except _WHY_NOT as why:
                 self._end(error, why)
             else:
-                self._was_reading = None
+                self._was_reading, self._reached = None, 0
                 if self._stage.pipeline.rank == 0:
                     warn(
                         f"survive: {fatal.names(error.ranks)} was lost; training goes on with {self._stage.num_stages} "
@@ -246,11 +246,8 @@ class Survivor:
                 raise CantGoOnError("no snapshot is complete on them")
             run.share_results()
             own = max(self._reached, self._stage.pipeline.kept.num_noted)
-            is_new = self._stage.pipeline.reads_data and self._was_reading is False
-            everyone = gather((self._reached, own, is_new))
-            until, read, some_new = (max(numbers) for numbers in zip(*everyone, strict=True))
-            if some_new and read > until:  # the repeated batch was seen to have other bits then
-                raise CantGoOnError("a rank that reads data was lost after its last step and before its loss was known")
+            everyone = gather((self._reached, own))
+            until, read = (max(numbers) for numbers in zip(*everyone, strict=True))
             together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=read)
             run.snapshots.connect(run.repacker.node_name())

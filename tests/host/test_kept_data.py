@@ -72,6 +72,26 @@ def test_all_streams_go_back() -> None:
     assert drawn == [torch.rand(1).item(), numpy.random.rand()]
 
 
+def test_of_another_past_nothing_is_left() -> None:
+    kept, data = KeptData(), numbers()
+    with kept.batch(2):
+        kept.next(lambda: next(data))
+        kept.is_first_time()
+    kept.counters[3] = {"micro_offset": 1, "micro_steps": 1}
+    kept.start_afresh()
+    assert (kept.counters, kept.oldest, kept.num_noted) == ({}, None, 0)
+
+
+def test_an_evaluation_that_is_tried_again_is_counted_once() -> None:
+    kept, data = KeptData(), numbers()
+    with kept.evaluation():
+        for _ in range(2):
+            kept.again()
+            assert [plain(kept.next(lambda: next(data)))[0] for _ in range(3)] == [[0, 0], [1, 1], [2, 2]]
+        assert (kept.is_evaluating, kept.num_evaluated) == (True, 3)
+    assert (kept.is_evaluating, kept.num_evaluated) == (False, 0)
+
+
 def test_what_is_covered_is_forgotten_and_what_another_rank_read_can_be_taken() -> None:
     kept, other, data = KeptData(), KeptData(), numbers()
     for batch in range(4):

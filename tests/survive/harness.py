@@ -34,6 +34,7 @@ class Job:
         saves: whether checkpoints are saved, too.
         evaluates: whether batches are evaluated between.
         spares: processes that wait to join.
+        num_micro_batches: of a batch, in place of the configuration's.
         stop_s: for how long ranks are stopped rather than killed.
         silent_s: after which ranks are asked whether they live.
     """
@@ -45,6 +46,7 @@ class Job:
     saves: bool = False
     evaluates: bool = False
     spares: int = 0
+    num_micro_batches: int | None = None
     silent_s: float = 30.0
     stop_s: float | None = None
 
@@ -73,8 +75,7 @@ class Outcome:
         num_stages: at the end.
         partition: at the end.
         error: that it raised.
-        longest_s: of the batches, the longest one's seconds.
-        went_on_at: when it came back from that.
+        batches: seconds of each, and when it was over.
         num_steps: of the optimizer.
         evaluated: losses of evaluations.
     """
@@ -84,16 +85,21 @@ class Outcome:
     num_stages: int = 0
     partition: tuple[int, ...] = ()
     error: str = ""
-    longest_s: float = 0.0
-    went_on_at: float = 0.0
+    batches: list[tuple[float, float]] = field(default_factory=list)
     num_steps: int = 0
     evaluated: list[float] = field(default_factory=list)
+
+    def went_on_at(self, killed_at: float) -> float:
+        """When it came back from the longest of the batches that were not over when a rank was killed."""
+        return max(batch for batch in self.batches if batch[1] > killed_at)[1]
 
 
 def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcome:
     """Train all batches; some ranks are killed at their points."""
     outcome = Outcome()
     engine = make_engine(job.run)
+    if job.num_micro_batches is not None:
+        engine.set_num_micro_batches(job.num_micro_batches)
     batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
     with ExitStack() as stack:
         try:
@@ -110,8 +116,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
                 if job.evaluates:
                     outcome.evaluated.append(float(engine.eval_batch(others)))
-                if time.monotonic() - began > outcome.longest_s and batch:
-                    outcome.longest_s, outcome.went_on_at = time.monotonic() - began, time.time()
+                outcome.batches.append((time.monotonic() - began, time.time()))
             engine.wait_for_disk()
         except FatalError as error:
             outcome.error = str(error)
@@ -119,6 +124,31 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
     outcome.state, outcome.num_stages, outcome.partition = digest(engine), engine.num_stages, engine.partition
     outcome.num_steps = engine.global_steps
     return outcome
+
+
+def train_again(rank: int, job: Job, first: Mapping[int, Point], second: Mapping[int, Point], note: str) -> list[float]:
+    """Train six batches, and from a checkpoint of the second on once more; some ranks are killed in either.
+
+    Returns:
+        Losses of the second time.
+    """
+    engine = make_engine(job.run)
+    losses: list[float] = []
+    for faults, start in ((first, 0), (second, 2)):
+        batches = data(0, job.run.micro_batches)
+        for _ in range(start * job.run.micro_batches):
+            next(batches)
+        if start:
+            engine.load_checkpoint(f"{note}.checkpoints")
+            losses.clear()
+        with ExitStack() as stack:
+            for batch in range(start, 6):
+                if rank in faults and batch == KILL_FROM:
+                    stack.enter_context(faults[rank].arm(partial(kill, f"{note}.{rank}")))
+                losses.append(float(engine.train_batch(batches)))
+                if not start and batch + 1 == KILL_FROM:
+                    engine.save_checkpoint(f"{note}.checkpoints")
+    return losses
 
 
 def run_job(job: Job, faults: Mapping[int, Point], note: str = "") -> list[Outcome | None]:

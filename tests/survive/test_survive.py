@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.configs import ADAMW, ZERO
+from tests.distributed.ranks import run_ranks
 from tests.faults.harness import intact_checkpoints
 from tests.faults.points import SAVING, TRAINING, Point
 from tests.once import Once
-from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, state_of
+from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, state_of, train_again
 
 MOVING = {"rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"}
 JOBS = {
     "adamw": Job(config=ADAMW), "zero1": Job(config={**ADAMW, **ZERO}),
     "moving adamw": Job(config=ADAMW, section=MOVING), "moving zero1": Job(config={**ADAMW, **ZERO}, section=MOVING),
     "saving": Job(config=ADAMW, saves=True), "evaluating": Job(config=ADAMW, evaluates=True),
+    "cut smaller": Job(config=ADAMW, num_micro_batches=8), "repeating": Job(config=ADAMW, every=3),
 }
+BEGINNING = Point("before a batch", "dynpipe_ds.training:Training._train_batch", call=6)  # ranks wait for none there
 FORWARD = Point("in the middle of a forward", "tests.distributed.models:Block.forward", call=22)
 
 
@@ -57,7 +60,8 @@ def kill_at(
     note = tmp_path / f"note.{victim}"
     check(outcomes, undisturbed(job), {victim} if note.exists() else set(), 3 if note.exists() else 4)
     if note.exists():
-        next_batch_s = max(o.went_on_at for o in outcomes if o is not None) - float(note.read_text())
+        killed_at = float(note.read_text())
+        next_batch_s = max(o.went_on_at(killed_at) for o in outcomes if o is not None) - killed_at
         record("next_batch_s", round(next_batch_s, 2))
         print(f"KILLED {job}: {point.name}: rank {victim}: {next_batch_s:.2f} s")
 
@@ -67,6 +71,15 @@ def test_fewer_stages(
     victim: int, tmp_path: Path, undisturbed: Undisturbed, record_property: Callable[[str, object], None]
 ) -> None:
     kill_at(FORWARD, victim, "adamw", tmp_path, undisturbed, record_property)
+    assert (tmp_path / f"note.{victim}").exists()
+
+
+@pytest.mark.parametrize("victim", [1, *(pytest.param(rank, marks=pytest.mark.exhaustive) for rank in (0, 3))])
+def test_samples_are_cut_otherwise_than_the_loader_does(
+    victim: int, tmp_path: Path, undisturbed: Undisturbed, record_property: Callable[[str, object], None]
+) -> None:
+    """The first stage has read an odd number then: half of what the loader gave last is still to be used."""
+    kill_at(replace(FORWARD, call=23), victim, "cut smaller", tmp_path, undisturbed, record_property)
     assert (tmp_path / f"note.{victim}").exists()
 
 
@@ -94,7 +107,7 @@ def test_who_was_silent_and_comes_back_ends(tmp_path: Path, undisturbed: Undistu
 
 TYPICAL = {
     ("profiling: before the optimizer step", 1, "zero1"), ("migration: tensors are under way", 3, "adamw"),
-    ("planning: before ranks compare their plans", 0, "adamw"),
+    ("planning: before ranks compare their plans", 0, "adamw"), ("profiling: after the optimizer step", 3, "adamw"),
 }
 """Of the matrix, what the usual suite runs."""
 
@@ -128,10 +141,23 @@ def test_every_point_of_saving(
     assert intact_checkpoints(place)[f"global_step{NUM_BATCHES}"] == NUM_BATCHES
 
 
+@pytest.mark.exhaustive
+def test_batches_that_were_trained_before_an_older_checkpoint_was_loaded_are_another_past(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    soon = replace(FORWARD, call=6)
+    losses = run_ranks(
+        train_again, 4, JOBS["adamw"], {1: FORWARD}, {3: soon}, str(tmp_path / "note"), may_die={1, 3}
+    )
+    first = undisturbed("adamw")[0]
+    assert first is not None
+    assert losses == [first.losses[2:6], None, first.losses[2:6], None]
+
+
 EVALUATING = Point("while a batch is evaluated", "deepspeed.runtime.pipe.engine:PipelineEngine._bcast_pipe_scalar")
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_while_a_batch_is_evaluated(
     victim: int, tmp_path: Path, undisturbed: Undisturbed, record_property: Callable[[str, object], None]
 ) -> None:
@@ -148,7 +174,7 @@ def test_two_that_hold_no_copies_of_each_other(
 
 
 def test_two_neighbours_say_why_nobody_goes_on(tmp_path: Path) -> None:
-    outcomes = run_job(JOBS["adamw"], dict.fromkeys((1, 2), FORWARD), str(tmp_path / "note"))
+    outcomes = run_job(JOBS["adamw"], dict.fromkeys((1, 2), BEGINNING), str(tmp_path / "note"))
     left = [one for one in outcomes if one is not None]
     assert len(left) == 2
     for one in left:
@@ -178,5 +204,6 @@ def test_another_one_is_lost_while_they_go_on(
     moment: str, second: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     first = 1 if second == 3 else 2
-    outcomes = run_job(JOBS["adamw"], {first: FORWARD, second: AGAIN[moment]}, str(tmp_path / "note"))
-    check(outcomes, undisturbed("adamw"), {first, second}, 2)
+    job = JOBS["repeating"]  # no snapshot is taken before the batch in which the first is lost
+    outcomes = run_job(job, {first: FORWARD, second: AGAIN[moment]}, str(tmp_path / "note"))
+    check(outcomes, undisturbed("repeating"), {first, second}, 2)
