@@ -108,7 +108,7 @@ def test_a_run_that_is_silent_for_long() -> None:
 def terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A command on a terminal of its own, of 100 columns and 40 rows."""
     ours, its = pty.openpty()
-    ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 80, 100, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     environment.pop("COLUMNS", None)
     started = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
