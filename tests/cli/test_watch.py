@@ -111,7 +111,10 @@ def terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 80, 100, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     environment.pop("COLUMNS", None)
-    started = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True)
+    started = subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
+    )  # fmt: skip
     os.close(its)
     try:
         yield started, ours
