@@ -109,8 +109,7 @@ def terminal(*command: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A command on a terminal of its own, of 100 columns and 40 rows."""
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 80, 100, 0, 0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
-    environment.pop("COLUMNS", None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "LINES": "80", "COLUMNS": "100"}
     started = subprocess.Popen(
         command, stdin=its, stdout=its, stderr=its, env=environment, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
