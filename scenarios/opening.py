@@ -11,8 +11,11 @@ from scenarios.gpt import GPTConfig
 from scenarios.pretrained import PretrainedModel
 from scenarios.settings import Settings
 
-RESULTS = ("results.json", "table.txt", "stage_times.png", "workers.png", "report.html")
-"""What a finished run, and the report on it, leave in its output folder."""
+RESULTS = (
+    "results.json", "table.txt", "stage_times.png", "workers.png", "report.html",
+    "journal/static/report.html", "journal/dynamic/report.html",
+)  # fmt: skip
+"""What a finished run, and the reports on it, leave in its output folder."""
 
 TOLD = "SCENARIOS_TOLD"
 """Environment variable of ranks whose starter has said the opening lines already."""

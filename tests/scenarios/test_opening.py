@@ -48,12 +48,13 @@ def test_it_says_what_it_replaces_and_replaces_it(tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out")
     settings.output_dir.mkdir()
     for name in (*RESULTS, "mine.txt"):
+        (settings.output_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (settings.output_dir / name).touch()
     told = opening(expected(settings, 2), 2, resumes=True)
-    assert "(replaces the results of 20" in told and "stage_times.png, workers.png, report.html)" in told
+    assert "(replaces the results of 20" in told and "stage_times.png, workers.png, report.html, " in told
     assert "mine.txt" not in told
     clear(settings.output_dir)
-    assert [file.name for file in settings.output_dir.iterdir()] == ["mine.txt"]
+    assert [file.name for file in settings.output_dir.rglob("*") if file.is_file()] == ["mine.txt"]
     assert "(replaces" not in opening(expected(settings, 2), 2, resumes=True)
 
 
