@@ -66,7 +66,7 @@ def identity() -> str:
 
 
 def generation() -> int:
-    """The number of the present world; 0 for the one that the launcher made."""
+    """The greatest number of a world that this process was to be in; 0 where the launcher's is the only one."""
     return _generation
 
 
@@ -101,7 +101,7 @@ class World:
 
     @classmethod
     def among(cls, members: Sequence[int | str], *, lost: Callable[[], str] = str) -> World:
-        """A world of present ranks and newcomers; collective over all present ranks.
+        """A world of present ranks and newcomers, with a number of its own; collective over all present ranks.
 
         Args:
             members: by rank there: a present rank, or a newcomer's identity. The same on every rank; the first rank
@@ -111,6 +111,8 @@ class World:
         Raises:
             RuntimeError: on every rank, if there can be no place.
         """
+        global _generation
+        _generation += 1  # also if it comes to nothing: what was said of it stays at the place
         holder = next(member for member in members if isinstance(member, int))
         here: Place | str = ""
         try:
@@ -123,7 +125,7 @@ class World:
             raise RuntimeError(f"rank {holder} has no place for the others to meet ({place})")
         stay = [names[member] if isinstance(member, int) else member for member in members]
         return cls(
-            stay, place, _generation + 1, newcomers=[member for member in members if isinstance(member, str)],
+            stay, place, _generation, newcomers=[member for member in members if isinstance(member, str)],
             leaving=[name for name in names if name not in stay], lost=lost,
         )
 
@@ -161,7 +163,7 @@ class World:
         self._tell("reach")
         bounded(lambda: self._at().get(self._key("reach", self._me)))
         if self._newcomers and self._me in self.members:
-            self._gather_at("trying", TRYING_S)
+            self._gather_at("trying", TRYING_S, "go")
             bounded(self._try_to_connect, TRYING_S)
 
     def _try_to_connect(self) -> None:
@@ -180,23 +182,24 @@ class World:
         """
         bounded(lambda: self._at().set(self._prefix(what), text))
 
-    def hear(self, what: str, patience_s: float = MEETING_S) -> str:
+    def hear(self, *what: str, patience_s: float = MEETING_S) -> str:
         """What somebody said.
 
         Args:
-            what: its name.
+            *what: its name; of several, the first one that is said.
             patience_s: longest time to wait for it, in seconds that this process runs.
 
         Raises:
             RuntimeError: if nobody says it in time.
         """
-        key = self._prefix(what)
-        clock = RunningClock()
-        while not bounded(lambda: self._at().check([key])):
+        keys, clock = [self._prefix(name) for name in what], RunningClock()
+        while True:
+            for key in keys:
+                if bounded(lambda key=key: self._at().check([key])):
+                    return str(bounded(lambda key=key: self._at().get(key)).decode())
             if clock.tick() > patience_s:
-                raise RuntimeError(f"nobody said {what!r} in {patience_s:g} s; timed out")
+                raise RuntimeError(f"nobody said {what[0]!r} in {patience_s:g} s; timed out")
             time.sleep(_POLL_S)
-        return str(bounded(lambda: self._at().get(key)).decode())
 
     # -- going over ---------------------------------------------------------------------------
 
@@ -239,12 +242,18 @@ class World:
             timeout=timedelta(seconds=self._timeout_s), device_id=self._device if size > 1 else None,
         )
 
-    def _gather_at(self, what: str, patience_s: float) -> None:
-        """Wait until all members have come to a point; the first one looks, and says for all whether they have."""
+    def _gather_at(self, what: str, patience_s: float, *or_else: str) -> None:
+        """Wait until all members have come to a point; the first one looks, and says for all whether they have.
+
+        Args:
+            what: the point.
+            patience_s: longest time that it may take.
+            *or_else: what else may be said to those who wait.
+        """
         self._tell(what)
         if self.rank == 0:
             self.say(what, self._all_came(what, patience_s) or "yes")
-        said = self.hear(what, patience_s + TRYING_S)
+        said = self.hear(what, *or_else, patience_s=patience_s + TRYING_S)
         if said != "yes":
             raise NobodyMetError(said)
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.host.entering import renew_data, renew_replicas
 from dynpipe_ds.host.topology import renumber
-from dynpipe_ds.host.world import NobodyMetError, World
+from dynpipe_ds.host.world import Groups, NobodyMetError, World, identity
 from dynpipe_ds.joining.adopting import adopt
 from dynpipe_ds.joining.newcomer import Newcomer, OverError, is_in
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.ranks.place import open_place
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
@@ -74,17 +75,26 @@ class Entering:
             log.info("dynamic_pipeline: joining was called off (%s)", said)
             return None
         module, pipeline = self._stage.module, self._stage.pipeline
+        old = Groups(module)
         module.is_absent = False
         try:
-            renumber(pipeline, world, Placement.from_boundaries(invited["wide"]), sizes=invited["sizes"])
+            renumber(pipeline, world, Placement.from_boundaries(invited["wide"]), sizes=invited["sizes"], old=old)
         except NobodyMetError as error:
-            raise OverError(f"the job went on without the workers that it had invited ({error})") from error
+            log.info("dynamic_pipeline: the job went on without the workers that it had invited (%s)", error)
+            self._be_alone_again(world, old)
+            return None
         module.surroundings.replica = module.replica
         renew_replicas(pipeline)
         renew_data(pipeline)
         pipeline.measure_norm(self._stage.module.layer_of_parameter, len(module.layer_names()))
         self._stage.guard.start()
         return client
+
+    def _be_alone_again(self, failed: World, old: Groups) -> None:
+        """A fellow newcomer did not come: this process, which holds no layer yet, is as before and can wait again."""
+        self._stage.module.is_absent = True
+        alone = World([identity()], open_place(), failed.generation + 1)
+        renumber(self._stage.pipeline, alone, self._stage.module.placement, old=old)
 
     def _get_ready(self, invited: Mapping[str, Any], world: World) -> dict[str, Any] | None:
         try:

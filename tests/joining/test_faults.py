@@ -80,6 +80,46 @@ def test_who_dies_while_joining_costs_nothing(point: Point, undisturbed: list[An
     assert results[0][3] == results[1][3]
 
 
+def with_a_fellow(rank: int, point: Point, fault: Any) -> Any:
+    """Let two workers join, of which the first fails on its way; then the other one alone."""
+    with ExitStack() as stack:
+        if rank == RUN.num_stages:
+            stack.enter_context(point.arm(fault))
+        engine = make_engine(elastic(RUN))
+        batches, losses, said = data(0, RUN.micro_batches), {}, []
+        for _ in range(engine.global_steps * RUN.micro_batches):
+            next(batches)
+        while engine.global_steps < RUN.num_batches:
+            batch = engine.global_steps
+            losses[batch] = float(engine.train_batch(batches))
+            if batch == 1:
+                wait_for_newcomers(engine, 2)
+                with pytest.raises(RepackError) as failed:
+                    engine.repack(4)
+                said.append(str(failed.value))
+            if batch == 2:
+                wait_for_newcomers(engine, 1)
+                engine.repack(3)
+        return losses, digest(engine), engine.partition, said
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, id=p.name, marks=() if i in (1, 7) else pytest.mark.exhaustive)
+              for i, p in enumerate(POINTS[1:], start=1)]
+)  # fmt: skip
+def test_who_joins_with_one_that_dies_comes_later(point: Point, undisturbed: list[Any]) -> None:
+    """At every point, also after the last vote: the fellow waits again, and the bits are those of two ranks."""
+    kill_it = partial(kill, os.devnull)
+    first, second, dead, fellow = run_ranks(with_a_fellow, 2, point, kill_it, newcomers=2, may_die={2})
+    assert dead is None
+    assert len(first[3]) == len(second[3]) == 1 and not fellow[3]
+    for rank, batches in ((first, range(5)), (second, range(5)), (fellow, range(3, 5))):
+        assert rank[0] == {batch: undisturbed[0][0][batch] for batch in batches}
+        assert len(rank[2]) == 4
+    expected = {item for rank in undisturbed for item in rank[1].items()}
+    assert {item for rank in (first, second, fellow) for item in rank[1].items()} == expected
+
+
 def test_who_has_no_room_says_so(undisturbed: list[Any]) -> None:
     results = run_ranks(grow_or_not, 2, POINTS[2], no_room, newcomers=1, may_die={2})
     for result, expected in zip(results, undisturbed, strict=False):
