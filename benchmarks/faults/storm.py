@@ -1,207 +1,198 @@
 """The fault storm: workers are killed at random while others join, next to the same training left alone.
 
-python -m benchmarks.faults.storm [--minutes 20 --every 40 --workers 4 --wait-ms 5 --seed 1 --force]
+python -m benchmarks.faults.storm [--minutes 20 --every 40 --workers 4 --wait-ms 10 --seed 1 --logs FOLDER --force]
 
 Layers wait instead of computing, so that the workers do not need a core each; what is measured is what a loss costs, on
-one machine. Both runs train the same number of batches. *Goodput* is the undisturbed run's time over the storm's, from
-the first batch's end to the last one's.
+one machine. Both runs train the same number of batches, at the same time, so that whatever else the machine does slows
+both. *Goodput*: batches that the storm has trained when the undisturbed run is over, over those of that run, both
+counted from their first one's end.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, add_force, environment, force, new_figure, save, save_figure, table
+from benchmarks.faults.storm_run import StormRun
+from benchmarks.record import COLOURS, RESULTS, add_force, environment, force, new_figure, save, save_figure, table
 
 NAME = "storm"
 GOAL = 0.8
-_JOIN = "DYNPIPE_JOIN"
-_PATIENCE_S = 300.0
+HELD = ("descriptors", "sockets", "threads", "resident_kib")
 _TRIAL = 60  # batches, to see how long one takes
 
 
-class Job:
-    """The processes of a run, and all that they have told.
+def run_together(runs: list[tuple[StormRun, random.Random | None]], every_s: float, logs: Path | None) -> None:
+    """Run several at the same time, each to its end.
 
     Args:
-        arguments: of every worker's script.
-        folder: for the door file and the output.
+        runs: with the choice of whom to kill; ``None``: nobody.
+        every_s: seconds between two kills.
+        logs: folder for the processes' output; ``None``: it is not kept.
     """
+    failed: list[BaseException] = []
 
-    def __init__(self, arguments: Sequence[str], folder: Path) -> None:
-        self.told: list[dict[str, Any]] = []
-        self._door, self._folder = folder / "door.json", folder
-        self._command = [sys.executable, "-u", "-m", "benchmarks.faults.storm_job", *arguments, str(self._door)]
-        self._processes: dict[int, subprocess.Popen[str]] = {}
-        self._lock = threading.Lock()
-
-    def start(self, workers: int) -> None:
-        """Start the ranks."""
-        port = _free_port()
-        for rank in range(workers):
-            self._run({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}, port)
-
-    def join(self) -> None:
-        """Start a worker that joins."""
-        self._run({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", _JOIN: str(self._door)}, _free_port())
-
-    def _run(self, variables: dict[str, str], port: int) -> None:
-        process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, text=True, bufsize=1, stderr=(self._folder / "errors").open("a"),
-            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables},
-        )
-        self._processes[process.pid] = process
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("STORM "):
-                with self._lock:
-                    self.told.append(json.loads(line.removeprefix("STORM ")))
-
-    def lines(self, key: str) -> list[dict[str, Any]]:
-        """What was told that has a key."""
-        with self._lock:
-            return [line for line in self.told if key in line]
-
-    def training(self) -> list[int]:
-        """Process numbers of the workers that train now, by rank."""
-        newest = self.lines("batch")[-1:]
-        if not newest:
-            return []
-        last = newest[0]["batch"]
-        now = {line["rank"]: line["pid"] for line in self.lines("batch") if line["batch"] >= last - 1}
-        alive = [pid for _, pid in sorted(now.items()) if self._processes[pid].poll() is None]
-        return list(dict.fromkeys(alive))
-
-    def kill(self, pid: int) -> None:
-        """``kill -9``."""
-        self._processes[pid].send_signal(signal.SIGKILL)
-
-    def is_over(self) -> bool:
-        """Whether all processes have ended."""
-        return all(process.poll() is not None for process in self._processes.values())
-
-    def end(self) -> None:
-        """End what is left."""
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
-def run(options: argparse.Namespace, num_batches: int, every_s: float | None) -> tuple[Job, list[dict[str, Any]]]:
-    """One run; with a number of seconds, a worker is killed so often, and another one joins."""
-    kills: list[dict[str, Any]] = []
-    choice = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job([str(num_batches), str(options.wait_ms)], Path(folder))
+    def follow(run: StormRun, choice: random.Random | None) -> None:
         try:
-            job.start(options.workers)
-            if every_s is not None:
-                job.join()
-            _follow(job, kills, choice, every_s, num_batches)
-        finally:
-            job.end()
-            errors = Path(folder, "errors").read_text(errors="replace")
-        if not job.lines("digest"):
-            raise RuntimeError(f"the run did not come to its end:\n{errors[-4000:]}")
-    return job, kills
+            run.follow(choice, every_s)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    try:
+        for run, _ in runs:
+            run.start()
+        threads = [threading.Thread(target=follow, args=pair, daemon=True) for pair in runs]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not failed:
+            threads[0].join(0.5)
+            threads[-1].join(0.5)
+        left = {run.name: run.temporary_files() for run, _ in runs}
+    finally:
+        for run, _ in runs:
+            if logs is not None:
+                run.keep_logs(logs)
+            run.end()
+    if failed:
+        raise failed[0]
+    for run, _ in runs:
+        run.told.append({"temporary_files": left[run.name]})
 
 
-def _follow(
-    job: Job, kills: list[dict[str, Any]], choice: random.Random, every_s: float | None, num_batches: int
-) -> None:
-    due, seen, last = None, 0, time.monotonic()
-    while not job.is_over():
-        time.sleep(0.1)
-        batches = job.lines("batch")
-        if len(batches) > seen:
-            seen, last = len(batches), time.monotonic()
-        if time.monotonic() - last > _PATIENCE_S:
-            raise RuntimeError(f"nothing was trained for {_PATIENCE_S:g} s")
-        if every_s is None or not batches:
-            continue
-        due = time.monotonic() + every_s if due is None else due
-        left = num_batches - max(line["batch"] for line in batches)
-        workers = job.training()
-        if time.monotonic() >= due and len(workers) > 1 and left > num_batches // 50:
-            victim = choice.randrange(len(workers))
-            kills.append({"time": time.time(), "rank": victim, "pid": workers[victim]})
-            job.kill(workers[victim])
-            job.join()
-            due += every_s
+def ends(run: StormRun) -> dict[int, float]:
+    """When each batch was over, on the first worker that told so."""
+    found: dict[int, float] = {}
+    for line in run.lines("batch"):
+        found[line["batch"]] = min(line["time"], found.get(line["batch"], float("inf")))
+    return dict(sorted(found.items()))
 
 
-def judge(calm: Job, storm: Job, kills: list[dict[str, Any]]) -> dict[str, Any]:
+def seconds(run: StormRun) -> float:
+    """From the first batch's end to the last one's."""
+    times = list(ends(run).values())
+    return times[-1] - times[0]
+
+
+def goodput(calm: StormRun, storm: StormRun) -> float:
+    """Batches of the storm over those of the undisturbed run, in the time that the latter took."""
+    times = list(ends(storm).values())
+    until_s = times[0] + seconds(calm)
+    return (sum(time <= until_s for time in times) - 1) / (len(ends(calm)) - 1)
+
+
+def gaps(storm: StormRun) -> list[float]:
+    """Seconds from each kill to the end of the first batch that had not begun then."""
+    times = ends(storm)
+    found = []
+    for kill in storm.kills:
+        before = max((batch for batch, time in times.items() if time <= kill["time"]), default=0)
+        found.append(times[before + 2] - kill["time"])
+    return found
+
+
+def held(storm: StormRun) -> dict[str, Any]:
+    """What the worker that saw most losses held, whenever all stages were there: before each loss, and at the end.
+
+    Returns:
+        ``losses`` that it lived through, and for each name of :data:`HELD` so many values and one.
+    """
+    full = max(line["stages"] for line in storm.lines("batch"))
+    samples: dict[int, list[dict[str, Any]]] = {}
+    for line in storm.lines("resident_kib"):
+        if line["stages"] == full:
+            samples.setdefault(line["pid"], []).append(line)
+    counted = {
+        pid: sum(lines[0]["time"] < kill["time"] < lines[-1]["time"] for kill in storm.kills)
+        for pid, lines in samples.items()
+    }
+    longest = max(counted, key=lambda pid: (counted[pid], pid))
+    lines = samples[longest]
+    before = [
+        [line for line in lines if line["time"] < kill["time"]][-1]
+        for kill in storm.kills if lines[0]["time"] < kill["time"] < lines[-1]["time"]
+    ]
+    return {"losses": counted[longest], **{key: [line[key] for line in (*before, lines[-1])] for key in HELD}}
+
+
+def judge(calm: StormRun, storm: StormRun) -> dict[str, Any]:
     """What the two runs say about each other."""
-    losses = [{}, {}]  # type: list[dict[int, set[str]]]
-    for found, job in zip(losses, (calm, storm), strict=True):
-        for line in job.lines("batch"):
+    losses: list[dict[int, set[str]]] = [{}, {}]
+    for found, run in zip(losses, (calm, storm), strict=True):
+        for line in run.lines("batch"):
             found.setdefault(line["batch"], set()).add(line["loss"])
-    digests = [{k: v for line in job.lines("digest") for k, v in line["digest"].items()} for job in (calm, storm)]
-    seconds = [_seconds(job) for job in (calm, storm)]
-    gaps = []
-    for kill in kills:
-        before = max((line["batch"] for line in storm.lines("batch") if line["time"] <= kill["time"]), default=0)
-        after = [line["time"] for line in storm.lines("batch") if line["batch"] > before + 1]
-        gaps.append(min(after, default=float("nan")) - kill["time"])
-    last = storm.lines("digest")[0]["pid"]
-    held = [line for line in storm.lines("files") if line["pid"] == last]
-    used = [{key: line[key] for key in ("files", "threads", "memory_kib")} for line in held]
+    digests = [{k: v for line in run.lines("digest") for k, v in line["digest"].items()} for run in (calm, storm)]
+    began = min(ends(storm).values())
+    joined = [line["time"] - began for line in storm.lines("began") if line["began"]]
     return {
         "batches": max(losses[0]), "same_losses": losses[0] == losses[1], "same_state": digests[0] == digests[1],
-        "calm_s": seconds[0], "storm_s": seconds[1], "goodput": seconds[0] / seconds[1], "kills": len(kills),
-        "ranks": [kill["rank"] for kill in kills], "gaps_s": gaps, "used": used,
+        "layers": len(digests[0]), "calm_s": seconds(calm), "storm_s": seconds(storm),
+        "goodput": goodput(calm, storm), "joined_s": joined, "held": held(storm),
+        "kills": [
+            {"s": kill["time"] - began, "rank": kill["rank"], "workers": kill["workers"], "gap_s": gap}
+            for kill, gap in zip(storm.kills, gaps(storm), strict=True)
+        ],
         "samples": max(line["samples"] for line in storm.lines("batch")),
         "calm_samples": max(line["samples"] for line in calm.lines("batch")),
+        "snapshots": {
+            run.name: max(line["snapshots_s"] for line in run.lines("digest")) / seconds(run) for run in (calm, storm)
+        },
+        "temporary_files": storm.lines("temporary_files")[0]["temporary_files"],
     }
 
 
-def _seconds(job: Job) -> float:
-    ends: dict[int, float] = {}
-    for line in job.lines("batch"):
-        ends[line["batch"]] = min(line["time"], ends.get(line["batch"], float("inf")))
-    return ends[max(ends)] - ends[min(ends)]
-
-
-def draw(storm: Job, kills: list[dict[str, Any]], path: Path) -> Path:
-    """The storm's timeline: batches, number of stages, kills."""
-    figure = new_figure(8, 3.6)
-    lines = sorted(storm.lines("batch"), key=lambda line: line["time"])
-    began = lines[0]["time"]
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    upper.plot([line["time"] - began for line in lines], [line["batch"] for line in lines])
-    upper.set_ylabel("batches")
-    lower.step([line["time"] - began for line in lines], [line["stages"] for line in lines], where="post")
-    lower.set_ylabel("stages")
-    lower.set_ylim(bottom=0)
-    lower.set_xlabel("seconds")
-    for kill in kills:
+def draw(calm: StormRun, storm: StormRun, path: Path) -> Path:
+    """The timeline: batches of both runs, number of stages, kills."""
+    figure = new_figure(9, 4.2)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    for run, colour, name in ((calm, COLOURS[0], "undisturbed"), (storm, COLOURS[1], "storm")):
+        times = ends(run)
+        began = min(times.values())
+        upper.plot([(time - began) / 60 for time in times.values()], list(times), color=colour, label=name)
+    stages: dict[int, int] = {line["batch"]: line["stages"] for line in storm.lines("batch")}
+    lower.step([(time - began) / 60 for time in times.values()], [stages[batch] for batch in times], color=COLOURS[1],
+               where="post")
+    for number, kill in enumerate(storm.kills):
         for axes in (upper, lower):
-            axes.axvline(kill["time"] - began, color="tab:red", linewidth=0.8)
+            axes.axvline((kill["time"] - began) / 60, color=COLOURS[2], linewidth=0.7, alpha=0.7,
+                         label="a worker is killed" if not number else None)
+    upper.set_ylabel("batches")
+    upper.legend(loc="upper left")
+    lower.set_ylabel("stages")
+    lower.set_ylim(0, max(stages.values()) + 0.5)
+    lower.set_xlabel("minutes")
     return save_figure(figure, path)
+
+
+def rows(found: dict[str, Any], every_s: float) -> list[list[str]]:
+    """The table's."""
+    lost_s = [kill["gap_s"] for kill in found["kills"]] or [float("nan")]
+    ranks = sorted(kill["rank"] for kill in found["kills"])
+    by_rank = ", ".join(f"rank {rank}: {ranks.count(rank)}" for rank in sorted(set(ranks)))
+    kept = "; ".join(f"{key} {', '.join(map(str, found['held'][key]))}" for key in HELD)
+    calm, storm = found["snapshots"].values()
+    return [
+        ["batches", str(found["batches"])],
+        ["workers killed", f"{len(found['kills'])}, one every {every_s:g} s ({by_rank})"],
+        ["workers that joined", str(len(found["joined_s"]))],
+        ["every batch's loss has the same bits", "yes" if found["same_losses"] else "NO"],
+        [f"final weights and optimizer state of all {found['layers']} layers have the same bits",
+         "yes" if found["same_state"] else "NO"],
+        ["samples trained, undisturbed and in the storm", f"{found['calm_samples']}, {found['samples']}"],
+        ["seconds, undisturbed and in the storm", f"{found['calm_s']:.1f}, {found['storm_s']:.1f}"],
+        ["goodput", f"{found['goodput']:.1%} (goal {GOAL:.0%})"],
+        ["seconds from a kill to the end of the first batch begun after it: median, longest",
+         f"{statistics.median(lost_s):.1f}, {max(lost_s):.1f}"],
+        ["checkpoints read", "0 (none is saved)"],
+        ["snapshots' share of the time by own accounting, undisturbed and in the storm", f"{calm:.1%}, {storm:.1%}"],
+        [f"held by the worker that saw {found['held']['losses']} losses: before each, and at the end", kept],
+        ["temporary files left by all processes", str(len(found["temporary_files"]))],
+    ]
 
 
 def main() -> None:
@@ -210,37 +201,29 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0, help="of the undisturbed run, about")
     parser.add_argument("--every", type=float, default=40.0, help="seconds between two kills")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--wait-ms", type=float, default=5.0, help="that a layer's forward waits")
+    parser.add_argument("--wait-ms", type=float, default=10.0, help="that a layer's forward waits")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--logs", type=Path, help="folder for what all processes write")
+    parser.add_argument("--out", type=Path, default=RESULTS / "faults")
     add_force(parser)
     options = parser.parse_args()
     force(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no worker is left
     about = environment()
-    trial, _ = run(options, _TRIAL, None)
-    print(f"{_TRIAL} batches took {_seconds(trial):.1f} s", flush=True)
-    num_batches = max(_TRIAL, round(options.minutes * 60 * (_TRIAL - 1) / _seconds(trial)))
-    calm, _ = run(options, num_batches, None)
-    print(f"{num_batches} batches, undisturbed, took {_seconds(calm):.1f} s", flush=True)
-    storm, kills = run(options, num_batches, options.every)
-    found = judge(calm, storm, kills)
-    gaps = found["gaps_s"] or [float("nan")]
-    rows = [
-        ["batches", str(found["batches"])], ["workers killed", f"{found['kills']} (ranks {found['ranks']})"],
-        ["every batch's loss the same bits", str(found["same_losses"])],
-        ["final weights and optimizer state the same bits", str(found["same_state"])],
-        ["samples trained", f"{found['samples']} of {found['calm_samples']}"],
-        ["seconds, undisturbed and in the storm", f"{found['calm_s']:.1f}, {found['storm_s']:.1f}"],
-        ["goodput", f"{found['goodput']:.1%} (goal {GOAL:.0%})"],
-        ["seconds from a kill to the next new batch: median, longest",
-         f"{statistics.median(gaps):.1f}, {max(gaps):.1f}"],
-        ["a survivor's files, threads, KiB: first, last", f"{found['used'][0]}, {found['used'][-1]}"],
-    ]
-    text = table(["", ""], rows)
-    values = {"environment": about, **vars(options), "out": str(options.out), **found}
-    path = save(options.out, NAME, values, text)
-    draw(storm, kills, path.with_name(f"{path.name}.png"))
+
+    def new(name: str, num_batches: int) -> StormRun:
+        return StormRun(name, options.workers, num_batches, options.wait_ms / 1000)
+
+    trial = new("trial", _TRIAL)
+    run_together([(trial, None)], options.every, options.logs)
+    print(f"{_TRIAL} batches took {seconds(trial):.1f} s", flush=True)
+    num_batches = max(_TRIAL, round(options.minutes * 60 * (_TRIAL - 1) / seconds(trial)))
+    calm, storm = new("undisturbed", num_batches), new("storm", num_batches)
+    run_together([(calm, None), (storm, random.Random(options.seed))], options.every, options.logs)
+    found = judge(calm, storm)
+    kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    path = save(options.out, NAME, {"environment": about, **kept, **found}, table(["", ""], rows(found, options.every)))
+    draw(calm, storm, path)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,42 @@
-"""What every worker of the fault storm runs: a small pipeline with layers that wait, and a line for every batch.
-
-Arguments: batches, milliseconds that a layer's forward waits, door file.
-"""
+"""What every worker of the fault storm runs: a small pipeline with layers that wait, and a message for every batch."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import resource
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from dynpipe_ds import DynamicPipelineModule
+from dynpipe_ds import DynamicPipelineModule, init_distributed
 
-WIDTH, NUM_LAYERS, MICRO_BATCHES = 128, 12, 4
+WIDTH, NUM_LAYERS, MICRO_BATCHES, SAMPLES = 128, 12, 4, 4
+USED_EVERY = 20  # batches between two looks at what the process holds
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a worker trains.
+
+    Attributes:
+        num_batches: after which it ends.
+        wait_s: seconds that a layer's forward waits.
+        door: file for ``elastic.door_file``.
+    """
+
+    num_batches: int
+    wait_s: float
+    door: str
 
 
 class Waiting(nn.Module):
@@ -43,20 +57,21 @@ def data(skip: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro-batches, each another."""
     generator = torch.Generator().manual_seed(3)
     for number in range(10**9):
-        x = torch.randn(4, WIDTH, generator=generator)
+        x = torch.randn(SAMPLES, WIDTH, generator=generator)
         if number >= skip:
             yield x, x.sin()
 
 
-def tell(**values: Any) -> None:
-    """Print a line that the storm reads."""
-    print("STORM " + json.dumps(values), flush=True)
-
-
 def used() -> dict[str, int]:
-    """What this process holds: open files, threads, greatest memory."""
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "memory_kib": kib}
+    """What this process holds now: descriptors, sockets among them, threads (also those of libraries), memory."""
+    descriptors = list(Path("/proc/self/fd").iterdir())
+    # The descriptor of the listing itself is closed by now.
+    sockets = sum(path.is_symlink() and os.readlink(path).startswith("socket:") for path in descriptors)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "descriptors": len(descriptors), "sockets": sockets, "threads": len(os.listdir("/proc/self/task")),
+        "resident_kib": resident // 1024,
+    }
 
 
 def digest(engine: Any) -> dict[str, str]:
@@ -72,37 +87,33 @@ def digest(engine: Any) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Train."""
-    num_batches, wait_s, door = int(sys.argv[1]), float(sys.argv[2]) / 1000, sys.argv[3]
-    config = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICRO_BATCHES, "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "dynamic_pipeline": {
-            "enabled": True, "rebalance_every": "never", "survive": {"enabled": True},
-            "elastic": {"enabled": True, "door_file": door},
-        },
-    }
+def train(training: Training, tell: Tell) -> None:
+    """Train, and tell of every batch; no checkpoint is saved, so that none can be read."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    init_distributed("gloo")
     module = DynamicPipelineModule(
-        [LayerSpec(Waiting, wait_s) for _ in range(NUM_LAYERS)], num_stages=int(os.environ["WORLD_SIZE"]),
+        [LayerSpec(Waiting, training.wait_s) for _ in range(NUM_LAYERS)], num_stages=int(os.environ["WORLD_SIZE"]),
         loss_fn=nn.functional.mse_loss, seed_layers=True, partition_method="uniform",
     )
-    engine, *_ = deepspeed.initialize(model=module, config=config)
+    engine, *_ = deepspeed.initialize(model=module, config={
+        "train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": MICRO_BATCHES,
+        "steps_per_print": 10**9, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "dynamic_pipeline": {
+            "enabled": True, "rebalance_every": "never", "survive": {"enabled": True},
+            "elastic": {"enabled": True, "door_file": training.door},
+        },
+    })
     batches = data(engine.global_steps * MICRO_BATCHES)
-    tell(began=engine.global_steps, pid=os.getpid(), time=time.time(), **used())
-    while engine.global_steps < num_batches:
+    tell({"began": engine.global_steps, "pid": os.getpid(), "time": time.time()})
+    while engine.global_steps < training.num_batches:
         loss = float(engine.train_batch(batches))
         batch = engine.global_steps
-        tell(
-            batch=batch, loss=loss.hex(), time=time.time(), pid=os.getpid(), rank=engine.global_rank,
-            stages=engine.num_stages, samples=engine.global_samples,
-            **(used() if batch % 50 == 0 or batch == num_batches else {}),
-        )
-    tell(digest=digest(engine), pid=os.getpid(), snapshots_s=engine.overhead.snapshots_s)
-
-
-if __name__ == "__main__":
-    main()
+        tell({
+            "batch": batch, "loss": loss.hex(), "time": time.time(), "pid": os.getpid(), "rank": engine.global_rank,
+            "stages": engine.num_stages, "samples": engine.global_samples,
+            **(used() if batch % USED_EVERY == 0 or batch == training.num_batches else {}),
+        })
+    tell({"digest": digest(engine), "pid": os.getpid(), "snapshots_s": engine.overhead.snapshots_s})
+    if dist.get_world_size() > 1:
+        dist.barrier()  # who ends earlier would be missed by those who still tell

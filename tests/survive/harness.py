@@ -19,6 +19,7 @@ from tests.faults.test_stopped import stop
 NUM_BATCHES = 10
 KILL_FROM = 2  # the batch from which on points count
 SAVE_EVERY = 2
+NOTICED = Point("a loss is noticed", "dynpipe_ds.survive.survivor:Survivor.go_on")
 FIRST = {2: (0, 4, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
 
 
@@ -78,6 +79,7 @@ class Outcome:
         batches: seconds of each, and when it was over.
         num_steps: of the optimizer.
         evaluated: losses of evaluations.
+        noticed_at: when it first knew that a rank was lost, in seconds since 1970; empty if it never did.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -88,6 +90,7 @@ class Outcome:
     batches: list[tuple[float, float]] = field(default_factory=list)
     num_steps: int = 0
     evaluated: list[float] = field(default_factory=list)
+    noticed_at: list[float] = field(default_factory=list)
 
     def went_on_at(self, killed_at: float) -> float:
         """When it came back from the longest of the batches that were not over when a rank was killed."""
@@ -102,6 +105,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
         engine.set_num_micro_batches(job.num_micro_batches)
     batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
     with ExitStack() as stack:
+        stack.enter_context(NOTICED.arm(lambda: outcome.noticed_at.append(time.time())))
         try:
             for _ in range(engine.global_steps * job.run.micro_batches):  # a spare's, which comes later
                 next(batches)

@@ -1,0 +1,86 @@
+"""What the benchmarks of lost workers compute from what they have seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.faults import points, storm
+
+
+class Told:
+    """A run that was told in advance."""
+
+    def __init__(self, name: str, told: list[dict[str, Any]], kills: list[dict[str, Any]]) -> None:
+        self.name, self.told, self.kills = name, told, kills
+
+    def lines(self, key: str) -> list[dict[str, Any]]:
+        return [line for line in self.told if key in line]
+
+
+def batch(number: int, time: float, **more: Any) -> dict[str, Any]:
+    return {
+        "batch": number, "loss": float(number).hex(), "time": time, "pid": 7, "rank": 0, "stages": 4,
+        "samples": 16 * number, **more,
+    }
+
+
+def run(name: str, times: list[float], kills: list[dict[str, Any]] | None = None, **digest: str) -> Any:
+    used = dict(zip(storm.HELD, (10, 5, 8, 1000), strict=True))
+    told = [batch(number, time, **used) for number, time in enumerate(times, 1)]
+    told += [{"digest": digest or {"0": "a"}, "pid": 7, "snapshots_s": 0.1}, {"temporary_files": []}]
+    return Told(name, told, kills or [])
+
+
+CALM = [float(second) for second in range(100, 111)]
+STORM = [100.0, 101.0, 102.0, 106.0, 107.0, 108.0, 109.0, 110.0, 111.0, 112.0, 113.0]
+KILL = {"time": 102.5, "rank": 2, "workers": 4, "pid": 9}
+
+
+def test_goodput_counts_batches_in_the_same_time() -> None:
+    found = storm.judge(run("calm", CALM), run("storm", STORM, [KILL]))
+    assert found["goodput"] == pytest.approx(7 / 10)
+    assert (found["calm_s"], found["storm_s"]) == (10.0, 13.0)
+
+
+def test_the_batch_that_was_under_way_is_not_the_next_one() -> None:
+    found = storm.judge(run("calm", CALM), run("storm", STORM, [KILL]))
+    assert found["kills"] == [{"s": 2.5, "rank": 2, "workers": 4, "gap_s": 4.5}]
+    assert found["held"]["losses"] == 1
+
+
+@pytest.mark.parametrize("same", ["losses", "state"])
+def test_other_bits_are_seen(same: str) -> None:
+    other = run("storm", STORM, [KILL], **{"0": "b"} if same == "state" else {})
+    if same == "losses":
+        other.told[3]["loss"] = 0.5.hex()
+    found = storm.judge(run("calm", CALM), other)
+    assert not found[f"same_{same}"] and found["same_state" if same == "losses" else "same_losses"]
+    assert sum(row[1] == "NO" for row in storm.rows(found, 40.0)) == 1
+
+
+def test_a_batch_that_nobody_trained_is_seen() -> None:
+    found = storm.judge(run("calm", CALM), run("storm", STORM[:-1], [KILL]))
+    assert not found["same_losses"] and found["samples"] < found["calm_samples"]
+
+
+def test_what_was_held_is_that_of_the_worker_that_saw_most_losses() -> None:
+    told = run("storm", STORM, [KILL])
+    told.told += [batch(9, 111.5, pid=8, stages=4, **dict.fromkeys(storm.HELD, 1))]
+    told.told[10]["resident_kib"] = 2000
+    found = storm.held(told)
+    assert found["losses"] == 1 and found["resident_kib"] == [1000, 2000] and found["threads"] == [8, 8]
+
+
+def test_points_are_grouped_and_late_ones_counted() -> None:
+    tests = [
+        {"test": "a", "outcome": "passed", "point": "saving: x", "victim": 0, "detection_s": 0.5, "next_batch_s": 1.5},
+        {"test": "b", "outcome": "passed", "point": "saving: x", "victim": 3, "detection_s": 2.5, "next_batch_s": 6.0},
+        {"test": "c", "outcome": "failed"},
+    ]
+    text = points.text(tests)
+    assert "3 tests, 1 failed; 2 kills" in text and "FAILED: c" in text
+    assert "until detection: 1 times" in text and "next batch: 1 times" in text
+    assert "| saving | 2 | 1.50 | 2.50 | 2.25 | 3.50 |" in text
+    assert "| last | 1 | 2.50 | 2.50 | 3.50 | 3.50 |" in text
