@@ -196,7 +196,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         Returns:
             The same.
         """
-        self._need_training("between_batches").between.append(acts)
+        self._need_training("between_batches").repeating.between.append(acts)
         return acts
 
     @in_ordinary_mode

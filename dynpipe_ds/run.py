@@ -36,6 +36,19 @@ class Renewed(Protocol):
         """Of this rank's node."""
 
 
+class Repeated(Protocol):
+    """What is done once more when ranks were lost; all methods are collective over all ranks."""
+
+    def share_results(self) -> None:
+        """Let what some ranks have done between batches be done on all."""
+
+    def went_back(self, state: Mapping[str, Any]) -> None:
+        """Take note that this rank has gone back, and take in what was kept for it."""
+
+    def replay(self, until: int) -> dict[int, Any]:
+        """Train again the batches up to a number; their losses, by number."""
+
+
 class Run(Protocol):
     """What is saved, loaded and made shorter.
 
@@ -62,6 +75,10 @@ class Run(Protocol):
     journal: JournalWriter
 
     @property
+    def repeating(self) -> Repeated:
+        """What is done once more, as far as others need it."""
+
+    @property
     def repacker(self) -> Renewed:
         """What goes on with another number of stages, as far as others need it."""
 
@@ -69,17 +86,8 @@ class Run(Protocol):
     def repacking(self) -> Stateful:
         """What re-packing is about to do."""
 
-    def replay(self, until: int) -> dict[int, Any]:
-        """Train again the batches up to a number; their losses, by number."""
-
-    def share_results(self) -> None:
-        """Let what some ranks have done between batches be done on all; collective over all ranks."""
-
     def watch_anew(self, *, fewer: bool = False) -> None:
         """Take note that the ranks are others, on purpose; collective over all ranks."""
-
-    def went_back(self, extra: Mapping[str, Any]) -> None:
-        """Take note that this rank has gone back to a snapshot, and take in what was kept with it."""
 
     def move_layers(self, placement: Placement) -> int:
         """Let layers move; collective over all ranks, which all do or none."""

@@ -7,9 +7,9 @@ Whatever every rank fails in together leaves the partition as it is and training
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -34,17 +34,15 @@ from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
-from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere, together
-from dynpipe_ds.ranks.fatal import RankLostError
+from dynpipe_ds.ranks.agreement import disagreement, same_everywhere, together
 from dynpipe_ds.release import ReleaseError
 from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
-from dynpipe_ds.snapshots.between import BetweenBatches
-from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
+from dynpipe_ds.survive.repeating import Repeating
 from dynpipe_ds.survive.survivor import Survivor
 from dynpipe_ds.telling import log, tell_all, warn
 
@@ -70,7 +68,7 @@ class Training:
         repacker: goes on with fewer stages.
         snapshots: copies state into other workers' memory.
         survivor: goes on without ranks that are lost.
-        between: what the script does between batches, called here.
+        repeating: repeats what was done when a rank was lost.
         overhead: seconds that this rank has spent on not training.
         profiling: whether batches are profiled.
         num_batches: trained so far.
@@ -90,17 +88,15 @@ class Training:
         self.overhead = Overhead()
         self.profiler = Profiler(stage, self.overhead, self.clock)
         self.repacker: Repacker = Repacker(self)
-        self.between: list[BetweenBatches] = []
         self.survivor = Survivor(self)
-        self.snapshots = Snapshots(self, lambda: {"between": [each.state_dict() for each in self.between]})
+        self.repeating = Repeating(self, self.survivor)
+        self.snapshots = Snapshots(self, self.repeating.state)
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
         self.joined_with: dict[str, Any] | None = None
         self.journal = JournalWriter(config.journal, self._about)
         self._monitor: Any = None
-        self._num_done = 0
-        self._result: Any = None
         self._in_batch = self._is_started = False
         self._warned: set[str] = set()
 
@@ -181,21 +177,10 @@ class Training:
         if self._in_batch:
             return run()
         self._in_batch = True
-        number = self.num_batches
         try:
-            while True:
-                try:
-                    return self._guarded_batch(run)
-                except RankLostError as error:
-                    repeated = self.survivor.go_on(error)
-                    if number in repeated:
-                        return cast(T, repeated[number])
+            return self.repeating.batch(lambda: self._train_batch(run))
         finally:
             self._in_batch = False
-
-    def _guarded_batch(self, run: Callable[[], T]) -> T:
-        with self.stage.guard.naming_lost_ranks(f"batch {self.num_batches} was trained"):
-            return self._train_batch(run)
 
     def watch_anew(self, *, fewer: bool = False) -> None:
         """Take note that the ranks are others, on purpose; collective over all ranks.
@@ -214,48 +199,24 @@ class Training:
     def surviving(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
 
-        Where others had done it when the rank was lost, it is done, and what it returned there is returned here.
-
         Args:
             action: collective over all ranks; has done nothing that matters if it raises.
         """
-        number = self._num_done
-        while self._num_done == number:
-            try:
-                self._result = action()
-            except RankLostError as error:
-                self.survivor.go_on(error)
-            else:
-                self._num_done += 1
-                if self.survives:
-                    self.pipeline.note_counters(self.num_batches)
-        result, self._result = self._result, None if not self.survives else self._result
-        return cast(T, result)
-
-    def share_results(self) -> None:
-        """Let what some ranks have done between batches be done on all; collective over all ranks."""
-        everyone = gather((self._num_done, self._result, self.pipeline.kept.counters))
-        done, result, _ = max(everyone, key=lambda told: told[0])
-        if done > self._num_done:
-            self._num_done, self._result = done, result
-        for _, _, counters in everyone:
-            for batch, numbers in counters.items():
-                known = self.pipeline.kept.counters.setdefault(batch, numbers)
-                self.pipeline.kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])
+        return self.repeating.between_batches(action)
 
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
-        self._act_before()
+        self.repeating.act_before()
         self.stage.pipeline.begin_batch()
         is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()
         self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=is_profiled))
         started = self.clock.now_s()
-        with self._keeping_data():
+        with self.repeating.keeping_data():
             result = self._run(run, is_profiled=is_profiled)
         self.num_batches += 1
         self.snapshots.end_batch(self.clock.now_s() - started)
-        self._act_after()
+        self.repeating.act_after()
         if is_profiled:
             with self.stage.guard.no_way_back(f"stages were balanced after batch {self.num_batches}"):
                 if self._finish_profile():
@@ -275,79 +236,6 @@ class Training:
             self.repacker.repack(stages + 1)
         except (RepackError, ReleaseError) as error:  # nothing has changed
             self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
-
-    def _keeping_data(self) -> AbstractContextManager[None]:
-        """Keep what the batch reads while training may have to go back before it."""
-        if not self.snapshots.is_on:
-            return nullcontext()
-        self.pipeline.take_counters(self.num_batches)
-        self.pipeline.note_counters(self.num_batches)
-        return self.pipeline.kept.batch(self.num_batches)
-
-    def _act_before(self) -> None:
-        """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""
-        if not self.between:
-            return
-        self.snapshots.before_change()
-        for each in self.between:
-            each.before_batch(self.num_batches)
-        self.notice_frozen_layers()
-
-    def _act_after(self) -> None:
-        for each in self.between:
-            each.after_batch(self.num_batches - 1)
-
-    def went_back(self, extra: Mapping[str, Any]) -> None:
-        """Take note that this rank has gone back to a snapshot.
-
-        Args:
-            extra: what was kept with it.
-        """
-        for each, state in zip(self.between, extra["between"], strict=True):
-            each.load_state_dict(state)
-
-    def replay(self, until: int) -> dict[int, Any]:
-        """Train again the batches since a snapshot, on the micro-batches that were kept; collective over all ranks.
-
-        They are not profiled, and nothing moves meanwhile.
-
-        Args:
-            until: number of batches that are trained then.
-
-        Returns:
-            Their losses, by number.
-        """
-        losses: dict[int, Any] = {}
-        while self.num_batches < until:
-            self.notice_frozen_layers()
-            self._act_before()
-            self.stage.pipeline.begin_batch()
-            self.stage.pipeline.run_order(self.balancer.ordering.next(is_profiled=False))
-            with self._keeping_data():
-                losses[self.num_batches] = self.stage.pipeline.run_batch()
-            self.num_batches += 1
-            self._act_after()
-        return losses
-
-    def roll_back(self, boundaries: Sequence[int] | None = None) -> int:
-        """Go back to the newest snapshot that all ranks can go back to, and repeat the batches since.
-
-        Args:
-            boundaries: of the stages from then on; ``None``: those of the snapshot.
-
-        Returns:
-            Batches that were trained when it was taken.
-
-        Raises:
-            SnapshotError: on every rank, if there is none; nothing has changed then.
-        """
-        self.snapshots.pause()
-        until, batch = self.num_batches, newest(self)
-        if batch is None:
-            raise SnapshotError("there is no snapshot that is complete on the ranks that are left")
-        restore(self, batch, boundaries)
-        self.replay(until)
-        return batch
 
     def _wants_profile(self) -> bool:
         """Whether the next batch is profiled, the same on every rank."""
@@ -541,7 +429,7 @@ class Training:
 
     def _changed_by_script(self) -> None:
         """What acts between batches is called by us and does it again; what a script does by itself it does not."""
-        if not self.between:
+        if not self.repeating.between:
             self.snapshots.changed()
 
     def replace_parameters(self, replacements: Sequence[ParameterReplacement]) -> None:

@@ -365,7 +365,7 @@ class _Restoring:
         run.profiler.sizes_changed()
         restore_extras(run, state["common"], state["rank"], same_stages=self._same_stages)
         run.balancer.ordering.adopt(None, self._stage.partition)
-        run.went_back(state["extra"])
+        run.repeating.went_back(state["extra"])
 
 
 def fill(target: Tensor, data: Tensor) -> None:

@@ -244,14 +244,14 @@ class Survivor:
             batch = newest(run)
             if batch is None:
                 raise CantGoOnError("no snapshot is complete on them")
-            run.share_results()
+            run.repeating.share_results()
             own = max(self._reached, self._stage.pipeline.kept.num_noted)
             everyone = gather((self._reached, own))
             until, read = (max(numbers) for numbers in zip(*everyone, strict=True))
             together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
             restore(run, batch, self._stage.partition, until=read)
             run.snapshots.connect(run.repacker.node_name())
-            losses = run.replay(until)
+            losses = run.repeating.replay(until)
             self._stage.pipeline.take_counters(until)
             return losses
 

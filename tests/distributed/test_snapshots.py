@@ -78,7 +78,7 @@ def going_back(
     losses_again = []
     run_batch = training.pipeline.run_batch
     training.pipeline.run_batch = lambda: losses_again.append(float(run_batch()))
-    training.replay(BACK)
+    training.repeating.replay(BACK)
     losses += train(engine, batches, BATCHES - BACK)
     return {
         "losses": losses, "then": then, "end": digest(engine), "rates": engine.get_lr(), "batch": batch,

@@ -111,7 +111,7 @@ def with_damage(rank: int) -> Any:
     if rank == 2:
         snapshots.store.get(2, Seat(2, 0)).data[100] += 1
     try:
-        engine.dynamic.roll_back()
+        engine.dynamic.repeating.roll_back()
     except SnapshotError as error:
         return str(error), digest(engine) == before, torch.isfinite(engine.train_batch(batches)).item()
     return None
@@ -148,7 +148,7 @@ def that_changes(rank: int) -> Any:
             module.requires_grad_(False)
     train(engine, batches, 1)
     engine.dynamic.snapshots.pause()
-    return newest(engine.dynamic), engine.dynamic.roll_back()
+    return newest(engine.dynamic), engine.dynamic.repeating.roll_back()
 
 
 def test_a_change_that_would_not_be_repeated_is_covered_at_once() -> None:
@@ -186,7 +186,7 @@ def after_loading(_rank: int, folder: str) -> Any:
     again: list[float] = []
     run_batch = engine.dynamic.pipeline.run_batch
     engine.dynamic.pipeline.run_batch = lambda: again.append(float(run_batch()))
-    batch = engine.dynamic.roll_back()
+    batch = engine.dynamic.repeating.roll_back()
     return batch, again == losses, digest(engine) == end, len(set(losses))
 
 

@@ -34,7 +34,7 @@ def with_a_way_back(rank: int, job: Job, boundaries: tuple[int, ...] | None) -> 
             training.snapshots.pause()
             if rank == WIPED:
                 training.snapshots.store.forget()
-            batch_of_snapshot = training.roll_back(boundaries)
+            batch_of_snapshot = training.repeating.roll_back(boundaries)
     return plain, Trained(run.measured.losses, run.measured.reports, digest(run.engine)), batch_of_snapshot
 
 

@@ -192,7 +192,7 @@ AGAIN = {
         ("before going back", "dynpipe_ds.survive.survivor:restore", 1),
         ("while going back", "dynpipe_ds.snapshots.restore:exchange_bytes", 1),
         ("while layers are taken in", "dynpipe_ds.module:DynamicPipelineModule.install", 2),
-        ("before batches are repeated", "dynpipe_ds.training:Training.replay", 1),
+        ("before batches are repeated", "dynpipe_ds.survive.repeating:Repeating.replay", 1),
         ("while batches are repeated", "dynpipe_ds.host.pipeline:Pipeline.run_batch", 1),
     )
 }  # fmt: skip
