@@ -363,6 +363,8 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
             check_hooks(type(self), owns=True)
         stage = Stage(pipeline, module, checkpoints.newest, buffer_bytes=config.transfer_buffer_bytes)
         self.dynamic: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
+        if module.newcomer is None:
+            self.dynamic.journal.begin()
         super().__init__(*args, **kwargs)
         self.monitor: Any = GuardedMonitor(self.monitor)
         self.dynamic.start(self.monitor)

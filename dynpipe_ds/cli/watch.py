@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> Result:
 
     Reads the journal that the first rank writes where the section "dynamic_pipeline" has the key "journal"; the runs of
     scenarios.train have one in their output folder. The stage that limits is the one that computes longest. Stages are
-    those of the newest profiled batch. Of several runs in a folder, one whose layers may move is shown. Ends with
-    Ctrl-C, and leaves the job alone. Needs the extra "watch" (rich), but for --json.
+    those of the newest profiled batch. Of several runs in a folder, one whose layers may move is shown. Until the first
+    batch of a job is done, nothing is shown of the run before it. Ends with Ctrl-C, and leaves the job alone. Needs
+    the extra "watch" (rich), but for --json.
 
     Examples:
       dynpipe watch runs/first
@@ -80,7 +81,7 @@ def _live(arguments: argparse.Namespace) -> Journal:
 
 
 def _await(arguments: argparse.Namespace, console: Console) -> tuple[Journal, list[str]]:
-    """The run, as soon as there is one: a job writes its first line after its first batch."""
+    """The run, as soon as there is one: a job writes its first line when its engine is made."""
     try:
         return reading.journal(arguments)
     except ValueError as error:

@@ -83,6 +83,9 @@ class Journal:
         moves: changes of partition.
         repacks: re-packings.
         resumed_at: batches at which a process went on.
+        began: when a job began that has told of no batch yet, seconds since 1970; ``None``: none did. All else is then
+            of the run before it, which the job may continue or replace.
+        has_ended: whether the process that wrote last ended in order.
         speeds: relative speeds of the workers by which decisions are made; ``None``: all alike.
         pinned: cuts that no partition may have.
         num_unreadable: lines that were cut off or that this version does not know.
@@ -103,6 +106,8 @@ class Journal:
         self.speeds: tuple[float, ...] | None = None
         self.pinned: tuple[int, ...] = ()
         self.num_unreadable = 0
+        self.began: float | None = None
+        self.has_ended = False
         self._sizes: dict[str, list[int]] = {}
         self._newest: Mapping[str, Any] | None = None
 
@@ -132,13 +137,18 @@ class Journal:
     def _take(self, text: bytes) -> None:
         try:
             told = json.loads(text)
-            self._takers()[told["kind"]](told)
+            kind = told["kind"]
+            self._takers()[kind](told)
+            self.has_ended = kind == "end"
+            if not self.has_ended:
+                self.began = float(told["began"]) if kind == "begin" else None
         except (ValueError, KeyError, TypeError, IndexError):
             self.num_unreadable += 1
 
     def _takers(self) -> Mapping[str, Callable[[Mapping[str, Any]], None]]:
         return {
-            "start": self._take_start, "batch": self._take_batch, "profile": self._take_profile,
+            "begin": _nothing, "end": _nothing, "start": self._take_start, "batch": self._take_batch,
+            "profile": self._take_profile,
             "move": lambda told: self.moves.append(_event(RebalanceEvent, told)),
             "repack": lambda told: self.repacks.append(_event(RepackEvent, told)),
         }  # fmt: skip
@@ -197,6 +207,10 @@ class Journal:
             if not found or found[-1][1] != profile.boundaries:
                 found.append((profile.batch, profile.boundaries))
         return found
+
+
+def _nothing(told: Mapping[str, Any]) -> None:
+    """Of a line whose kind says it all."""
 
 
 def _event(kind: Any, told: Mapping[str, Any]) -> Any:

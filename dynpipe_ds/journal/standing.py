@@ -23,8 +23,11 @@ def standing(journal: Journal) -> dict[str, Any]:
         journal: that tells of it.
 
     Returns:
-        Plain values; ``None`` for what is not told yet. Seconds of stages are those of the newest profiled batch.
+        Plain values; ``None`` for what is not told yet. Seconds of stages are those of the newest profiled batch. Of a
+        job that has told of no batch yet (``is_starting``), nothing is taken from the run before it.
     """
+    if journal.began is not None:
+        return _starting(journal)
     seconds = [each.seconds for each in journal.batches[-NEWEST:]]
     losses = [each.loss for each in journal.batches if each.loss is not None]
     batch_s = median(seconds) if seconds else None
@@ -34,12 +37,23 @@ def standing(journal: Journal) -> dict[str, Any]:
         "journal": str(journal.file), "num_batches": journal.batches[-1].batch + 1 if journal.batches else 0,
         "loss": losses[-1] if losses else None, "batch_s": batch_s,
         "samples_per_s": samples / batch_s if samples and batch_s else None,
-        "silent_s": journal.silent_s, "is_late": batch_s is not None and journal.silent_s > 60 + _LATE * batch_s,
+        "silent_s": journal.silent_s, "has_ended": journal.has_ended, "is_starting": False,
+        "is_late": not journal.has_ended and batch_s is not None and journal.silent_s > 60 + _LATE * batch_s,
         "num_ranks": journal.about.get("num_ranks"), "num_layers": len(journal.about.get("layers", ())),
         **(_of_profile(profile) if profile is not None else {}),
         "moves": [{**asdict(move), "seconds": move.seconds} for move in journal.moves],
         "repacks": [{**asdict(repack), "seconds": repack.seconds} for repack in journal.repacks],
         "resumed_at": journal.resumed_at,
+    }  # fmt: skip
+
+
+def _starting(journal: Journal) -> dict[str, Any]:
+    unknown = dict.fromkeys(("loss", "batch_s", "samples_per_s", "num_ranks"))
+    return {
+        "journal": str(journal.file), "num_batches": 0, **unknown, "silent_s": journal.silent_s,
+        "has_ended": journal.has_ended, "is_starting": True, "is_late": False, "num_layers": 0, "moves": [],
+        "repacks": [], "resumed_at": [],
+        "num_batches_before": journal.batches[-1].batch + 1 if journal.batches else 0,
     }  # fmt: skip
 
 

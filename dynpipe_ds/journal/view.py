@@ -38,6 +38,9 @@ class RunView:
         """Called by rich."""
         width = options.max_width
         now = standing(self._journal)
+        if now["is_starting"]:
+            yield _starting(now)
+            return
         parts: list[RenderableType] = [_head(now)]
         if "stages" in now:
             rows = _rows_left(console.size.height, now) if console.is_terminal else _MOST_ROWS
@@ -64,10 +67,23 @@ def _head(now: Mapping[str, Any]) -> RenderableType:
     text = Text(" · ".join(fact.replace(" ", "\N{NO-BREAK SPACE}") for fact in facts), style="bold")
     silent = f"\nlast line {_seconds(now['silent_s'])} ago"
     text.append(silent, style="bold red" if now["is_late"] else "dim")
+    if now["has_ended"]:
+        text.append(": the job has ended", style="dim")
     if now["is_late"]:
-        text.append(": the job has ended, or it hangs", style="bold red")
+        text.append(": the job was killed, or it hangs", style="bold red")
     if now["resumed_at"]:
         text.append(f" · continued at batch {', '.join(map(str, now['resumed_at']))}", style="dim")
+    return Panel(text, title=now["journal"], title_align="left", border_style="dim")
+
+
+def _starting(now: Mapping[str, Any]) -> RenderableType:
+    """A job whose first batch is not done: nothing of the run before it is shown."""
+    what = "a job ended {} ago before its first batch was done" if now["has_ended"] else (
+        "a job began {} ago; its first batch is not done yet"
+    )  # fmt: skip
+    text = Text(what.format(_seconds(now["silent_s"])), style="bold")
+    if now["num_batches_before"]:
+        text.append(f"\nthe journal has {now['num_batches_before']:,} batches of the run before it", style="dim")
     return Panel(text, title=now["journal"], title_align="left", border_style="dim")
 
 

@@ -37,14 +37,21 @@ class JournalWriter:
         self._about = about
         self._file: int | None = None
         self._closing: weakref.finalize[..., Any] | None = None
-        self._has_failed = False
+        self._has_failed = self._has_started = False
         self._waiting: list[tuple[int, Any, float]] = []
+        self._farewell = [line("end", {})]
         self._told: dict[str, Any] = {}
 
     @property
     def _writes(self) -> bool:
         """After re-packing, another process may be the first."""
         return self._path is not None and not self._has_failed and dist.get_rank() == 0
+
+    def begin(self) -> None:
+        """Note that a job begins: what the journal told so far may be of another, until its first batch is told."""
+        if self._writes:
+            self._guarded(self._open)
+            self._write("begin", {"began": int(time.time())})
 
     def batch(self, batch: int, loss: Any, seconds: float) -> None:
         """Note a batch.
@@ -93,7 +100,9 @@ class JournalWriter:
         Args:
             event: as callbacks get it; nothing is written where the process leaves.
         """
-        if not event.released:
+        if event.released:
+            self._farewell.clear()  # the job goes on without this process
+        else:
             self._event("repack", event, event.batch)
 
     def _event(self, kind: str, event: RebalanceEvent | RepackEvent, batch: int) -> None:
@@ -116,8 +125,9 @@ class JournalWriter:
 
         So a run that is continued from a checkpoint, or begun again, needs no other file.
         """
-        if self._file is not None or self._has_failed:
+        if self._has_started or self._has_failed:
             return
+        self._has_started = True
         self._guarded(self._open)
         # To the second: a moment for people.
         versions = {"format": FORMAT, "version": FORMAT_VERSION, "began": int(time.time())}
@@ -125,13 +135,15 @@ class JournalWriter:
 
     def _open(self) -> None:
         assert self._path is not None
+        if self._file is not None:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         end = os.lseek(self._file, 0, os.SEEK_END)
         if end and os.pread(self._file, 1, end - 1) != b"\n":
             os.write(self._file, b"\n")  # a process was killed within a line
         # At the end of the process, too: scripts need not destroy their engine.
-        self._closing = weakref.finalize(self, _write_rest, self._file, self._waiting)
+        self._closing = weakref.finalize(self, _write_rest, self._file, self._waiting, self._farewell)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         self._guarded(partial(_write_whole, self._file, line(kind, values)))
@@ -150,16 +162,16 @@ class JournalWriter:
             )
 
     def close(self) -> None:
-        """Write what waits, and let go of the file."""
+        """Write what waits and that the job ends here, and let go of the file."""
         if self._closing is not None:
             self._closing()
-        self._file = None
+        self._file, self._has_started = None, False
 
 
-def _write_rest(file: int, waiting: list[tuple[int, Any, float]]) -> None:
+def _write_rest(file: int, waiting: list[tuple[int, Any, float]], farewell: list[bytes]) -> None:
     with contextlib.suppress(OSError):  # nobody listens any more
-        for told in waiting:
-            _write_whole(file, _batch_line(*told))
+        for text in (*(_batch_line(*told) for told in waiting), *farewell):
+            _write_whole(file, text)
     os.close(file)
     waiting.clear()
 

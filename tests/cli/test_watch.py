@@ -96,12 +96,53 @@ def test_before_the_first_profile(dynpipe: Command) -> None:
     assert done.code == 0 and "3 · loss" in done.out and "no move yet" in done.out
 
 
-def test_a_run_that_is_silent_for_long() -> None:
+def killed(folder: str) -> None:
+    """Take away what a process writes when it ends in order."""
+    file = Path(folder, "journal.jsonl")
+    text = file.read_text(encoding="utf-8")
+    assert text.endswith('{"kind":"end"}\n')
+    file.write_text(text.removesuffix('{"kind":"end"}\n'), encoding="utf-8")
+
+
+def test_a_run_that_is_silent_for_long(dynpipe: Command) -> None:
     Job(Path("first")).write(range(3))
+    os.utime("first/journal.jsonl", (time.time() - 70,) * 2)
+    assert not standing(read_journal("first"))["is_late"] and "ago: the job has ended" in dynpipe("watch", "first").out
+    killed("first")
     journal = read_journal("first")
     assert not standing(journal)["is_late"]
     os.utime(journal.file, (time.time() - 70,) * 2)
     assert standing(journal)["is_late"], "more than a minute and five batches"
+    assert "ago: the job was killed, or it hangs" in words(dynpipe("watch", "first").out)
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_the_run_before_is_not_shown_as_live(dynpipe: Command, *, was_killed: bool) -> None:
+    """From a job's beginning to the end of its first batch; then this job alone, or what it continues."""
+    for goes_on_at, moves in ((0, 0), (18, 1)):
+        Job(Path("first")).write(range(20))
+        if was_killed:
+            killed("first")
+        writer = Job(Path("first")).begin()
+        done = dynpipe("watch", "first")
+        assert "a job began" in done.out and "its first batch is not done yet" in done.out
+        assert "the journal has 20 batches of the run before it" in words(done.out)
+        assert "loss" not in done.out and "limits" not in done.out and "ended" not in done.out
+        values = dynpipe("watch", "first", "--json").json
+        assert values["is_starting"] and values["num_batches"] == 0 and values["num_batches_before"] == 20
+        assert values["loss"] is None and values["moves"] == [] and "stages" not in values
+        Job(Path("first")).write([goes_on_at], writer=writer)
+        values = dynpipe("watch", "first", "--json").json
+        assert not values["is_starting"] and values["num_batches"] == goes_on_at + 1 and len(values["moves"]) == moves
+        assert values["loss"] == 2.0 - 0.01 * goes_on_at
+
+
+def test_a_new_folder_whose_first_batch_is_not_done(dynpipe: Command) -> None:
+    writer = Job(Path("first")).begin()
+    out = dynpipe("watch", "first").out
+    assert "its first batch is not done yet" in out and "run before" not in out
+    writer.close()
+    assert "ago before its first batch was done" in dynpipe("watch", "first").out
 
 
 @contextmanager
@@ -134,7 +175,7 @@ def until(screen: int, wanted: str) -> str:
 
 
 def test_live(tmp_path: Path) -> None:
-    """It waits for the job's first batch, shows what is added, and ends well by Ctrl-C."""
+    """It waits for the job's first batch, shows what is added, then the next job, and ends well by Ctrl-C."""
     job = Job(tmp_path / "first")
     with terminal(sys.executable, "-m", "dynpipe_ds", "watch", "first", "--every", "0.05") as (watching, screen):
         until(screen, "no such folder")
@@ -142,6 +183,10 @@ def test_live(tmp_path: Path) -> None:
         until(screen, "batch\N{NO-BREAK SPACE}3 ")
         job.write(range(3, 20))
         until(screen, "12.5%")
+        writer = job.begin()
+        until(screen, "batches of the run before it")
+        job.write(range(2), writer=writer)
+        until(screen, "batch\N{NO-BREAK SPACE}2 ")
         os.kill(watching.pid, signal.SIGINT)
         until(screen, "batches")
         assert watching.wait(60) == 0

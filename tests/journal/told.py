@@ -62,9 +62,18 @@ class Job:
     def event(self) -> RebalanceEvent:
         return RebalanceEvent(self.moved_at, self.boundaries, self.better, 0.125, 3 * 2**20, 0.01, 0.2)
 
-    def write(self, batches: Sequence[int], *, rank: int = 0, profile_every: int = 1) -> JournalWriter:
-        """Let a process train some batches."""
+    def begin(self) -> JournalWriter:
+        """Let a process begin, and train nothing yet."""
         writer = JournalWriter(str(self.folder), self.about)
+        with patch("torch.distributed.get_rank", return_value=0):
+            writer.begin()
+        return writer
+
+    def write(
+        self, batches: Sequence[int], *, rank: int = 0, profile_every: int = 1, writer: JournalWriter | None = None
+    ) -> JournalWriter:
+        """Let a process train some batches, and end; one that has begun, if it is given."""
+        writer = JournalWriter(str(self.folder), self.about) if writer is None else writer
         with patch("torch.distributed.get_rank", return_value=rank):
             for batch in batches:
                 if batch % profile_every == 0:
