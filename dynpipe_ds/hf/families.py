@@ -31,13 +31,14 @@ class Family:
         prefix: how their names begin.
         block_class: what follows it in the name of a block's class.
         architecture: class of the whole model.
-        halves: of a block, norm and module of each half, which adds to the stream what the module answers.
+        halves: of a block, norm and module of each half, which adds to the stream what the module answers; a second
+            norm, if there is one, is of the answer.
     """
 
     embedding, blocks, norm, head = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
     positions: str | None = None
     package, prefix, block_class, architecture = "llama", "Llama", "DecoderLayer", "LlamaForCausalLM"
-    halves: ClassVar[dict[str, tuple[str, str]]] = {
+    halves: ClassVar[dict[str, tuple[str, ...]]] = {
         "attention": ("input_layernorm", "self_attn"), "mlp": ("post_attention_layernorm", "mlp")
     }  # fmt: skip
 
@@ -86,12 +87,19 @@ class Family:
             stream: ``[batch, seq, hidden]``.
             **attending: what the attention is given besides.
         """
-        norm, module = (getattr(block, name) for name in self.halves[half])
+        norm, module, *after = (getattr(block, name) for name in self.halves[half])
         if half == "attention":
             answer, _ = module(hidden_states=norm(stream), **attending)
         else:
             answer = module(norm(stream))
+        for second_norm in after:
+            answer = second_norm(answer)
         return stream + answer  # type: ignore[no-any-return]
+
+    def make_embedding(self) -> nn.Embedding:
+        """Build the token embedding."""
+        padding = self.config.pad_token_id if self.positions is None else None
+        return nn.Embedding(self.config.vocab_size, self.config.hidden_size, padding)
 
     def make_norm(self) -> nn.Module:
         """Build the norm before the head."""
@@ -101,17 +109,47 @@ class Family:
         """Build what turns positions into angles, if the blocks take angles."""
         return self._class("RotaryEmbedding")(config=self.config)  # type: ignore[no-any-return]
 
-    def mask(self, carry: Carry) -> Tensor | None:
-        """Attention mask of a block, as the model's own forward makes it."""
+    def kind_of_attention(self, index: int) -> str:
+        """``"full_attention"`` or ``"sliding_attention"``.
+
+        Args:
+            index: of the block.
+        """
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return str(kinds[index])
+        return "full_attention" if getattr(self.config, "sliding_window", None) is None else "sliding_attention"
+
+    def angles(self, rotary: nn.Module, carry: Carry, index: int) -> Any:
+        """Rotary angles of a block.
+
+        Args:
+            rotary: made by :meth:`make_rotary`.
+            carry: what comes into the block.
+            index: of the block.
+        """
+        return rotary(carry.stream, carry.position_ids())
+
+    def mask(self, carry: Carry, index: int) -> Tensor | None:
+        """Attention mask of a block, as the model's own forward makes it.
+
+        Args:
+            carry: what comes into the block.
+            index: of the block.
+        """
         from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-        sliding = getattr(self.config, "sliding_window", None) is not None
-        make = create_sliding_window_causal_mask if sliding else create_causal_mask
+        is_sliding = self.kind_of_attention(index) == "sliding_attention"
+        make = create_sliding_window_causal_mask if is_sliding else create_causal_mask
         mask: Tensor | None = make(
             config=self.config, inputs_embeds=carry.stream, attention_mask=carry.padding, past_key_values=None,
             position_ids=carry.position_ids(),
         )  # fmt: skip
         return mask
+
+    def finish_logits(self, logits: Tensor) -> Tensor:
+        """What the model does with ``[batch, seq, vocab]`` behind the head."""
+        return logits
 
     def pieces(self, name: str, parameter: Tensor, first: int = 0) -> Iterator[Piece]:
         """Split a parameter into what checkpoints store; the views share its memory.
@@ -168,13 +206,25 @@ class Llama(Family):
     """Llama."""
 
 
+class Qwen2(Family):
+    """Qwen2 and 2.5: Llama with biases; the last blocks may look through a sliding window."""
+
+    package, prefix, architecture = "qwen2", "Qwen2", "Qwen2ForCausalLM"
+
+
+class Qwen3(Family):
+    """Qwen3: its attention normalises queries and keys."""
+
+    package, prefix, architecture = "qwen3", "Qwen3", "Qwen3ForCausalLM"
+
+
 class GPT2(Family):
     """GPT-2."""
 
     embedding, blocks, norm, head = "transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"
     positions = "transformer.wpe"
     package, prefix, block_class, architecture = "gpt2", "GPT2", "Block", "GPT2LMHeadModel"
-    halves: ClassVar[dict[str, tuple[str, str]]] = {"attention": ("ln_1", "attn"), "mlp": ("ln_2", "mlp")}
+    halves: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("ln_1", "attn"), "mlp": ("ln_2", "mlp")}
 
     def __init__(self, config: Any) -> None:
         if config.add_cross_attention:
@@ -290,30 +340,6 @@ class LlamaMoE(Family):
         """The sum of the blocks' losses, weighted already."""
         assert carry.routing is not None
         return carry.routing
-
-
-_FAMILIES: dict[str, type[Family]] = {"gpt2": GPT2, "llama": Llama, "llama_moe": LlamaMoE, "mixtral": Mixtral}
-
-
-def family_of(config: Any) -> Family:
-    """Find the family of a configuration.
-
-    Args:
-        config: a ``PreTrainedConfig``.
-
-    Returns:
-        The family, holding a copy of the configuration.
-
-    Raises:
-        ValueError: if models of this type can't be cut into layers here.
-    """
-    family = _FAMILIES.get(config.model_type)
-    if family is None:
-        raise ValueError(
-            f"model_type={config.model_type!r} is not one of {', '.join(_FAMILIES)}: write its layers as LayerSpecs "
-            "of your own, as docs/huggingface.md shows for these"
-        )
-    return family(config)
 
 
 def initialise(family: Family, module: nn.Module) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from dynpipe_ds.hf.carry import Activation, Carry, Layout
 from dynpipe_ds.hf.experts import ExpertStacks, MakeExperts
-from dynpipe_ds.hf.families import Family, family_of, initialise
+from dynpipe_ds.hf.families import Family, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
+from dynpipe_ds.hf.known import family_of
 from dynpipe_ds.hf.pieces import Piece, Source, rows_of
 from dynpipe_ds.hf.routing import take_expert_load, watched
 from dynpipe_ds.host.parts import split_layers
@@ -146,9 +147,7 @@ class TokenEmbedding(PretrainedLayer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        config = self.family.config
-        padding = getattr(config, "pad_token_id", None) if self.family.positions is None else None
-        self.add_part("embed", nn.Embedding(config.vocab_size, config.hidden_size, padding), self.family.embedding)
+        self.add_part("embed", self.family.make_embedding(), self.family.embedding)
 
     def forward(self, inputs: Activation) -> Activation:
         """Map token ids ``[batch, seq]`` to the stream ``[batch, seq, hidden]``."""
@@ -185,6 +184,7 @@ class Block(PretrainedLayer):
         experts: computes the block's experts in its place, if given.
 
     Attributes:
+        index: as given.
         part: which of :attr:`part_names` it is, if it is not the whole block (:func:`~dynpipe_ds.split_layers`).
     """
 
@@ -193,6 +193,7 @@ class Block(PretrainedLayer):
 
     def __init__(self, *args: Any, index: int, experts: MakeExperts | None = None) -> None:
         super().__init__(*args)
+        self.index = index
         self.add_part("block", self.family.make_block(index), f"{self.family.blocks}.{index}")
         if experts is not None:
             self.family.replace_experts(self.block, experts)
@@ -230,9 +231,9 @@ class Block(PretrainedLayer):
         take_expert_load(self)
 
     def _attending(self, carry: Carry) -> dict[str, Any]:
-        positions = carry.position_ids()
-        angles = {} if self.rotary is None else {"position_embeddings": self.rotary(carry.stream, positions)}
-        return {"attention_mask": self.family.mask(carry), "position_ids": positions, "use_cache": False, **angles}
+        family, index = self.family, self.index
+        angles = {} if self.rotary is None else {"position_embeddings": family.angles(self.rotary, carry, index)}
+        return {"attention_mask": family.mask(carry, index), "position_ids": carry.position_ids(), **angles}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # As from_pretrained: angles stay float32 whatever the weights are.
@@ -282,6 +283,7 @@ def _project_with_embedding(embedding: TokenEmbedding, activation: Activation) -
 
 
 def _finish(layer: PretrainedLayer, carry: Carry, logits: Tensor) -> Activation:
+    logits = layer.family.finish_logits(logits)
     return logits if layer.layout.routing is None else (logits, layer.family.extra_loss(carry))
 
 
@@ -311,7 +313,7 @@ def causal_lm_layers(
 
     Args:
         model: a local model folder, whose weights are read stage by stage; or a ``PreTrainedConfig`` for
-            random weights. GPT-2, Llama, Mixtral, LLaMA-MoE.
+            random weights. GPT-2, Llama, Qwen2, Qwen3, Gemma 2, Gemma 3, Mixtral, LLaMA-MoE.
         dtype: of the parameters. float32 unless DeepSpeed is to train pure low precision: with ``"bf16"`` in
             its configuration it casts them and keeps these as master weights.
         attention_mask: whether inputs are ``(token ids, attention_mask)``; 0 marks padding.

@@ -28,6 +28,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("llama", {}),
     "llama tied, scaled rotary": ("llama", {"tie_word_embeddings": True, "rope_parameters": SCALED}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tie_word_embeddings": True, "use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 untied, no cap": ("gemma2", {"tie_word_embeddings": False, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 untied, capped, scaled rotary": ("gemma3_text", {
+        "tie_word_embeddings": False, "final_logit_softcapping": 0.5,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": None},
+    }),
     "mixtral": ("mixtral", {}),
     "mixtral, sliding window": ("mixtral", {"sliding_window": 4}),
 }  # fmt: skip
@@ -142,10 +153,12 @@ def test_wrong_inputs_and_models_are_refused(folders: dict[str, Path]) -> None:
         specs[0].build().to("cpu")(tiny.batch(0))
     import transformers
 
-    with pytest.raises(ValueError, match="model_type='bert' is not one of gpt2, llama, llama_moe, mixtral"):
+    with pytest.raises(ValueError, match="model_type='bert' is not one of gemma2, gemma3_text, gpt2, llama, llama_moe, mixtral, qwen2"):
         causal_lm_layers(transformers.BertConfig())
     with pytest.raises(ValueError, match="add_cross_attention=true"):
         causal_lm_layers(tiny.config("gpt2", add_cross_attention=True))
+    with pytest.raises(ValueError, match="use_bidirectional_attention=true"):
+        causal_lm_layers(tiny.config("gemma3_text", use_bidirectional_attention=True))
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,10 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, 
 LLAMA = {**SIZES, "intermediate_size": 32, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 EXPERTS = {**LLAMA, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 SPLIT = {**LLAMA, "num_experts": 4, "num_selects": 2, "gate_balance_loss_weight": 0.3}
-NAMES = ("gpt2", "llama", "mixtral")
+WINDOW = {"sliding_window": 4, "max_position_embeddings": 64}
+QWEN = {**LLAMA, **WINDOW, "use_sliding_window": True, "max_window_layers": 2, "pad_token_id": 0}
+GEMMA = {**LLAMA, **WINDOW, "head_dim": 8, "query_pre_attn_scalar": 4, "pad_token_id": 0}
+NAMES = ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -27,6 +30,13 @@ def config(name: str, **changes: Any) -> Any:
         return transformers.GPT2Config(**{**own, **changes})
     if name == "llama":
         return transformers.LlamaConfig(**{**LLAMA, "pad_token_id": 0, **changes})
+    if name in ("qwen2", "qwen3"):
+        made = transformers.Qwen2Config if name == "qwen2" else transformers.Qwen3Config
+        return made(**{**QWEN, **({"head_dim": 12} if name == "qwen3" else {}), **changes})
+    if name == "gemma2":
+        return transformers.Gemma2Config(**{**GEMMA, "final_logit_softcapping": 0.5, **changes})
+    if name == "gemma3_text":
+        return transformers.Gemma3TextConfig(**{**GEMMA, "sliding_window_pattern": 2, **changes})
     if name == "mixtral":
         return transformers.MixtralConfig(**{**EXPERTS, **changes})
     from dynpipe_ds.hf.llama_moe import LlamaMoEConfig
