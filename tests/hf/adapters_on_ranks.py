@@ -20,7 +20,6 @@ class Adapted:
 
     losses: list[float]
     layers: dict[str, str]
-    trained: int  # parameters that the optimizer of this rank has state of
     logits: torch.Tensor | None
 
 
@@ -78,10 +77,11 @@ def _train(
             engine.save_checkpoint(str(save))
     found = digest(engine)
     parameters = [p for layer in engine.local_layers().values() for p in layer.parameters()]
-    trained = [p for p in parameters if p.requires_grad]
-    assert {p.grad is None for p in parameters if not p.requires_grad} <= {True}
+    assert all(p.grad is None for p in parameters if not p.requires_grad)
     _, logits = engine.eval_batch(tiny.batches(9, padded=job.padded), return_logits=True)
+    if isinstance(logits, tuple):
+        logits = logits[0]
     if export:
         assert job.save_to is not None
         save_pretrained(engine, job.save_to, source=job.folder)
-    return Adapted(losses, found, len(trained), None if logits is None else logits.detach().float())
+    return Adapted(losses, found, None if logits is None else logits.detach().float())
