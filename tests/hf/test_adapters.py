@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'd
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 from dynpipe_ds.hf import causal_lm_layers, causal_lm_loss  # noqa: E402
+from dynpipe_ds.host.differences import find_dropout  # noqa: E402
 from tests.hf import tiny  # noqa: E402
 
 ALL = "all-linear"
@@ -115,6 +117,22 @@ def test_new_adapters_follow_from_the_seed_and_the_name(folders: dict[str, Path]
     assert not any(part.any() for name, part in first.items() if "lora_B" in name), "at first they answer 0"
     bound = max(float(part.abs().max()) for name, part in drawn.items() if "q_proj" in name)
     assert 0.2 < bound <= 1 / 16**0.5, "as nn.Linear"
+
+
+def test_the_page_adds_one_argument(folders: dict[str, Path]) -> None:
+    """The block of docs/huggingface.md, with another folder."""
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert "/models/gpt2" in block
+    space: dict[str, Any] = {}
+    exec(block.replace("/models/gpt2", str(folders["gpt2"])), space)
+    assert len(adapters_of(tiny.build(space["layers"]))) == 4 * 4 * 2
+
+
+def test_dropout_without_seed_layers_is_named(folders: dict[str, Path]) -> None:
+    """In the warning at start, which every dropout without ``seed_layers`` brings."""
+    layers = tiny.build(causal_lm_layers(folders["qwen3"], adapter=lora(lora_dropout=0.1)))
+    assert find_dropout(dict(enumerate(layers))) == "layer 1.block.self_attn.q_proj.lora_dropout.default (Dropout)"
 
 
 def test_random_weights_with_adapters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def untrained_loss(job: Job) -> float:
     for layer in layers:
         layer.eval()
     with torch.no_grad():
-        losses = [causal_lm_loss(tiny.run(specs, layers, inputs), labels)
-                  for _, (inputs, labels) in zip(range(3), tiny.batches(9, padded=job.padded), strict=False)]  # fmt: skip
+        data = tiny.batches(9, padded=job.padded)
+        losses = [causal_lm_loss(tiny.run(specs, layers, inputs), labels) for inputs, labels in islice(data, 3)]
     return float(sum(losses) / 3)
 
 
@@ -125,7 +126,7 @@ def write_example(root: Path) -> tuple[str, ...]:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    script, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (root / "train.py").write_text(script, encoding="utf-8")
     letters = {letter: i for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
