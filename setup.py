@@ -14,6 +14,7 @@ DATA = ["tokenizers>=0.15"]  # token ids from a JSON file of that library
 WATCH = ["rich>=13"]  # the live view of `dynpipe watch`
 BROWSER = ["playwright>=1.45"]  # drives an installed Chromium through the report page, in tests
 HF = ["transformers>=5.23,<6", "safetensors>=0.5"]  # models of Hugging Face
+PEFT = [*HF, "peft>=0.21"]  # LoRA adapters on them
 SCENARIOS = ["hydra-core>=1.3", "omegaconf>=2.3", "tqdm"]  # `python -m scenarios.train`, in a clone of the repository
 
 
@@ -95,13 +96,14 @@ setup(
         "kubernetes": KUBERNETES,
         "data": DATA,
         "hf": HF,
+        "peft": PEFT,
         "scenarios": SCENARIOS,
         "watch": WATCH,
         # The site that `make docs` builds.
         "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5"],
         "dev": [
             "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.11", "jsonschema>=4",
-            *SCENARIOS, *KUBERNETES, "kubernetes-validate>=1.31", *HF, *WATCH, *BROWSER,
+            *SCENARIOS, *KUBERNETES, "kubernetes-validate>=1.31", *PEFT, *WATCH, *BROWSER,
         ],
     },
 )

@@ -76,7 +76,7 @@ class PretrainedFolder:
         """
         found = {}
         for file, wanted in self._by_file(names).items():
-            with _open(self.path / file) as reader:
+            with open_weights(self.path / file) as reader:
                 missing = set(wanted).difference(reader.keys())
                 if missing:
                     raise ValueError(
@@ -96,7 +96,7 @@ class PretrainedFolder:
         """
         rows = rows or {}
         for file, names in self._by_file(targets).items():
-            with _open(self.path / file) as reader, torch.no_grad():
+            with open_weights(self.path / file) as reader, torch.no_grad():
                 for name in names:
                     part = rows.get(name)
                     weight: Tensor = (
@@ -112,7 +112,15 @@ class PretrainedFolder:
         return by_file
 
 
-def _open(file: Path) -> Any:
+def open_weights(file: Path) -> Any:
+    """Open a file of safetensors.
+
+    Args:
+        file: its path.
+
+    Raises:
+        ValueError: if it is none.
+    """
     try:
         return safe_open(file, framework="pt", device="cpu")
     except Exception as error:
@@ -153,5 +161,5 @@ def _list_weights(path: Path) -> dict[str, str]:
             f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}: convert other formats with "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    with _open(single) as reader:
+    with open_weights(single) as reader:
         return dict.fromkeys(reader.keys(), SINGLE_FILE)

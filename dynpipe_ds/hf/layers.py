@@ -1,4 +1,4 @@
-"""A causal language model of ``transformers`` as a list of pipeline layers.
+"""The layers that a causal language model of ``transformers`` is cut into.
 
 The blocks are those of ``transformers``; around them stands only what its model's forward does between
 them. Everything a layer needs comes in by the activation, so a stage boundary may fall between any two.
@@ -6,28 +6,21 @@ them. Everything a layer needs comes in by the activation, so a stage boundary m
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dynpipe_ds.hf.adapters import Adapters, is_adapter, saved_parameters, stored_name
 from dynpipe_ds.hf.carry import Activation, Carry, Layout
-from dynpipe_ds.hf.experts import ExpertStacks, MakeExperts
+from dynpipe_ds.hf.experts import MakeExperts
 from dynpipe_ds.hf.families import Family, initialise
 from dynpipe_ds.hf.folder import PretrainedFolder
-from dynpipe_ds.hf.known import family_of
 from dynpipe_ds.hf.pieces import Piece, Source, rows_of
 from dynpipe_ds.hf.routing import take_expert_load, watched
-from dynpipe_ds.host.parts import split_layers
-from dynpipe_ds.host.specs import LayerSpec, TiedLayerSpec
 from dynpipe_ds.owning import inherit
-
-IGNORED_LABEL = -100
 
 
 class PretrainedLayer(nn.Module):
@@ -42,17 +35,23 @@ class PretrainedLayer(nn.Module):
         layout: what an activation consists of.
         folder: where the weights are; ``None`` for random ones.
         dtype: of the parameters.
+        adapters: that are trained in place of the weights; ``None`` for none.
 
     Attributes:
+        family: as given.
+        layout: as given.
+        adapters: as given.
         stored_as: name in the model by attribute, of every part with weights.
     """
 
     def __init__(
-        self, family: Family, layout: Layout, folder: PretrainedFolder | None, dtype: torch.dtype = torch.float32
+        self, family: Family, layout: Layout, folder: PretrainedFolder | None, dtype: torch.dtype = torch.float32,
+        adapters: Adapters | None = None,
     ) -> None:
         super().__init__()
         self.family = family
         self.layout = layout
+        self.adapters = adapters
         self.stored_as: dict[str, str] = {}
         self._folder = folder
         self._dtype = dtype
@@ -65,14 +64,23 @@ class PretrainedLayer(nn.Module):
             part: the part.
             stored_as: what it is called in the model.
         """
-        self.add_module(attribute, part)
-        self.stored_as[attribute] = stored_as
         if self._folder is None:
             initialise(self.family, part)
+        if self.adapters is not None:
+            part = self.adapters.add_to(part, stored_as)
+        if self._folder is None:
             part.to(self._dtype)
+        self.add_module(attribute, part)
+        self.stored_as[attribute] = stored_as
+        if self._folder is None and self.adapters is not None:
+            self.adapters.fill({stored_as: part})
+
+    def adapter_pieces(self) -> dict[str, Tensor]:
+        """What ``peft`` saves of the layer, by its names in files of ``peft``."""
+        return {stored_name(name): parameter.detach() for name, parameter in saved_parameters(self._parts()).items()}
 
     def pieces(self) -> Iterator[Piece]:
-        """The layer's weights as model folders store them."""
+        """The layer's weights as model folders store them; adapters are not among them."""
         for full, parameter in self._named().items():
             rows = rows_of(parameter)
             for stored, part in self.family.pieces(full, parameter.detach(), 0 if rows is None else rows.start):
@@ -80,10 +88,13 @@ class PretrainedLayer(nn.Module):
 
     def _named(self) -> dict[str, nn.Parameter]:
         return {
-            f"{stored_as}.{name}": parameter
-            for attribute, stored_as in self.stored_as.items()
-            for name, parameter in self.get_submodule(attribute).named_parameters()
-        }
+            f"{stored_as}.{name}".replace(".base_layer.", "."): parameter
+            for stored_as, part in self._parts().items()
+            for name, parameter in part.named_parameters() if not is_adapter(name)
+        }  # fmt: skip
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return {stored_as: self.get_submodule(attribute) for attribute, stored_as in self.stored_as.items()}
 
     def sources(self, folder: PretrainedFolder) -> dict[str, Source]:
         """Find the layer's weights in a folder.
@@ -128,6 +139,8 @@ class PretrainedLayer(nn.Module):
         sources = self.sources(folder)
         rows = {name: source.rows for name, source in sources.items() if source.rows is not None}
         folder.read_into({name: source.target for name, source in sources.items()}, rows)
+        if self.adapters is not None:
+            self.adapters.fill(self._parts())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.load()
@@ -276,7 +289,7 @@ class Head(FinalNorm):
         return _finish(self, carry, self.project(self.norm(carry.stream)))
 
 
-def _project_with_embedding(embedding: TokenEmbedding, activation: Activation) -> Activation:
+def project_with_embedding(embedding: TokenEmbedding, activation: Activation) -> Activation:
     """Use the embedding's weight as the head's (tied models)."""
     carry = embedding.layout.unpack(activation)
     return _finish(embedding, carry, F.linear(carry.stream, embedding.embed.weight))
@@ -285,103 +298,3 @@ def _project_with_embedding(embedding: TokenEmbedding, activation: Activation) -
 def _finish(layer: PretrainedLayer, carry: Carry, logits: Tensor) -> Activation:
     logits = layer.family.finish_logits(logits)
     return logits if layer.layout.routing is None else (logits, layer.family.extra_loss(carry))
-
-
-class _Spec(LayerSpec):  # type: ignore[misc]
-    def build(self, log: bool = False) -> PretrainedLayer:
-        """Build a layer, without memory if its weights will be read."""
-        folder = self.module_args[2]
-        with torch.device("cpu" if folder is None else "meta"):
-            return super().build(log)  # type: ignore[no-any-return]
-
-
-class _TiedSpec(_Spec, TiedLayerSpec):  # type: ignore[misc]
-    pass
-
-
-def causal_lm_layers(
-    model: str | Path | PretrainedFolder | Any,
-    *,
-    dtype: torch.dtype = torch.float32,
-    attention_mask: bool = False,
-    position_ids: bool = False,
-    router_loss_weight: float | None = None,
-    split_blocks: bool = False,
-    experts: Callable[[ExpertStacks], nn.Module] | None = None,
-) -> list[LayerSpec]:
-    """List the layers of a causal language model, for ``DynamicPipelineModule``.
-
-    Args:
-        model: a local model folder, whose weights are read stage by stage; or a ``PreTrainedConfig`` for
-            random weights. GPT-2, Llama, Qwen2, Qwen3, Gemma 2, Gemma 3, Mixtral, LLaMA-MoE.
-        dtype: of the parameters. float32 unless DeepSpeed is to train pure low precision: with ``"bf16"`` in
-            its configuration it casts them and keeps these as master weights.
-        attention_mask: whether inputs are ``(token ids, attention_mask)``; 0 marks padding.
-        position_ids: whether position ids, int64 ``[batch, seq]``, are the last of the inputs.
-        router_loss_weight: weight of the routers' load-balancing loss, 0 for none; ``None`` for what the
-            configuration says (``output_router_logits`` and ``router_aux_loss_coef`` of Mixtral,
-            ``gate_use_balance`` and ``gate_balance_loss_weight`` of LLaMA-MoE).
-        split_blocks: whether attention and MLP of a block are two layers.
-        experts: makes a module that computes the experts of a block in its place, and may keep one replica's rows of
-            them (:func:`~dynpipe_ds.own_by_replica`); called where a block is built. See docs/huggingface.md.
-
-    Returns:
-        Token embedding, for GPT-2 position embedding, blocks, head (in a tied model the norm before it is a layer
-        of its own). Inputs are token ids ``[batch, seq]`` or a tuple; the last layer gives logits
-        ``[batch, seq, vocab]``, or a pair of them and the routers' weighted loss.
-
-    Raises:
-        ValueError: the same on every rank that sees the same folder, if the kind of model is not known, or a
-            weight is missing or has another shape.
-    """
-    folder = PretrainedFolder(model) if isinstance(model, str | Path) else model
-    config = folder.config if isinstance(folder, PretrainedFolder) else folder
-    if not isinstance(folder, PretrainedFolder):
-        folder = None
-    if router_loss_weight is not None and not 0 <= router_loss_weight < math.inf:
-        raise ValueError(f"router_loss_weight={router_loss_weight} must be 0 or more, or None for the model's own")
-    family = family_of(config)
-    layout = Layout(padding=attention_mask, positions=position_ids, routing=family.routing_shape(router_loss_weight))
-    args = (family, layout, folder, dtype)
-    others = {} if experts is None else {"experts": experts}
-    tied = partial(_TiedSpec, "embedding", TokenEmbedding, *args, tied_weight_attr="embed.weight")
-    head = [_Spec(FinalNorm, *args), tied(forward_fn=_project_with_embedding)] if family.tied else [_Spec(Head, *args)]
-    layers = [
-        tied() if family.tied else _Spec(TokenEmbedding, *args),
-        *([] if family.positions is None else [_Spec(PositionEmbedding, *args)]),
-        *(_Spec(Block, *args, index=index, **others) for index in range(family.depth)),
-        *head,
-    ]
-    if folder is not None:
-        _check(layers, folder)
-    return split_layers(layers) if split_blocks else layers
-
-
-def _check(layers: list[LayerSpec], folder: PretrainedFolder) -> None:
-    """Compare names and shapes of all weights with the folder's, without reading one."""
-    expected = {
-        name: tuple(source.target.shape) for spec in layers for name, source in spec.build().sources(folder).items()
-    }
-    found = folder.shapes(expected)
-    for name, shape in expected.items():
-        if found[name] != shape:
-            raise ValueError(
-                f"{name} in {folder.path} has shape {list(found[name])}, but its config.json asks for {list(shape)}: "
-                "they belong to different models"
-            )
-
-
-def causal_lm_loss(output: Activation, labels: Tensor) -> Tensor:
-    """Loss as ``transformers`` computes it, plus the routers' loss if there is one.
-
-    Args:
-        output: logits ``[batch, seq, vocab]``, or a pair of them and a scalar.
-        labels: the token ids themselves, ``[batch, seq]`` (they are shifted here); -100 where none counts.
-
-    Returns:
-        Mean cross entropy in nats a token, a float32 scalar.
-    """
-    logits, extra_loss = (output, 0.0) if isinstance(output, Tensor) else output
-    following = F.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
-    logits = logits.float().view(-1, logits.shape[-1])
-    return F.cross_entropy(logits, following.view(-1), ignore_index=IGNORED_LABEL) + extra_loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dynpipe_ds.checkpoint import CheckpointError
-from dynpipe_ds.checkpoint.folder import partial_folder, publish, start
+from dynpipe_ds.checkpoint.folder import partial_folder, publish
 from dynpipe_ds.hf.folder import INDEX_FILE, SINGLE_FILE
-from dynpipe_ds.hf.layers import PretrainedLayer
-from dynpipe_ds.ranks.agreement import gather, together
+from dynpipe_ds.hf.save_adapters import save_adapters
+from dynpipe_ds.hf.target import TOKENIZER, alone, begin, copy_companions, pretrained_layers
+from dynpipe_ds.ranks.agreement import anywhere, gather, together
 
-# What belongs to a model beside its weights and configuration.
-_COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "configuration_*.py", "modeling_*.py",
-)  # fmt: skip
+# What belongs to a model beside its weights, its configuration and its tokenizer.
+_COMPANIONS = ("generation_config.json", "configuration_*.py", "modeling_*.py")
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,15 @@ def save_pretrained(
 ) -> None:
     """Write the model as one folder that ``from_pretrained`` of ``transformers`` loads; collective over all ranks.
 
-    Each stage writes its own layers; no rank gathers the model. The folder appears when it is complete.
+    Each stage writes its own layers; no rank gathers the model. The folder appears when it is complete. Layers with
+    adapters (``adapter=`` of :func:`~dynpipe_ds.hf.causal_lm_layers`) are written as ``peft`` does it: the adapters
+    alone, for ``PeftModel.from_pretrained`` on the model that they were trained on.
 
     Args:
         engine: trains layers of :func:`~dynpipe_ds.hf.causal_lm_layers`.
         path: a folder that does not exist or is empty, on a file system that all ranks share.
         source: the folder that the model came from, for its tokenizer and generation settings.
-        max_shard_bytes: most bytes of a file.
+        max_shard_bytes: most bytes of a file; adapters are one file.
 
     Raises:
         CheckpointError: on every rank, if any rank can't write.
@@ -93,11 +92,14 @@ def save_pretrained(
     def failed(message: str) -> CheckpointError:
         return CheckpointError(f"the model was not saved to {target}: {message}")
 
+    if anywhere(any(layer.adapters is not None for layer in pretrained_layers(engine)), device):
+        save_adapters(engine, target, source=source, failed=failed)
+        return
     weights = together(lambda: _local_weights(engine), device, failed)
     sizes = gather([(name, part.nbytes) for name, part in weights.items()])
     shards = plan_shards(sizes, max_shard_bytes=max_shard_bytes)
     first = dist.get_rank() == 0
-    together(lambda: _begin(target) if first else None, device, failed)
+    together(lambda: begin(target) if first else None, device, failed)
     together(lambda: _write(weights, shards, partial_folder(target)), device, failed)
     together(lambda: _write_rest(engine, shards, sizes, partial_folder(target), source), device, failed)
     together(lambda: publish(target) if first else None, device, failed)
@@ -105,7 +107,7 @@ def save_pretrained(
 
 def _local_weights(engine: Any) -> dict[str, Tensor]:
     """This rank's share: the layers of its stage on the first replica, elsewhere what this replica alone has."""
-    layers = [module for module in engine.module.modules() if isinstance(module, PretrainedLayer)]
+    layers = pretrained_layers(engine)
     is_first, found = engine.mpu.get_data_parallel_rank() == 0, {}
     for piece in (piece for layer in layers for piece in layer.pieces()):
         if piece.rows is not None and piece.is_whole:
@@ -118,17 +120,11 @@ def _local_weights(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def _begin(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists and is not an empty folder: give another name, or remove it")
-    start(target)
-
-
 def _write(weights: dict[str, Tensor], shards: Sequence[Shard], folder: Path) -> None:
     rank = dist.get_rank()
     for shard in shards:
         if shard.rank == rank:
-            tensors = {name: weights[name].detach().cpu().contiguous().clone() for name in shard.names}
+            tensors = {name: alone(weights[name]) for name in shard.names}
             save_file(tensors, folder / shard.file, metadata={"format": "pt"})
 
 
@@ -144,7 +140,7 @@ def _write_rest(
     unseen = [shard.file for shard in shards if not (folder / shard.file).is_file()]
     if unseen:
         raise FileNotFoundError(f"{', '.join(unseen)} was written by another node but is not here: use a shared folder")
-    layer = next(module for module in engine.module.modules() if isinstance(module, PretrainedLayer))
+    layer = pretrained_layers(engine)[0]
     config = layer.family.config.__class__.from_dict(layer.family.config.to_dict())
     config.dtype = next(layer.parameters()).dtype
     config.architectures = [layer.family.architecture]
@@ -156,6 +152,4 @@ def _write_rest(
             "weight_map": {name: shard.file for shard in shards for name in shard.names},
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for pattern in _COMPANIONS if source is not None else ():
-        for file in Path(source).expanduser().glob(pattern):  # type: ignore[arg-type]
-            shutil.copyfile(file, folder / file.name)
+    copy_companions(source, folder, (*TOKENIZER, *_COMPANIONS))

@@ -38,7 +38,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/finer_layers.md": [HERE],
     "docs/freezing.md": [RANKS],
     "docs/layers.md": [RANKS],
-    "docs/huggingface.md": ["tests/hf/test_on_ranks.py"],
+    "docs/huggingface.md": ["tests/hf/test_on_ranks.py", "tests/hf/test_adapters.py"],
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
     "docs/objections.md": [HERE],
     "docs/repacking.md": [NAMES],

@@ -31,6 +31,8 @@ class Job:
         save_to: where the trained model goes.
         num_batches: batches of each run.
         split_blocks: whether blocks are cut into halves.
+        adapter: what ``peft.LoraConfig`` is given, if adapters are trained.
+        further: folder of the adapters that are trained in place of new ones.
     """
 
     folder: Path
@@ -42,6 +44,8 @@ class Job:
     save_to: Path | None = None
     num_batches: int = 5
     split_blocks: bool = False
+    adapter: dict[str, Any] | None = None
+    further: Path | None = None
 
     def layers(self, model: Any = None) -> list[Any]:
         """Its layers.
@@ -53,8 +57,15 @@ class Job:
 
         return causal_lm_layers(
             self.folder if model is None else model, attention_mask=self.padded, position_ids=self.padded,
-            split_blocks=self.split_blocks,
-        )
+            split_blocks=self.split_blocks, adapter=self._adapter(),
+        )  # fmt: skip
+
+    def _adapter(self) -> Any:
+        if self.adapter is None:
+            return self.further
+        import peft
+
+        return peft.LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", **self.adapter})
 
 
 @dataclass

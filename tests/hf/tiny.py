@@ -34,7 +34,7 @@ def config(name: str, **changes: Any) -> Any:
         made = transformers.Qwen2Config if name == "qwen2" else transformers.Qwen3Config
         return made(**{**QWEN, **({"head_dim": 12} if name == "qwen3" else {}), **changes})
     if name == "gemma2":
-        return transformers.Gemma2Config(**{**GEMMA, "final_logit_softcapping": 0.5, **changes})
+        return transformers.Gemma2Config(**{**GEMMA, "final_logit_softcapping": 3.0, **changes})
     if name == "gemma3_text":
         return transformers.Gemma3TextConfig(**{**GEMMA, "sliding_window_pattern": 2, **changes})
     if name == "mixtral":
