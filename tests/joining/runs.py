@@ -6,11 +6,16 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import psutil
+
+from dynpipe_ds.ranks import place
 from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import DOOR, run_ranks
@@ -22,13 +27,13 @@ Steps = Mapping[int, int]
 
 
 class Outcome(NamedTuple):
-    """What a rank knows at the end; ``held``: number of stages, and what the process held, after every batch."""
+    """What a rank knows at the end; ``held``: number of stages, and what the process held, after every resize."""
 
     losses: dict[int, float]
     digest: dict[str, str]
     partition: tuple[int, ...]
     events: list[Any]
-    held: list[tuple[int, tuple[int, int, int]]]
+    held: list[tuple[int, Counter[str]]]
 
 
 def elastic(run: Run, **section: Any) -> Run:
@@ -51,7 +56,7 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
     """Train, with another number of stages after some batches; the same function is what a newcomer runs."""
     engine = make_engine(elastic(run))
     batches, losses, events = data(engine.grid.get_data_parallel_id(), run.micro_batches), {}, []
-    held: list[tuple[int, tuple[int, int, int]]] = []
+    held: list[tuple[int, Counter[str]]] = []
     for _ in range(engine.global_steps * run.micro_batches):
         next(batches)
     while engine.global_steps < run.num_batches:
@@ -63,16 +68,33 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
             wait_for_newcomers(engine, (wanted - engine.num_stages) * replicas)
         if wanted != engine.num_stages:
             events.append(engine.repack(wanted))
-        held.append((engine.num_stages, what_is_held()))
+            held.append((engine.num_stages, what_is_held(engine)))
     outcome = Outcome(losses, digest(engine), engine.partition, events, held)
     engine.destroy()  # who still waits hears that it is over
     return outcome
 
 
-def what_is_held() -> tuple[int, int, int]:
-    """File descriptors, threads of Python's and all threads of this process."""
+def what_is_held(engine: Any) -> Counter[str]:
+    """Descriptors by kind, threads of Python's, all threads, and KiB of memory of this process.
+
+    Who waits, knocks or ends has a connection to this process's door or to the place that it holds, and who is being
+    examined a thread. They come and go with other processes, so they are counted apart (``guests``).
+    """
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+    process, found = psutil.Process(), Counter[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+    ports = {engine.dynamic.repacker.growing._doorway.door.address.port}
+    ports |= {place._own[1].port} if place._own and place._own[0] == os.getpid() else set()
+    connections = process.net_connections("inet")
+    guests = sum(c.laddr.port in ports and c.status != psutil.CONN_LISTEN for c in connections)
+    examining = sum(thread.name == "dynpipe_ds newcomer" for thread in threading.enumerate())
+    found.update({"guests": guests + examining, "KiB": process.memory_info().rss >> 10})
+    found["socket"] -= guests
+    found["Python threads"] = threading.active_count() - examining
+    found["threads"] = len(os.listdir("/proc/self/task")) - examining
+    return found
 
 
 def assert_same_bits(
