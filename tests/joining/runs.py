@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -78,22 +78,32 @@ def what_is_held(engine: Any) -> Counter[str]:
     """Descriptors by kind, threads of Python's, all threads, and KiB of memory of this process.
 
     Who waits, knocks or ends has a connection to this process's door or to the place that it holds, and who is being
-    examined a thread. They come and go with other processes, so they are counted apart (``guests``).
+    examined a thread. They come and go with other processes, so they are counted apart (``guests``), and all are
+    counted until two counts in a row agree.
     """
     gc.collect()
-    process, found = psutil.Process(), Counter[str]()
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
     ports = {engine.dynamic.repacker.growing._doorway.door.address.port}
     ports |= {place._own[1].port} if place._own and place._own[0] == os.getpid() else set()
-    connections = process.net_connections("inet")
-    guests = sum(c.laddr.port in ports and c.status != psutil.CONN_LISTEN for c in connections)
+    before, found = Counter[str](), count_once(ports)
+    while before != found:
+        time.sleep(0.005)
+        before, found = found, count_once(ports)
+    found["KiB"] = psutil.Process().memory_info().rss >> 10
+    return found
+
+
+def count_once(ports: Collection[int]) -> Counter[str]:
+    """Descriptors and threads of this process, those of guests at some ports apart."""
+    connections = psutil.Process().net_connections("inet")
+    guests = {c.fd for c in connections if c.laddr.port in ports and c.status != psutil.CONN_LISTEN}
     examining = sum(thread.name == "dynpipe_ds newcomer" for thread in threading.enumerate())
-    found.update({"guests": guests + examining, "KiB": process.memory_info().rss >> 10})
-    found["socket"] -= guests
-    found["Python threads"] = threading.active_count() - examining
-    found["threads"] = len(os.listdir("/proc/self/task")) - examining
+    found = Counter({
+        "guests": len(guests) + examining, "Python threads": threading.active_count() - examining,
+        "threads": len(os.listdir("/proc/self/task")) - examining,
+    })  # fmt: skip
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - guests:
+        with suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
     return found
 
 
