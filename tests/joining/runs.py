@@ -48,7 +48,7 @@ def wait_for_newcomers(engine: Any, number: int) -> None:
     """Let nobody go on before so many wait; collective."""
     until = time.monotonic() + WAIT_S
     while engine.num_waiting() < number:
-        assert time.monotonic() < until, "newcomers did not come"
+        assert time.monotonic() < until, f"{number} newcomers did not come in {WAIT_S:g} s"
         time.sleep(0.02)
 
 
