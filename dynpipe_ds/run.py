@@ -35,6 +35,10 @@ class Renewed(Protocol):
     def node_name(self) -> str:
         """Of this rank's node."""
 
+    @property
+    def is_warned(self) -> bool:
+        """Whether this process was told that it is taken away."""
+
 
 class Repeated(Protocol):
     """What is done once more when ranks were lost; all methods are collective over all ranks."""

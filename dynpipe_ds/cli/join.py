@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from typing import Any
 
 from dynpipe_ds.cli import reading
@@ -10,6 +11,9 @@ from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_com
 from dynpipe_ds.cli.launching import Launched, newcomer_environment
 from dynpipe_ds.cli.running import leaving_in_order
 from dynpipe_ds.joining.newcomer import find_door
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which schedulers warn. With ``repack.leave_on`` workers leave in order, however long that takes."""
 
 
 def add_parser(commands: Any) -> None:
@@ -26,7 +30,7 @@ def run(arguments: argparse.Namespace) -> Result:
 
     Runs the job's own script, with the same arguments, in processes that build no layer, show that they fit, and wait
     until the job makes its pipeline longer. Who does not fit is refused with every difference. The word in
-    DYNPIPE_TOKEN, or the door file, says who may join.
+    DYNPIPE_TOKEN, or the door file, says who may join. SIGTERM, SIGUSR1 and SIGUSR2 go on to these processes.
 
     Examples:
       dynpipe join run/door.json -- train.py --deepspeed_config ds_config.json
@@ -40,8 +44,8 @@ def run(arguments: argparse.Namespace) -> Result:
         raise UsageError("there is no script to run; give the job's own after --")
     with usage():
         find_door(arguments.address)
-    with leaving_in_order():
-        launched = Launched(command, survivors_stay=True)
+    launched = Launched(command, survivors_stay=True)
+    with leaving_in_order(), launched.passing_on(*WARNINGS):
         for i in range(arguments.workers):
             launched.start(f"j{i}", newcomer_environment(arguments.address, arguments.first_device + i))
         code = launched.wait()

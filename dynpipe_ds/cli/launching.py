@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import IO
 
 from dynpipe_ds.joining.newcomer import JOIN
@@ -63,6 +64,21 @@ class Launched:
         with lines:
             for line in lines:
                 self._write(f"[{name}] {line.rstrip()}")
+
+    @contextmanager
+    def passing_on(self, *signals: signal.Signals) -> Iterator[None]:
+        """Inside, what a scheduler tells this process goes to those that were started, which know what to do."""
+        before = {number: signal.signal(number, self._tell) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, _frame: FrameType | None) -> None:
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
 
     def wait(self) -> int:
         """Wait until all have ended.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynpipe_ds.measure.recorder import STEP, TRANSFER
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.crossing import Awaited, Crossing, Links, Passage, Told
 from dynpipe_ds.messages.layouts import Layout, same_memory
@@ -367,13 +368,20 @@ def refuse_together(engine: Any) -> None:
 def unless_refused(step: Callable[..., None]) -> Callable[..., None]:
     """Let no rank take the optimizer's step of a batch that some rank has given up.
 
+    Until all have said so, who is through early waits: that is no part of the step's seconds.
+
     Args:
         step: the instruction.
     """
 
     @wraps(step)
     def run(engine: Any, **kwargs: Any) -> None:
+        recorder = engine.module.recorder
+        if recorder is not None:
+            recorder.mark_layer(TRANSFER, -1)
         refuse_together(engine)
+        if recorder is not None:
+            recorder.mark_layer(STEP, -1)
         step(engine, **kwargs)
 
     return run

@@ -22,6 +22,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm
@@ -195,8 +196,8 @@ class World:
         keys, clock = [self._prefix(name) for name in what], RunningClock()
         while True:
             for key in keys:
-                if bounded(lambda key=key: self._at().check([key])):
-                    return str(bounded(lambda key=key: self._at().get(key)).decode())
+                if self._is_said(key):
+                    return str(bounded(partial(self._at().get, key)).decode())
             if clock.tick() > patience_s:
                 raise RuntimeError(f"nobody said {what[0]!r} in {patience_s:g} s; timed out")
             time.sleep(_POLL_S)
@@ -261,7 +262,7 @@ class World:
         """Why not all members came to a point; nothing if they did."""
         missing, clock = list(self.members), RunningClock()
         while True:
-            missing = [name for name in missing if not self._has_come(what, name)]
+            missing = [name for name in missing if not self._is_said(self._key(what, name))]
             if not missing:
                 return ""
             gone = self._lost()
@@ -270,8 +271,8 @@ class World:
                 return gone or f"members {ranks} of generation {self.generation} did not come in {patience_s:g} s"
             time.sleep(_POLL_S)
 
-    def _has_come(self, what: str, name: str) -> bool:
-        return bool(bounded(lambda: self._at().check([self._key(what, name)])))
+    def _is_said(self, key: str) -> bool:
+        return bool(bounded(lambda: self._at().check([key])))
 
     # -- the place ----------------------------------------------------------------------------
 

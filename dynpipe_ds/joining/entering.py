@@ -44,12 +44,12 @@ class Entering:
 
         Raises:
             RefusedError: if this process does not fit, with every difference.
-            SystemExit: with code 0, if the job ends before it needs this process.
+            SystemExit: with code 0, if the job ends before it needs this process, or this process was warned.
         """
         try:
             self._newcomer.show_again(papers)
             while True:
-                invited = self._newcomer.wait()
+                invited = self._newcomer.wait(lambda: self._run.repacker.is_warned)
                 client = self._enter(invited)
                 if client is not None:
                     is_in()
@@ -57,6 +57,7 @@ class Entering:
                     return {name: invited[name] for name in ("boundaries", "before", "num_micro_batches")}, client
                 self._newcomer.knock_again()
         except OverError as error:
+            self._newcomer.hang_up()
             log.info("dynamic_pipeline: this worker waited to join and is not needed: %s", error)
             raise SystemExit(0) from None
 

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ AGAIN_S = 30.0
 """How long to look for another door when the one at which this process waited is gone."""
 
 _PAUSE_S = 0.2
+_LOOK_S = 0.5  # how often to look for a warning
 _WELCOME_S = 60.0
 
 
@@ -155,19 +156,25 @@ class Newcomer:
         if "refused" in said:
             raise RefusedError("this worker does not fit the job: " + "; ".join(map(str, said["refused"])))
 
-    def wait(self) -> dict[str, Any]:
+    def wait(self, is_warned: Callable[[], bool] = bool) -> dict[str, Any]:
         """Wait for the invitation, as long as there is a door.
+
+        Args:
+            is_warned: whether this process is about to be taken away.
 
         Returns:
             What the job sent.
 
         Raises:
-            OverError: if the job ended.
+            OverError: if the job ended, or this process was warned.
             RefusedError: if the job has another door now, and this process does not fit there.
         """
         while True:
             try:
                 assert self._wire is not None, "knock first"
+                while not self._wire.has_said(_LOOK_S):
+                    if is_warned():
+                        raise OverError("it is about to be taken away")
                 said = self._wire.receive(None)
                 if said.get("over"):
                     raise OverError("the job has ended")

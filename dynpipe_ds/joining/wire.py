@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 from contextlib import suppress
 from typing import Any
@@ -78,6 +79,10 @@ class Wire:
         if not isinstance(content, dict):
             raise WireError("not a line of ours")
         return content
+
+    def has_said(self, patience_s: float) -> bool:
+        """Whether the other side says something, or closes the connection, before so many seconds are over."""
+        return bool(self._unread) or bool(select.select([self._socket], [], [], patience_s)[0])
 
     @property
     def is_open(self) -> bool:

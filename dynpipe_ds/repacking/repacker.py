@@ -186,11 +186,15 @@ class Repacker:
         except RepackError as error:
             self._run.warn_once(f"workers were not left in time ({error})", "notice")
 
+    @property
+    def is_warned(self) -> bool:
+        """Whether this process was told that it is taken away."""
+        return self._notice is not None and self._notice.has_come
+
     def _who_goes(self) -> set[int]:
         """Ranks that were warned, the same on every rank."""
-        assert self._notice is not None
         warned = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=self._stage.device)
-        warned[dist.get_rank()] = int(self._notice.has_come)
+        warned[dist.get_rank()] = int(self.is_warned)
         dist.all_reduce(warned)
         return {rank for rank, number in enumerate(warned.tolist()) if number}
 

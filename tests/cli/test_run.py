@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -115,3 +116,30 @@ def test_survivors(tmp_path: Path, survivors_stay: bool, code: int, ended: bool)
         launched.start(who, {"WHO": who})
     assert launched.wait() == code
     assert note.exists() is ended and lines == ["[1] through"] * ended
+
+
+def test_a_warning_reaches_the_workers_which_end_when_they_can(tmp_path: Path) -> None:
+    """Nobody kills them after ten seconds, and their exit code counts."""
+    script, ready = tmp_path / "script.py", tmp_path / "ready"
+    script.write_text(
+        "import signal, sys, time\nheard = []\nsignal.signal(signal.SIGTERM, lambda *_: heard.append(1))\n"
+        f"open({str(ready)!r}, 'w').close()\nwhile not heard: time.sleep(0.05)\n"
+        "time.sleep(0.5)\nprint('left in order')\n"
+    )
+    lines: list[str] = []
+    launched = Launched([str(script)], survivors_stay=True, write=lines.append)
+
+    def warn() -> None:
+        until = time.monotonic() + 100
+        while not ready.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with launched.passing_on(signal.SIGTERM):
+        launched.start("j0", {})
+        warning = threading.Thread(target=warn)
+        warning.start()
+        assert launched.wait() == 0
+        warning.join()
+    assert lines == ["[j0] left in order"] and signal.getsignal(signal.SIGTERM) == before

@@ -6,11 +6,16 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import psutil
+
+from dynpipe_ds.ranks import place
 from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import DOOR, run_ranks
@@ -22,13 +27,13 @@ Steps = Mapping[int, int]
 
 
 class Outcome(NamedTuple):
-    """What a rank knows at the end; ``held``: number of stages, and what the process held, after every batch."""
+    """What a rank knows at the end; ``held``: number of stages, and what the process held, after every resize."""
 
     losses: dict[int, float]
     digest: dict[str, str]
     partition: tuple[int, ...]
     events: list[Any]
-    held: list[tuple[int, tuple[int, int, int]]]
+    held: list[tuple[int, Counter[str]]]
 
 
 def elastic(run: Run, **section: Any) -> Run:
@@ -43,7 +48,7 @@ def wait_for_newcomers(engine: Any, number: int) -> None:
     """Let nobody go on before so many wait; collective."""
     until = time.monotonic() + WAIT_S
     while engine.num_waiting() < number:
-        assert time.monotonic() < until, "newcomers did not come"
+        assert time.monotonic() < until, f"{number} newcomers did not come in {WAIT_S:g} s"
         time.sleep(0.02)
 
 
@@ -51,7 +56,7 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
     """Train, with another number of stages after some batches; the same function is what a newcomer runs."""
     engine = make_engine(elastic(run))
     batches, losses, events = data(engine.grid.get_data_parallel_id(), run.micro_batches), {}, []
-    held: list[tuple[int, tuple[int, int, int]]] = []
+    held: list[tuple[int, Counter[str]]] = []
     for _ in range(engine.global_steps * run.micro_batches):
         next(batches)
     while engine.global_steps < run.num_batches:
@@ -63,16 +68,43 @@ def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
             wait_for_newcomers(engine, (wanted - engine.num_stages) * replicas)
         if wanted != engine.num_stages:
             events.append(engine.repack(wanted))
-        held.append((engine.num_stages, what_is_held()))
+            held.append((engine.num_stages, what_is_held(engine)))
     outcome = Outcome(losses, digest(engine), engine.partition, events, held)
     engine.destroy()  # who still waits hears that it is over
     return outcome
 
 
-def what_is_held() -> tuple[int, int, int]:
-    """File descriptors, threads of Python's and all threads of this process."""
+def what_is_held(engine: Any) -> Counter[str]:
+    """Descriptors by kind, threads of Python's, all threads, and KiB of memory of this process.
+
+    Who waits, knocks or ends has a connection to this process's door or to the place that it holds, and who is being
+    examined a thread. They come and go with other processes, so they are counted apart (``guests``), and all are
+    counted until two counts in a row agree.
+    """
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
+    ports = {engine.dynamic.repacker.growing._doorway.door.address.port}
+    ports |= {place._own[1].port} if place._own and place._own[0] == os.getpid() else set()
+    before, found = Counter[str](), count_once(ports)
+    while before != found:
+        time.sleep(0.005)
+        before, found = found, count_once(ports)
+    found["KiB"] = psutil.Process().memory_info().rss >> 10
+    return found
+
+
+def count_once(ports: Collection[int]) -> Counter[str]:
+    """Descriptors and threads of this process, those of guests at some ports apart."""
+    connections = psutil.Process().net_connections("inet")
+    guests = {c.fd for c in connections if c.laddr.port in ports and c.status != psutil.CONN_LISTEN}
+    examining = sum(thread.name == "dynpipe_ds newcomer" for thread in threading.enumerate())
+    found = Counter({
+        "guests": len(guests) + examining, "Python threads": threading.active_count() - examining,
+        "threads": len(os.listdir("/proc/self/task")) - examining,
+    })  # fmt: skip
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - guests:
+        with suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{number}").partition(":")[0]] += 1
+    return found
 
 
 def assert_same_bits(

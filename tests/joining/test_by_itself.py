@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.distributed import models
 from tests.distributed.configs import BY_HAND, ZERO
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
+from tests.distributed.sleeping import napping, tell_time
 from tests.joining.runs import elastic, wait_for_newcomers
 
 COMMON = {"gradient_clipping": 0.5}
@@ -58,3 +62,54 @@ def test_micro_batches_are_chosen_with_the_stages() -> None:
     for rank in grown:
         assert rank[0] == {batch: pytest.approx(alone[0][batch], rel=1e-6) for batch in rank[0]}
     assert grown[0][3] == [(4, 2)]
+
+
+NAPS, LIGHT_FROM, HEAVY_FROM, LAST = 6, 20, 44, 84
+"""Layers that take time; batches from which on all but one take none, and take it again; how many batches there are."""
+
+
+def by_gain(_rank: int, run: Run) -> Any:
+    """Train layers that take a second, but for some batches in the middle; nobody says when to grow or shrink.
+
+    Layers' seconds vary by 10% (standard deviation) from batch to batch, the same on every rank that runs a layer.
+    """
+    tell_time()
+    models.layers_of = lambda _run: napping([(1.0, 2.0)] * NAPS)
+    engine = make_engine(elastic(run))
+    batches, losses, events = data(0, run.micro_batches), {}, []
+    engine.on_repack(events.append)
+    for _ in range(engine.global_steps * run.micro_batches):
+        next(batches)
+    while engine.global_steps < run.num_batches:
+        batch = engine.global_steps
+        if run.config["dynamic_pipeline"].get("repack") and batch in (1, HEAVY_FROM):
+            wait_for_newcomers(engine, 4 - engine.num_stages)
+        set_seconds(engine, batch)
+        losses[batch] = float(engine.train_batch(batches))
+    return losses, digest(engine), [(e.batch, len(e.before) - 1, len(e.after) - 1) for e in events]
+
+
+def set_seconds(engine: Any, batch: int) -> None:
+    """What the layers here take in one batch."""
+    is_light = LIGHT_FROM <= batch < HEAVY_FROM
+    for index, layer in engine.local_layers().items():
+        if 0 < index <= NAPS:
+            noise = max(0.1, random.Random(f"{batch} {index}").gauss(1.0, 0.1))
+            share = 0.001 if is_light and index > 1 else 1.0
+            layer.forward_s, layer.backward_s = noise * share, 2.0 * noise * share
+
+
+def test_as_many_as_pay_and_never_to_and_fro() -> None:
+    """Workers that are given back wait again at once; only the load makes the number change, once each time."""
+    run = run_with({"enabled": True, "min_gain": 0.2, "tolerance": 0.05}, **ZERO)
+    run.config["dynamic_pipeline"]["profile_batches"] = 1
+    run = replace(run, num_batches=LAST)
+    alone = run_ranks(by_gain, 1, replace(run, config={**run.config, "dynamic_pipeline": BY_HAND}))[0]  # nobody comes
+    ranks = run_ranks(by_gain, 1, run, newcomers=3, may_leave=range(1, 4), come_again=True)
+    losses, _, events = ranks[0]
+    assert losses == alone[0]
+    assert [(before, after) for _, before, after in events] == [(1, 4), (4, 1), (1, 4)], events
+    grew, shrank, again = (batch for batch, _, _ in events)
+    assert grew < LIGHT_FROM < shrank < HEAVY_FROM < again
+    there = [rank for rank in ranks if rank is not None]
+    assert {item for rank in there for item in rank[1].items()} == set(alone[1].items())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,7 +15,8 @@ import pytest
 
 from dynpipe_ds import RepackError
 from dynpipe_ds.joining.newcomer import RefusedError
-from tests.distributed.models import Run, data, digest, make_engine
+from tests.distributed.configs import BY_HAND
+from tests.distributed.models import Run, data, digest, make_engine, train
 from tests.distributed.ranks import run_ranks
 from tests.faults.points import Point, kill
 from tests.joining.runs import elastic, resized, wait_for_newcomers
@@ -149,3 +153,24 @@ def test_who_does_not_fit_is_refused_with_the_difference() -> None:
     for outcome in (results[0], results[1], results[6]):
         assert outcome.losses == {batch: expected[batch] for batch in outcome.losses}
         assert len(outcome.partition) == 4
+
+
+def warned_while_it_waits(_rank: int) -> Any:
+    """A worker that nobody needs yet is told that it is taken away; the job hears of nothing."""
+    config = {**RUN.config, "dynamic_pipeline": {**BY_HAND, "repack": {"leave_on": "SIGUSR2"}}}
+    with POINTS[0].arm(warn_soon):
+        engine = make_engine(elastic(replace(RUN, config=config)))
+    wait_for_newcomers(engine, 1)
+    while engine.num_waiting():
+        time.sleep(0.05)
+    return train(engine, RUN)
+
+
+def warn_soon() -> None:
+    threading.Timer(3.0, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
+
+
+def test_who_is_warned_while_it_waits_ends(undisturbed: list[Any]) -> None:
+    """With exit code 0, which the helper takes for "was not needed"."""
+    first, second, gone = run_ranks(warned_while_it_waits, 2, newcomers=1)
+    assert first == second == undisturbed[0][0] and gone is None

@@ -1,6 +1,6 @@
 """A training that gets nodes by a second Slurm job and loses them again: ``python -m tests.slurm.elastic FOLDER``.
 
-The first job's tasks train; those of the second one, which find ``DYNPIPE_JOIN`` in their environment, join them.
+The first job's tasks train; those of the second one, which ``dynpipe join`` starts, join them.
 Rank 0 writes ``FOLDER/losses.json``.
 """
 

@@ -21,9 +21,8 @@ srun --no-kill -W 0 bash -c '
 echo srun ends with $?
 """
 JOINING = """\
-export MASTER_ADDR=127.0.0.1 MASTER_PORT={port} DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
-export DYNPIPE_JOIN={folder}/door.json RANK=0 WORLD_SIZE=1 LOCAL_RANK=0
-exec srun {python} -m tests.slurm.elastic {folder}
+export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+srun --no-kill -W 0 {python} -m dynpipe_ds join {folder}/door.json -- {python} -m tests.slurm.elastic {folder}
 """
 
 
@@ -34,7 +33,7 @@ def test_a_node_is_got_and_left_in_time(cluster: SlurmCluster) -> None:
     where = ("--chdir", str(REPOSITORY), "--ntasks-per-node=1", "--gres=gpu:1")
     first = cluster.submit(TRAINING.format(port=cluster.free_port(), **values), "-N2", *where)
     cluster.wait_for((folder / "ready").exists, timeout_s=120)
-    second = cluster.submit(JOINING.format(port=cluster.free_port(), **values), "-N1", *where)
+    second = cluster.submit(JOINING.format(**values), "-N1", *where)
     cluster.wait_for((folder / "grown").exists, timeout_s=120)
     # As Slurm warns the steps of a job that is preempted or runs out of time (GraceTime, --signal).
     cluster.run("scancel", "--signal=TERM", second)
