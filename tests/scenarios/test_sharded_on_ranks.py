@@ -131,7 +131,7 @@ def compare_layers(rank: int, num_micro_batches: int) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_micro_batches"), mostly([(n, m) for n in (2, 3, 4) for m in (1, 3)], [(2, 3), (4, 1)])
 )
-def test_a_layer_has_the_bits_of_a_replicated_one_whose_gradients_are_added_up(num_ranks: int, num_micro_batches: int) -> None:
+def test_a_layer_has_the_bits_of_a_replicated_one(num_ranks: int, num_micro_batches: int) -> None:
     """Outputs, gradients of inputs and of weights, whatever the loads and the placement are."""
     run_ranks(compare_layers, num_ranks, num_micro_batches)
 
