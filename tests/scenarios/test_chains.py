@@ -35,17 +35,18 @@ def test_every_piece_makes_every_hop_once_and_not_before_it_has_arrived(lengths:
 @pytest.mark.parametrize(
     ("text", "has_rows", "visits"),
     [
-        ("3x3", [True] * 3, [Visit(1, (0, 1, 2))]),
-        ("3x3 local", [True] * 3, [Visit(0, (0,)), Visit(1, (1,)), Visit(2, (2,)), Visit(1, ())]),
+        ("3x3", [True] * 3, [Visit(1, (2, 0, 1))]),
+        ("3x3 local", [True] * 3, [Visit(2, (2,)), Visit(0, (0,)), Visit(1, (1,))]),
         ("3x3 local", [True, True, False], [Visit(0, (0,)), Visit(1, (1,))]),
         ("3x3 local", [False, False, True], [Visit(2, (2,)), Visit(1, ())]),
-        ("3x3 1@0:0,2", [True] * 3, [Visit(0, (0,)), Visit(1, (1,)), Visit(0, (2,)), Visit(1, ())]),
-        ("3x3 1@0:0,2", [True, False, True], [Visit(0, (0, 2)), Visit(1, ())]),
+        ("3x3 1@0:0,2", [True] * 3, [Visit(0, (2, 0)), Visit(1, (1,))]),
+        ("3x3 1@2:1,2", [True] * 3, [Visit(2, (2,)), Visit(1, (0,)), Visit(2, (1,)), Visit(1, ())]),
+        ("3x3 1@0:0,2", [True, False, True], [Visit(0, (2, 0)), Visit(1, ())]),
         ("3x3 local", [False] * 3, []),
     ],
 )
-def test_a_sum_passes_its_lanes_in_the_order_of_sources(text: str, has_rows: list[bool], visits: list[Visit]) -> None:
-    """It ends at home, and empty lanes are no reason to travel."""
+def test_a_sum_passes_its_lanes_around_the_ring(text: str, has_rows: list[bool], visits: list[Visit]) -> None:
+    """It begins after its home and ends there, and empty lanes are no reason to travel."""
     assert summing_chain(Lanes.parse(text), 1, has_rows) == tuple(visits)
 
 

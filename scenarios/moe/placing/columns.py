@@ -11,7 +11,7 @@ import numpy as np
 
 from scenarios.moe.placing.constants import Agg
 from scenarios.moe.placing.model import LayerModel
-from scenarios.moe.placing.traffic import Flags, Floats, Ints, homes
+from scenarios.moe.placing.traffic import Flags, Floats, Ints, homes, last_holders, summing_orders
 
 COMPUTE, INBOUND, OUTBOUND, TRANS_IN, TRANS_OUT, AGG_IN, AGG_OUT = range(7)
 """Rows of :attr:`Sums.by_rank`: seconds of computing; seconds of four exchanges; transfers."""
@@ -43,6 +43,7 @@ class Columns:
         self.num_ranks, self.num_experts = loads.shape
         self.home = homes(self.num_ranks, self.num_experts)
         self.rows = np.ascontiguousarray(loads.T)
+        self.orders = summing_orders(self.num_ranks)[self.home]
         lane_s = constants.lane_s * constants.num_micro_batches
         self.lane_s = self.rows * (constants.forward_row_s + constants.backward_s) + lane_s * (self.rows > 0)
         self.row_s = self.rows * (4 * constants.row_bytes * constants.byte_s)
@@ -89,11 +90,12 @@ class Columns:
         return Sums(shaped, hops)
 
     def _chains(self, columns: Ints, experts: Ints, by_rank: Floats, hops: Floats) -> None:
-        """Sums that visit the lanes with rows in the order of their sources, then go home."""
+        """Sums that visit the lanes with rows in the order of summing, then go home."""
         count, num_ranks = columns.shape
-        before, started = columns, None
+        orders = self.orders[experts]
+        before, started = np.take_along_axis(columns, orders, axis=1), None
         if not self.all_filled:
-            filled = self.rows[experts] > 0
+            columns, filled = before, np.take_along_axis(self.rows[experts] > 0, orders, axis=1)
             last = np.maximum.accumulate(np.where(filled, np.arange(num_ranks), -1), axis=1)
             before = np.take_along_axis(columns, np.maximum(last, 0), axis=1)
             started = last >= 0
@@ -106,14 +108,12 @@ class Columns:
 
 
 def _trans(copies: Flags, home: Ints, inbound: Floats, outbound: Floats) -> Floats:
-    """Chains from the home through the holders in order; fills what they receive and send, returns the hops."""
-    num_ranks = copies.shape[1]
+    """Chains from the home around the ring of holders; fills what they receive and send, returns the hops."""
     number = copies.sum(axis=1)
     inbound[:] = copies
     outbound[:] = copies
     some = np.flatnonzero(number)
-    last = num_ranks - 1 - copies[some, ::-1].argmax(axis=1)
-    outbound[some, last] = 0.0
+    outbound[some, last_holders(copies[some], home[some])] = 0.0
     outbound[some, home[some]] = 1.0
     hops: Floats = number.astype(np.float64)
     return hops

@@ -135,9 +135,22 @@ class Lanes:
         )  # fmt: skip
 
     def holders(self, expert: int) -> tuple[int, ...]:
-        """Return the ranks that need an expert's weights: its home (which keeps them anyway), then others in order."""
-        home = self.home(expert)
-        return home, *sorted({row[expert] for row in self.owner} - {home})
+        """Return the ranks that need an expert's weights: its home (which keeps them anyway), then those after it.
+
+        The ranks stand in a ring, so that none is always the last one of a chain, which forwards nothing.
+        """
+        *others, home = self.summing_order(expert)
+        needed = {row[expert] for row in self.owner}
+        return home, *(rank for rank in others if rank in needed)
+
+    def summing_order(self, expert: int) -> tuple[int, ...]:
+        """Return the sources in the order in which the gradients of an expert's lanes are added up.
+
+        From the rank after its home, around the ring, to the home itself: the same for every placement. The home's own
+        tokens, which seldom are computed elsewhere, come last, so a sum does not visit the home twice for them.
+        """
+        first = self.home(expert) + 1
+        return tuple((first + step) % self.num_ranks for step in range(self.num_ranks))
 
     @property
     def num_copies(self) -> int:
@@ -169,7 +182,7 @@ class Lanes:
     def _moved(self) -> Iterator[str]:
         for expert in range(self.num_experts):
             column = [row[expert] for row in self.owner]
-            for rank in self.holders(expert)[1:]:
+            for rank in sorted(self.holders(expert)[1:]):
                 sources = [source for source, owner in enumerate(column) if owner == rank]
                 yield f"{expert}@{rank}:{_in_short(sources)}"
 

@@ -15,9 +15,9 @@ from scenarios.moe.placing.traffic import Flags, Floats, Ints
 def shed_orders(num_ranks: int, rank: int) -> tuple[Ints, Ints, Ints]:
     """Orders in which lanes go from one rank to each other, three for each.
 
-    Of the receiver's own tokens and then its neighbours' alternately; of sources rising; falling. What it then
-    computes is a range of sources, where a running sum of gradients stops once. What the giver computes for its own
-    tokens goes last, for those would travel then.
+    Of the receiver's own tokens and then its neighbours' alternately; of sources from the giver's successor on around
+    the ring; the other way around. What it then computes is a range of sources, where a running sum of gradients stops
+    once. What the giver computes for its own tokens goes last, for those would travel then.
 
     Args:
         num_ranks: R.
@@ -26,8 +26,11 @@ def shed_orders(num_ranks: int, rank: int) -> tuple[Ints, Ints, Ints]:
     Returns:
         Sources in order ``[3 R - 3, R]``, the place of each source in it, and the receivers ``[3 R - 3]``.
     """
-    rising = list(range(num_ranks))
-    near = [sorted(rising, key=lambda s: (abs(s - to), s < to)) for to in rising]
+    rising = [(rank + 1 + step) % num_ranks for step in range(num_ranks)]
+    place = [(source - rank - 1) % num_ranks for source in range(num_ranks)]  # the giver, mostly the home, is last
+    near = [
+        sorted(rising, key=lambda s: (abs(place[s] - place[to]), place[s] < place[to])) for to in range(num_ranks)
+    ]
     orders = np.array(near + [rising] * num_ranks + [rising[::-1]] * num_ranks)
     to = np.tile(np.arange(num_ranks), 3)
     orders, to = orders[to != rank], to[to != rank]

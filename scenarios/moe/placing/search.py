@@ -7,17 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from scenarios.moe.placing.columns import OUTBOUND
+from scenarios.moe.placing.judging import WORTH, judged
 from scenarios.moe.placing.model import LayerModel
 from scenarios.moe.placing.moves import drops, pulls, sheds
-from scenarios.moe.placing.rivals import best_subsets
+from scenarios.moe.placing.rivals import best_subsets, shadowed
 from scenarios.moe.placing.state import State, joined
 from scenarios.moe.placing.traffic import Floats, Ints, held, homes
 
 TRIED = 12
 """Moves from each overloaded rank whose seconds are computed exactly in a step."""
-WORTH = 0.03
-"""Share of a layer's seconds by which what is searched must beat the rules it starts from: a search fits what was
-routed last closer than a rule does, and that never comes again exactly."""
 LEVELS = (0, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 STEPS_FROM_STATIC, STEPS_FROM_OTHERS, STEPS_OF_ROUTES = 256, 64, 24
 """Most steps of a search, whatever it finds."""
@@ -55,7 +53,7 @@ def search(
     earlier: Floats | None = None,
     max_copies: int | None = None,
 ) -> Ints:
-    """Search from static, level by level; from all local, thinned; from Pro-Prophet's; from the present placement.
+    """Search from static, level by level; from all local, thinned; from the rivals'; from the present placement.
 
     A step looks at every move of one expert's lanes from the ranks that compute, receive or copy most to any other,
     for O(E R^2), and makes the one that lowers the objective most. What is found is never predicted slower than
@@ -67,14 +65,15 @@ def search(
         loads: rows of every lane in the last batch, ``[R, E]``.
         present: rank of every lane now, ``[R, E]``.
         earlier: rows of every lane in the batch before the last. What was found for the last batch, and what it was
-            found from, are judged by it: it differs from the last one about as much as the next one will.
+            found from, are judged by how much the two differ, since the next one will differ about as much.
         max_copies: of a rank; ``None``: any number.
 
     Returns:
         Rank of every lane, ``[R, E]``.
     """
     static: Ints = np.tile(homes(*loads.shape), (len(loads), 1))
-    starts = [static, thinned(model, loads, max_copies), capped(best_subsets(loads, model), loads, max_copies)]
+    rules = (shadowed(loads, model), best_subsets(loads, model))
+    starts = [static, thinned(model, loads, max_copies), *(capped(rule, loads, max_copies) for rule in rules)]
     if present is not None:
         starts.append(capped(present, loads, max_copies))
     plain = Best(np.inf, static)
@@ -86,17 +85,7 @@ def search(
         _descend(State(model, loads, owner, max_copies), best, STEPS_FROM_OTHERS)
     found = best if best.seconds < plain.seconds * (1 - WORTH) else plain
     owner = _without_useless(State(model, loads, found.owner, max_copies))
-    return owner if earlier is None else _judged(model, loads, earlier, owner, starts)
-
-
-def _judged(model: LayerModel, loads: Floats, earlier: Floats, owner: Ints, starts: list[Ints]) -> Ints:
-    """What was searched, if it beats its starts in another batch than its own; else the start that is best there."""
-    static_s = model.whole(model.parts(starts[0], loads))
-    able = [start for start in starts if model.whole(model.parts(start, loads)) <= static_s]
-    there_s = [model.whole(model.parts(start, earlier)) for start in able]
-    if model.whole(model.parts(owner, earlier)) < min(there_s) * (1 - WORTH):
-        return owner
-    return able[there_s.index(min(there_s))]
+    return owner if earlier is None else judged(model, loads, earlier, owner, starts)
 
 
 def search_routes(model: LayerModel, loads: Floats, owner: Ints) -> Ints:

@@ -30,6 +30,34 @@ def homes(num_ranks: int, num_experts: int) -> Ints:
     return found
 
 
+@lru_cache(maxsize=64)
+def summing_orders(num_ranks: int) -> Ints:
+    """Sources in the order in which gradients of lanes are added up, by home, ``[R, R]``, not to be written to.
+
+    See :meth:`~scenarios.moe.placing.Lanes.summing_order`.
+
+    Args:
+        num_ranks: R.
+    """
+    ranks = np.arange(num_ranks)
+    found: Ints = (ranks[:, None] + ranks + 1) % num_ranks
+    found.setflags(write=False)
+    return found
+
+
+def last_holders(copies: Flags, home: Ints) -> Ints:
+    """The last rank around the ring from each expert's home that holds a copy of it; any, where none does.
+
+    Args:
+        copies: which rank holds one, ``[N, R]``.
+        home: of each expert, ``[N]``.
+    """
+    orders = summing_orders(copies.shape[1])[home]
+    last = copies.shape[1] - 1 - np.take_along_axis(copies, orders, axis=1)[:, ::-1].argmax(axis=1)
+    found: Ints = np.take_along_axis(orders, last[:, None], axis=1)[:, 0]
+    return found
+
+
 def as_loads(loads: Any) -> Floats:
     """Rows of each source for each expert, checked.
 
@@ -136,7 +164,7 @@ def held(owner: Ints) -> Flags:
 
 
 def count_trans(copies: Flags) -> Transfers:
-    """Transfers of weights: each expert goes from its home through its holders, in order, each forwarding it.
+    """Transfers of weights: each expert goes from its home around the ring of its holders, each forwarding it.
 
     Args:
         copies: of :func:`held`.
@@ -147,9 +175,9 @@ def count_trans(copies: Flags) -> Transfers:
     num_ranks, num_experts = copies.shape
     hops = copies.sum(axis=0)
     inbound = copies.sum(axis=1)
-    starts = np.bincount(homes(num_ranks, num_experts)[hops > 0], minlength=num_ranks)
-    last = num_ranks - 1 - copies[::-1].argmax(axis=0)
-    ends = np.bincount(last[hops > 0], minlength=num_ranks)
+    home = homes(num_ranks, num_experts)
+    starts = np.bincount(home[hops > 0], minlength=num_ranks)
+    ends = np.bincount(last_holders(copies.T, home)[hops > 0], minlength=num_ranks)
     return Transfers(inbound, inbound + starts - ends, int(hops.max()))
 
 
@@ -174,6 +202,8 @@ def count_agg(owner: Ints, loads: Floats, how: Agg) -> Transfers:
         away = (owner != home) & filled
         inbound = np.bincount(home, weights=away.sum(axis=0), minlength=num_ranks).astype(np.int64)
         return Transfers(inbound, np.bincount(owner[away], minlength=num_ranks), int(away.any()))
+    orders = summing_orders(num_ranks)[home].T
+    owner, filled = (np.take_along_axis(each, orders, axis=0) for each in (owner, filled))
     # Where the running sum is after each source: at the last lane with rows, nowhere before the first.
     last = np.maximum.accumulate(np.where(filled, np.arange(num_ranks)[:, None], -1), axis=0)
     before = np.take_along_axis(owner, np.maximum(last, 0), axis=0)

@@ -6,7 +6,7 @@ pieces follow each other, so that a chain of many ranks takes hardly longer than
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ class Visit(NamedTuple):
     sources: tuple[int, ...]
 
 
-def summing_chain(lanes: Lanes, expert: int, has_rows: Iterable[bool]) -> tuple[Visit, ...]:
-    """Ranks that the sum of an expert's lanes passes, in the order of sources, to its home.
+def summing_chain(lanes: Lanes, expert: int, has_rows: Sequence[bool]) -> tuple[Visit, ...]:
+    """Ranks that the sum of an expert's lanes passes, in the order of :meth:`Lanes.summing_order`, to its home.
 
     Args:
         lanes: who has computed them.
@@ -63,7 +63,7 @@ def summing_chain(lanes: Lanes, expert: int, has_rows: Iterable[bool]) -> tuple[
     Returns:
         Visits, a rank perhaps several times, not twice in a row; the last one is home. None for an expert without rows.
     """
-    sources = [source for source, has in enumerate(has_rows) if has]
+    sources = [source for source in lanes.summing_order(expert) if has_rows[source]]
     found = [
         Visit(rank, tuple(group)) for rank, group in groupby(sources, key=lambda source: lanes.owner[source][expert])
     ]

@@ -28,7 +28,7 @@ def test_all_local() -> None:
     lanes = Lanes.local(3, 3)
     assert lanes.owner == ((0, 0, 0), (1, 1, 1), (2, 2, 2))
     assert [lanes.copies(rank) for rank in range(3)] == [(1, 2), (0, 2), (0, 1)]
-    assert [lanes.holders(expert) for expert in range(3)] == [(0, 1, 2), (1, 0, 2), (2, 0, 1)]
+    assert [lanes.holders(expert) for expert in range(3)] == [(0, 1, 2), (1, 2, 0), (2, 0, 1)], "around the ring"
     assert lanes.num_copies == 6
 
 

@@ -30,13 +30,11 @@ def test_all_local_by_hand() -> None:
     told = LayerModel(PLAIN).predict(Lanes.local(2, 2), LOADS)
     assert told.all_to_all_s == 0
     assert told.compute_s == 3 * 6
-    # Each rank gets one expert's weights. Sums go from rank 0 to rank 1, where that of expert 1 is home and that of
-    # expert 0 goes back: rank 1 receives two, and the longest chain has two hops.
-    assert told.trans_s == 100 * 0.5
-    assert told.agg_s == 2 * 50 + (2 - 1) * 50
-    assert told.blocking_s == 18 + 50 + 150  # equation 6
+    # Each rank gets one expert's weights. Each sum begins at the other rank, and its home adds the last lane.
+    assert told.trans_s == told.agg_s == 100 * 0.5
+    assert told.blocking_s == 18 + 50 + 50  # equation 6
     assert (told.hidden_trans_s, told.hidden_agg_s) == (6, 12)
-    assert told.overlapped_s == 18 + 44 + 138  # equation 8
+    assert told.overlapped_s == 18 + 44 + 38  # equation 8
 
 
 def test_what_the_rest_of_the_block_hides() -> None:
@@ -73,12 +71,15 @@ def test_the_fullest_link_counts_in_either_direction() -> None:
     assert rows.fullest_link == 16
 
 
-def test_a_running_sum_goes_home_over_the_lanes_in_order_of_their_sources() -> None:
+def test_a_running_sum_goes_around_the_ring_to_its_home() -> None:
     owner = np.array(Lanes.parse("4x4 0@1:1 0@3:3").owner)
     loads = np.ones((4, 4))
-    chain = count_agg(owner, loads, "chain")  # 0, 1, 0, 3 and home again
-    assert chain.inbound.tolist() == [2, 1, 0, 1] and chain.outbound.tolist() == [2, 1, 0, 1]
-    assert chain.depth == 4
+    chain = count_agg(owner, loads, "chain")  # rank 1, home for source 2, rank 3, and home for source 0
+    assert chain.inbound.tolist() == [2, 0, 0, 1] and chain.outbound.tolist() == [1, 1, 0, 1]
+    assert chain.depth == 3
+    other = count_agg(np.array(Lanes.parse("4x4 2@3:3 2@0:0-1").owner), loads, "chain")  # ranks 3, 0, and home
+    assert other.inbound.tolist() == [1, 0, 1, 0] and other.outbound.tolist() == [1, 0, 0, 1]
+    assert other.depth == 2
     sums = count_agg(owner, loads, "sums")  # 3, 1, home
     assert sums.inbound.tolist() == [1, 1, 0, 0] and sums.outbound.tolist() == [0, 1, 0, 1] and sums.depth == 2
     lanes = count_agg(owner, loads, "lanes")
@@ -89,8 +90,8 @@ def test_lanes_without_rows_have_no_sum_to_add() -> None:
     owner = np.array(Lanes.parse("4x4 0@1:1 0@3:3").owner)
     loads = np.ones((4, 4))
     loads[1:3, 0] = 0
-    chain = count_agg(owner, loads, "chain")  # 0, 3 and home again
-    assert chain.inbound.tolist() == [1, 0, 0, 1] and chain.depth == 2
+    chain = count_agg(owner, loads, "chain")  # rank 3, and home
+    assert chain.inbound.tolist() == [1, 0, 0, 0] and chain.depth == 1
     assert count_agg(owner, loads, "lanes").inbound.tolist() == [1, 0, 0, 0]
     loads[:, 0] = 0
     for how in ("chain", "lanes"):
