@@ -14,6 +14,7 @@ from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
+from dynpipe_ds.survive.landmarks import Landmarks
 
 
 class Stateful(Protocol):
@@ -37,7 +38,16 @@ class Renewed(Protocol):
 
 
 class Repeated(Protocol):
-    """What is done once more when ranks were lost; all methods are collective over all ranks."""
+    """What is done once more when ranks were lost; all methods but :meth:`state` are collective over all ranks.
+
+    Attributes:
+        reached: batches that any rank is known to have trained, while training goes on without lost ranks.
+    """
+
+    reached: int
+
+    def state(self) -> dict[str, Any]:
+        """What goes with a copy of this rank's state."""
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
@@ -58,6 +68,7 @@ class Run(Protocol):
         profiler: measures.
         config: the section.
         snapshots: copies state into other workers' memory.
+        landmarks: checkpoints that training can go back to in place.
         overhead: seconds spent on not training.
         clock: which they are read from.
         num_batches: trained so far.
@@ -69,6 +80,7 @@ class Run(Protocol):
     profiler: Profiler
     config: DynamicPipelineConfig
     snapshots: Snapshots
+    landmarks: Landmarks
     overhead: Overhead
     clock: Clock
     num_batches: int

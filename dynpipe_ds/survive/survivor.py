@@ -26,7 +26,9 @@ from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.ranks.heartbeat import PATIENCE_S, Heartbeat, adopt_heartbeat, make_heartbeat
 from dynpipe_ds.ranks.meeting import Agreed, Meeting, NoMeetingError, Person, ask_people
 from dynpipe_ds.ranks.place import open_place
-from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
+from dynpipe_ds.snapshots.restore import newest, restore
+from dynpipe_ds.snapshots.shared_data import SnapshotError
+from dynpipe_ds.survive.reload import reload
 from dynpipe_ds.survive.seats import CantGoOnError, staying_stages, without_stages
 from dynpipe_ds.telling import log, warn
 
@@ -241,19 +243,29 @@ class Survivor:
         with self._stage.guard.naming_lost_ranks("training went back to a snapshot"):
             run.repacker.goes_on_with(self._staying)
             self._staying = []
-            batch = newest(run)
-            if batch is None:
-                raise CantGoOnError("no snapshot is complete on them")
             run.repeating.share_results()
             own = max(self._reached, self._stage.pipeline.kept.num_noted)
             everyone = gather((self._reached, own))
             until, read = (max(numbers) for numbers in zip(*everyone, strict=True))
+            run.repeating.reached = until
             together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
-            restore(run, batch, self._stage.partition, until=read)
+            self._restore_or_reload(read)
             run.snapshots.connect(run.repacker.node_name())
             losses = run.repeating.replay(until)
             self._stage.pipeline.take_counters(until)
             return losses
+
+    def _restore_or_reload(self, read: int) -> None:
+        """Go back to the newest snapshot; where no snapshot serves, to the newest checkpoint."""
+        run = self._run
+        batch = newest(run)
+        try:
+            if batch is None:
+                raise SnapshotError("no snapshot is complete on them")
+            restore(run, batch, self._stage.partition, until=read)
+        except SnapshotError as error:
+            mark = reload(run, read, error)
+            run.warn_once(f"survive: {error}; training goes back to checkpoint {mark.path}", f"reload {mark.path}")
 
     def _catch_up(self, missed: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""
