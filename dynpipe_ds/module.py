@@ -116,14 +116,6 @@ class DynamicPipelineModule(MovableModule):
             readers.append(self.get_additional_losses)
         return find_couplings(self._layer_specs, self.layer_names(), readers)
 
-    def build_from_spec(self, layer: int) -> nn.Module:
-        """A layer as its spec makes it, with random numbers that leave no trace.
-
-        Args:
-            layer: its index.
-        """
-        return self.surroundings.build(layer)
-
     # -- becoming dynamic ---------------------------------------------------------------------
 
     def make_dynamic(self) -> Copies:

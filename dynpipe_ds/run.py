@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.joining.door import Address
 from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
@@ -35,6 +36,9 @@ class Renewed(Protocol):
 
     def node_name(self) -> str:
         """Of this rank's node."""
+
+    def door_of(self, rank: int) -> tuple[Address | None, str]:
+        """Where a rank's door is, and what it takes to be let in."""
 
 
 class Repeated(Protocol):

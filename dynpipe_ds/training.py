@@ -234,7 +234,9 @@ class Training:
     def _refill(self) -> None:
         """Let workers that wait take the places of those that were lost; collective over all ranks."""
         stages = self.stage.num_stages
-        if self.survivor.wanted_stages <= stages or not self.balancer.newest or not self.repacker.growing.num_waiting():
+        if self.survivor.wanted_stages <= stages or not self.balancer.newest:
+            return
+        if self.repacker.growing.num_waiting() < len(self.pipeline.ranks_of(0)):
             return
         try:
             self.repacker.repack(stages + 1)

@@ -164,9 +164,9 @@ class KeptData:
             until: behind the last of them.
         """
         self.stop_reading_again()
-        for number in range(first, until):
-            self._read.pop(number, None)
-            self._began.pop(number, None)
+        for kept in (self._read, self._began):
+            for number in [number for number in kept if first <= number < until]:
+                del kept[number]
         self._again, self._kept_from, self._again_until = source, kept_from, until
 
     def stop_reading_again(self) -> None:

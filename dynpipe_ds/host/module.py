@@ -34,6 +34,27 @@ class DepartedLayer:
         raise RuntimeError(f"{self.__name__} lives on another stage and can't run here")
 
 
+def layer_anew(spec: Any, layer: int, build: Callable[[int], nn.Module]) -> nn.Module | None:
+    """A layer that is on no stage any more, as it was at the start; ``None`` for a function.
+
+    Args:
+        spec: of the layer.
+        layer: its index.
+        build: builds a layer that has a ``LayerSpec``.
+
+    Raises:
+        ValueError: if nobody can build it.
+    """
+    if isinstance(spec, DepartedLayer):
+        raise ValueError(
+            f"layer {layer} ({spec.__name__}) was given as a live module, which has moved, so that it can't be built "
+            "anew; give a LayerSpec"
+        )
+    if isinstance(spec, nn.Module):
+        return spec
+    return build(layer) if isinstance(spec, LayerSpec) else None
+
+
 class MovableModule(PipelineModule):  # type: ignore[misc]
     """A pipeline module whose layers can be exchanged once it is dynamic; base of the one that users build.
 
@@ -130,29 +151,6 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
     def local_layers(self) -> dict[int, nn.Module]:
         """The live modules on this stage by layer index; function layers are left out."""
         return dict(self._layers)
-
-    def build_layer(self, layer: int) -> nn.Module | None:
-        """A layer that is on no stage any more, as it was at the start; ``None`` for a function.
-
-        Args:
-            layer: its index.
-
-        Raises:
-            ValueError: if nobody can build it.
-        """
-        spec = self._layer_specs[layer]
-        if isinstance(spec, DepartedLayer):
-            raise ValueError(
-                f"layer {layer} ({spec.__name__}) was given as a live module, which has moved, so that it can't be "
-                "built anew; give a LayerSpec"
-            )
-        if isinstance(spec, nn.Module):
-            return spec
-        return self.build_from_spec(layer) if isinstance(spec, LayerSpec) else None
-
-    @abstractmethod
-    def build_from_spec(self, layer: int) -> nn.Module:
-        """A layer as its spec makes it, with random numbers that leave no trace."""
 
     def layer_of_parameter(self) -> dict[nn.Parameter, int]:
         """Layer index of every parameter on this stage."""

@@ -50,6 +50,7 @@ class Pipeline:
         channels: what carries activations and gradients.
         slicing: the data in micro-batches of another size than the loader's.
         open_at: opens the data at a batch, if the user has said how.
+        data_replica: whose data the user's iterators give.
         before_reading: called once, when the next training batch has its iterator and has read nothing.
     """
 
@@ -58,6 +59,7 @@ class Pipeline:
         self.data = DataPosition()
         self.kept = KeptData()
         self.open_at: OpenAt | None = None
+        self.data_replica = 0
         self.before_reading: Callable[[], object] | None = None
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
@@ -83,6 +85,7 @@ class Pipeline:
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
         self.slicing = Slicing(int(self.engine.micro_batch_size))
+        self.data_replica = self.replica
         self.connect()
         self.measure_norm(layer_of, num_layers)
 
@@ -477,6 +480,11 @@ class Pipeline:
         if self.before_reading is not None and not self.kept.is_evaluating:
             self.before_reading()
             self.before_reading = None
+
+    @property
+    def is_other_replica(self) -> bool:
+        """Whether this rank trains other data than the user's iterators give."""
+        return self.data_replica != self.replica
 
     def data_since(self, batch: int, until: int, position: Position | None) -> Iterator[Any] | None:
         """The micro-batches of earlier batches once more, as this replica reads them.

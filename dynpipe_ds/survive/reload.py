@@ -13,6 +13,7 @@ from torch import nn
 
 from dynpipe_ds.checkpoint.load import Loading, Wanted
 from dynpipe_ds.checkpoint.manifest import CheckpointError
+from dynpipe_ds.host.module import layer_anew
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.ranks.agreement import together
 from dynpipe_ds.snapshots.shared_data import SnapshotError, share_data
@@ -57,19 +58,10 @@ def reload(run: Run, until: int, why: SnapshotError) -> Landmark:
 
 def _prepare_data(run: Run, mark: Landmark, until: int, why: SnapshotError) -> None:
     """Have the micro-batches of the batches since: kept here, read again, or from another rank."""
-    pipeline = run.stage.pipeline
-    kept, wanted = pipeline.kept, range(mark.batch, until)
-    lacks = pipeline.reads_data and not all(kept.num_read(batch) == pipeline.num_loaded for batch in wanted)
-
-    def open_source() -> bool:
-        source = pipeline.data_since(mark.batch, until, mark.position) if lacks else None
-        if source is not None:
-            kept.read_again(source, mark.batch, run.repeating.reached, until)
-        return source is not None
-
     try:
-        can = together(open_source, run.stage.device, SnapshotError)
-        share_data(run, mark.batch, until, f"checkpoint {mark.path}", reads_again=can)
+        share_data(
+            run, mark.batch, until, f"checkpoint {mark.path}", position=mark.position, kept_from=run.repeating.reached
+        )
     except SnapshotError as error:
         raise CantGoOnError(
             f"{why}; and {error}; give an iterator with state_dict and load_state_dict, or say by engine.data_at how "
@@ -82,9 +74,9 @@ def _build_lost_layers(run: Run, groups: Groups) -> None:
     present, (first, stop) = module.local_layers(), stage.partition[stage.stage_id :][:2]
 
     def build() -> dict[int, nn.Module]:
-        found = {}
+        found, specs = {}, module.layer_specs()
         for index in range(first, stop):
-            made = None if index in present else module.build_layer(index)
+            made = None if index in present else layer_anew(specs[index], index, module.surroundings.build)
             if made is not None:
                 found[index] = stage.pipeline.as_trained(made)
         return found
