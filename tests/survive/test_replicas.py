@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +19,7 @@ from tests.faults.points import Point
 from tests.once import Once
 from tests.survive.harness import Job, Outcome, run_job, state_of, train
 from tests.survive.test_survive import BEGINNING, FORWARD, Undisturbed
+from tests.test_public_api import ROOT
 
 OPTIMIZERS = {"adamw": ADAMW, "zero1": {**ADAMW, **ZERO}, "bf16": {**ADAMW, **BF16_FP32_SUMS}}
 SIZES = {"2x2": (4, 2), "3x2": (6, 2), "2x3": (6, 3)}
@@ -96,3 +102,34 @@ def test_a_replica_is_lost_between_batches(
 ) -> None:
     victim = point.victim or 0
     kill_at(JOBS[name], undisturbed(name), {victim: point}, tmp_path, num_stages=1, leftover=(1 - victim,))
+
+
+def run_script(victim: int, folder: Path, spares: int) -> list[dict[str, Any]]:
+    """What the processes of a job saw that was started by ``dynpipe run``."""
+    folder.mkdir()
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "dynpipe_ds", "run", "--workers", "4", "--spares", str(spares), "--survivors-stay",
+            "--", str(ROOT / "tests/survive/script.py"), str(victim), str(folder),
+        ],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def test_who_has_no_place_and_a_spare_fill_the_stage_again(tmp_path: Path) -> None:
+    """The left-over rank runs its script anew; with the spare it is a stage, and all bits are as without the loss."""
+    whole = run_script(-1, tmp_path / "whole", 0)
+    seen = run_script(1, tmp_path / "killed", 1)
+    assert len(whole) == len(seen) == 4 and sum(one["joined"] for one in seen) == 2
+    losses = whole[0]["losses"]
+    for one in seen:
+        assert one["losses"].items() <= losses.items() and one["num_stages"] == 2
+    assert all(one["losses"] == losses for one in seen if not one["joined"])
+    assert states(seen) == states(whole)
+
+
+def states(seen: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """All digests of all layers: with ZeRO-1, replicas must agree as well."""
+    return {item for one in seen for item in one["state"].items()}
