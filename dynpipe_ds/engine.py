@@ -6,7 +6,7 @@ Its methods are the interface; what they do is done by its parts, which :class:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -198,6 +198,23 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         """
         self._need_training("between_batches").repeating.between.append(acts)
         return acts
+
+    def data_at(self, open_at: Callable[[int, int], Iterable[Any]]) -> Callable[[int, int], Iterable[Any]]:
+        """Say how to read the data of earlier batches once more; on every rank, usable as a decorator.
+
+        With ``survive`` enabled, training may go back to a checkpoint, further than the micro-batches that are kept.
+        An iterator that has ``state_dict`` and ``load_state_dict`` can go back by itself. For others, give this.
+
+        Args:
+            open_at: called with the number of a batch, counted from 0, and of a data-parallel replica. Gives an
+                iterable of micro-batches of the size that the JSON asks for, from the first one of that batch on, as
+                that replica reads them: the same values as the first time.
+
+        Returns:
+            The function.
+        """
+        self._need_training("data_at").pipeline.open_at = open_at
+        return open_at
 
     @in_ordinary_mode
     def rebalance(self) -> RebalanceEvent | None:
@@ -444,6 +461,7 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
                 load_module_only, custom_load_fn,
             )
             self.dynamic.snapshots.start_afresh()
+            self.dynamic.landmarks.forget()
             return found
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported by pipelines: leave it out")

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
+from dynpipe_ds.joining.door import Address
 from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
+from dynpipe_ds.survive.landmarks import Landmarks
 
 
 class Stateful(Protocol):
@@ -39,9 +41,21 @@ class Renewed(Protocol):
     def is_warned(self) -> bool:
         """Whether this process was told that it is taken away."""
 
+    def door_of(self, rank: int) -> tuple[Address | None, str]:
+        """Where a rank's door is, and what it takes to be let in."""
+
 
 class Repeated(Protocol):
-    """What is done once more when ranks were lost; all methods are collective over all ranks."""
+    """What is done once more when ranks were lost; all methods but :meth:`state` are collective over all ranks.
+
+    Attributes:
+        reached: batches that any rank is known to have trained, while training goes on without lost ranks.
+    """
+
+    reached: int
+
+    def state(self) -> dict[str, Any]:
+        """What goes with a copy of this rank's state."""
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
@@ -62,6 +76,7 @@ class Run(Protocol):
         profiler: measures.
         config: the section.
         snapshots: copies state into other workers' memory.
+        landmarks: checkpoints that training can go back to in place.
         overhead: seconds spent on not training.
         clock: which they are read from.
         num_batches: trained so far.
@@ -73,6 +88,7 @@ class Run(Protocol):
     profiler: Profiler
     config: DynamicPipelineConfig
     snapshots: Snapshots
+    landmarks: Landmarks
     overhead: Overhead
     clock: Clock
     num_batches: int

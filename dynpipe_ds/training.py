@@ -42,6 +42,7 @@ from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
+from dynpipe_ds.survive.landmarks import Landmarks
 from dynpipe_ds.survive.repeating import Repeating
 from dynpipe_ds.survive.survivor import Survivor
 from dynpipe_ds.telling import log, tell_all, warn
@@ -67,6 +68,7 @@ class Training:
         profiler: measures batches.
         repacker: goes on with fewer stages.
         snapshots: copies state into other workers' memory.
+        landmarks: checkpoints that training can go back to in place.
         survivor: goes on without ranks that are lost.
         repeating: repeats what was done when a rank was lost.
         overhead: seconds that this rank has spent on not training.
@@ -91,6 +93,7 @@ class Training:
         self.survivor = Survivor(self)
         self.repeating = Repeating(self, self.survivor)
         self.snapshots = Snapshots(self, self.repeating.state)
+        self.landmarks = Landmarks(self)
         self.profiling = True
         self.num_batches = 0
         self.callbacks: list[Callable[[RebalanceEvent], Any]] = []
@@ -207,6 +210,7 @@ class Training:
     def _train_batch(self, run: Callable[[], T]) -> T:
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
+        self.landmarks.begin_batch()
         self.repeating.act_before()
         self.stage.pipeline.begin_batch()
         is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()
@@ -230,7 +234,9 @@ class Training:
     def _refill(self) -> None:
         """Let workers that wait take the places of those that were lost; collective over all ranks."""
         stages = self.stage.num_stages
-        if self.survivor.wanted_stages <= stages or not self.balancer.newest or not self.repacker.growing.num_waiting():
+        if self.survivor.wanted_stages <= stages or not self.balancer.newest:
+            return
+        if self.repacker.growing.num_waiting() < len(self.pipeline.ranks_of(0)):
             return
         try:
             self.repacker.repack(stages + 1)

@@ -55,6 +55,8 @@ class Checkpoints:
                 run, Path(save_dir), name, client_state, exclude_frozen_parameters=exclude_frozen_parameters,
                 earlier=earlier,
             ).run(save_latest=save_latest)
+            if not exclude_frozen_parameters:  # else it does not hold all
+                run.landmarks.note(str(target))
         self.last = str(target)
 
     def wait_for_disk(self, run: Run) -> None:
@@ -82,6 +84,9 @@ class Checkpoints:
             agree_on_place(root, tag_problem(name))
             result = Loading(run, root, wanted).run()
             run.snapshots.start_afresh()
+            run.landmarks.forget()
+            if wanted == Wanted():  # else there is more now than it holds
+                run.landmarks.note(str(root))
         self.last = str(root)
         return result
 

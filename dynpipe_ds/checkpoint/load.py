@@ -61,12 +61,19 @@ class Wanted:
 
 
 class Loading:
-    """One checkpoint that is being read, on one rank."""
+    """One checkpoint that is being read, on one rank.
 
-    def __init__(self, run: Run, root: Path, wanted: Wanted) -> None:
+    Args:
+        run: that takes it in.
+        root: its folder.
+        wanted: what of it is taken in.
+        stays: whether layers stay where they are.
+    """
+
+    def __init__(self, run: Run, root: Path, wanted: Wanted, *, stays: bool = False) -> None:
         self._run, self._stage = run, run.stage
         self._root, self._reader = root, Reader(root)
-        self._wanted = wanted
+        self._wanted, self._stays = wanted, stays
         has_optimizer = run.stage.optimizer is not None
         self._with_optimizer = has_optimizer and wanted.optimizer_states and not wanted.module_only
 
@@ -165,6 +172,8 @@ class Loading:
 
     def _choose_partition(self) -> tuple[int, ...]:
         stage, balancer = self._stage, self._run.balancer
+        if self._stays:
+            return stage.partition
         if self._same_stages:
             return check_boundaries(
                 self._manifest.partition, num_layers=len(self._manifest.layers), num_stages=stage.num_stages,

@@ -42,6 +42,10 @@ class DataPosition:
         while len(self._behind) > _KEPT:
             self._behind.popitem(last=False)
 
+    def behind(self, iterator: Any) -> int:
+        """Micro-batches that other stages took, and this one did not."""
+        return self._behind.get(id(iterator), (None, 0))[1]
+
     def catch_up(self, iterator: Any) -> None:
         """Skip what others took, before this stage reads; leaves torch's random streams as they are.
 
@@ -51,7 +55,7 @@ class DataPosition:
         reference, behind = self._behind.pop(id(iterator), (None, 0))
         if not behind:
             return
-        with _same_random_streams():
+        with same_random_streams():
             for taken in range(behind):
                 try:
                     next(iterator)
@@ -105,7 +109,7 @@ def set_random_streams(streams: RandomStreams) -> None:
 
 
 @contextmanager
-def _same_random_streams() -> Iterator[None]:
+def same_random_streams() -> Iterator[None]:
     """Loaders draw seeds; what is skipped shall leave no trace."""
     streams = random_streams()
     try:

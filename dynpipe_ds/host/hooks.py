@@ -128,6 +128,8 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         pipeline = self.dynamic.pipeline
         to_run = planned(pipe_schedule, pipeline.order_for)
         begin(self, to_run)
+        if not isinstance(to_run, InferenceSchedule):
+            pipeline.begin_reading()
         pipeline.slicing.begin(None if isinstance(to_run, InferenceSchedule) else self.micro_batch_size)
         order: Order | None = getattr(to_run, "order", None)
         if self.module.recorder is not None:

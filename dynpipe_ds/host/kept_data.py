@@ -7,7 +7,7 @@ the random streams that dropout draws from as well; then it is kept where it lef
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,9 @@ class KeptData:
         self._position = 0
         self._noted = -1
         self._evaluated: list[Any] | None = None
+        self._again: Iterator[Any] | None = None
+        self._again_until = self._kept_from = 0
+        self._counted_from: int | None = None
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -132,6 +135,11 @@ class KeptData:
         """
         if self._batch is None:
             return read() if self._evaluated is None else self._next_evaluated(self._evaluated, read)
+        if self._again is not None and self._batch < self._again_until:
+            again = self._again
+            read = lambda: next(again)  # noqa: E731
+            if self._batch < self._kept_from:
+                return read()
         kept = self._read.setdefault(self._batch, [])
         if self._position == len(kept):
             before = all_streams()
@@ -145,6 +153,35 @@ class KeptData:
                 set_all_streams(streams)
         self._position += 1
         return value
+
+    def read_again(self, source: Iterator[Any] | None, first: int, kept_from: int, until: int) -> None:
+        """Read batches of which nothing is kept from another source.
+
+        Args:
+            source: their micro-batches, in order; ``None`` where this rank reads no data.
+            first: of these batches.
+            kept_from: batches from this one on are kept; the others can be read again once more.
+            until: behind the last of them.
+        """
+        self.stop_reading_again()
+        for kept in (self._read, self._began):
+            for number in [number for number in kept if first <= number < until]:
+                del kept[number]
+        self._again, self._kept_from, self._again_until = source, kept_from, until
+
+    def stop_reading_again(self) -> None:
+        """Let go of a source that was broken off."""
+        if isinstance(self._again, Generator):
+            self._again.close()
+        self._again = None
+
+    def count_from(self, number: int | None) -> None:
+        """Keep the counters of batches from one on although their data is kept no more.
+
+        Args:
+            number: of that batch; ``None``: of no batch.
+        """
+        self._counted_from = number
 
     def _next_evaluated(self, kept: list[Any], read: Callable[[], Any]) -> Any:
         if self._position == len(kept):
@@ -192,7 +229,8 @@ class KeptData:
         """Let go of batches before one: they will not be trained again."""
         self._read = {b: kept for b, kept in self._read.items() if b >= number}
         self._began = {b: streams for b, streams in self._began.items() if b >= number}
-        self.counters = {b: numbers for b, numbers in self.counters.items() if b >= number}
+        first = number if self._counted_from is None else min(number, self._counted_from)
+        self.counters = {b: numbers for b, numbers in self.counters.items() if b >= first}
 
     def forget(self, number: int) -> None:
         """Let go of one batch: what was read for it stays read, and the next try reads on."""

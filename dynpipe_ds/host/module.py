@@ -34,6 +34,27 @@ class DepartedLayer:
         raise RuntimeError(f"{self.__name__} lives on another stage and can't run here")
 
 
+def layer_anew(spec: Any, layer: int, build: Callable[[int], nn.Module]) -> nn.Module | None:
+    """A layer that is on no stage any more, as it was at the start; ``None`` for a function.
+
+    Args:
+        spec: of the layer.
+        layer: its index.
+        build: builds a layer that has a ``LayerSpec``.
+
+    Raises:
+        ValueError: if nobody can build it.
+    """
+    if isinstance(spec, DepartedLayer):
+        raise ValueError(
+            f"layer {layer} ({spec.__name__}) was given as a live module, which has moved, so that it can't be built "
+            "anew; give a LayerSpec"
+        )
+    if isinstance(spec, nn.Module):
+        return spec
+    return build(layer) if isinstance(spec, LayerSpec) else None
+
+
 class MovableModule(PipelineModule):  # type: ignore[misc]
     """A pipeline module whose layers can be exchanged once it is dynamic; base of the one that users build.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.owned import OwnedGradients
+from dynpipe_ds.host.rereading import OpenAt, Position, opened, position_of
 from dynpipe_ds.host.slicing import Slicing
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
@@ -48,12 +49,18 @@ class Pipeline:
         owned: gradients of what this replica owns.
         channels: what carries activations and gradients.
         slicing: the data in micro-batches of another size than the loader's.
+        open_at: opens the data at a batch, if the user has said how.
+        data_replica: whose data the user's iterators give.
+        before_reading: called once, when the next training batch has its iterator and has read nothing.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
         self.data = DataPosition()
         self.kept = KeptData()
+        self.open_at: OpenAt | None = None
+        self.data_replica = 0
+        self.before_reading: Callable[[], object] | None = None
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
@@ -78,6 +85,7 @@ class Pipeline:
                 '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
             )
         self.slicing = Slicing(int(self.engine.micro_batch_size))
+        self.data_replica = self.replica
         self.connect()
         self.measure_norm(layer_of, num_layers)
 
@@ -297,6 +305,12 @@ class Pipeline:
         self.engine._global_grad_norm = self._norm(sums_of_squares(gradients))
         clip_gradients(parameters, self.engine._global_grad_norm, self.clips_at)
 
+    def as_trained(self, layer: nn.Module) -> nn.Module:
+        """A layer that was just built, on the device and in the precision in which DeepSpeed trains."""
+        dtype = torch.bfloat16 if self.engine.bfloat16_enabled() else torch.float16
+        is_low = self.engine.bfloat16_enabled() or self.engine.fp16_enabled()
+        return layer.to(device=self.device, dtype=dtype) if is_low else layer.to(self.device)
+
     # -- what it caches -----------------------------------------------------------------------
 
     def begin_batch(self) -> None:
@@ -455,6 +469,37 @@ class Pipeline:
         """
         if num_micro_batches > self.kept.num_evaluated:
             self.data.fall_behind(iterator, num_micro_batches - self.kept.num_evaluated)
+
+    def position(self) -> Position | None:
+        """Where the present iterator is; ``None`` if it can't go back there."""
+        iterator = self.engine.data_iterator
+        return position_of(iterator, self.data.behind(iterator))
+
+    def begin_reading(self) -> None:
+        """Take note that a training batch is about to read."""
+        if self.before_reading is not None and not self.kept.is_evaluating:
+            self.before_reading()
+            self.before_reading = None
+
+    @property
+    def is_other_replica(self) -> bool:
+        """Whether this rank trains other data than the user's iterators give."""
+        return self.data_replica != self.replica
+
+    def data_since(self, batch: int, until: int, position: Position | None) -> Iterator[Any] | None:
+        """The micro-batches of earlier batches once more, as this replica reads them.
+
+        Args:
+            batch: the first one.
+            until: behind the last one.
+            position: of the iterator when that batch began.
+
+        Returns:
+            ``None`` if they can't be read again.
+        """
+        if self.open_at is not None:
+            return opened(self.open_at, batch, self.replica)
+        return None if position is None else position.read((until - batch) * self.num_loaded)
 
     def run_batch(self) -> torch.Tensor:
         """Train a batch as DeepSpeed does, on what is kept or on the present iterator's micro-batches.

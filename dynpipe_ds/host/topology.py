@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
@@ -15,6 +15,8 @@ from dynpipe_ds.host.coordinates import resized
 from dynpipe_ds.host.pipeline import Pipeline
 from dynpipe_ds.host.world import Groups, NobodyMetError, World, holders_of_groups
 from dynpipe_ds.placement import Placement
+
+T = TypeVar("T")
 
 
 def renumber(
@@ -60,6 +62,21 @@ def renumber(
     pipeline.name_parameters()
     old.hand_over(Groups(module), holders_of_groups(pipeline))
     return came
+
+
+def in_rank_order(pipeline: Pipeline, rows: Sequence[Sequence[T]]) -> list[T]:
+    """Members of a pipeline of another length by the ranks that they will have.
+
+    Args:
+        pipeline: as it is, with as many ranks in each stage.
+        rows: members of each stage, by their places in it.
+    """
+    topology = resized(pipeline.topology, {"pipe": len(rows)})
+    ranks = [topology.get_axis_list(axis="pipe", idx=stage) for stage in range(len(rows))]
+    placed: dict[int, T] = {}
+    for row, of_stage in zip(rows, ranks, strict=True):
+        placed |= zip(of_stage, row, strict=True)
+    return [placed[rank] for rank in sorted(placed)]
 
 
 def _renumber_module(module: Any, topology: ProcessTopology, placement: Placement) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import dynpipe_ds
 from dynpipe_ds.host.entering import description
 from dynpipe_ds.host.names import version
-from dynpipe_ds.joining.door import DOOR_FILE, Door, find_token, write_door_file
+from dynpipe_ds.joining.door import DOOR_FILE, Address, Door, find_token, write_door_file
 from dynpipe_ds.joining.papers import describe, describe_layers, versions
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.telling import log
@@ -46,6 +46,10 @@ class Doorway:
 
     Args:
         run: whose newcomers they are.
+
+    Attributes:
+        door: this rank's; ``None`` before it is open.
+        addresses: of all ranks' doors, by rank.
     """
 
     def __init__(self, run: Run) -> None:
@@ -54,6 +58,12 @@ class Doorway:
         self._token = ""
         self._has_led = False
         self.door: Door | None = None
+        self.addresses: list[Address] = []
+
+    @property
+    def token(self) -> str:
+        """The word that newcomers must know."""
+        return self._token
 
     def settle(self) -> None:
         """Open what is not open yet, and tell newcomers how the job is now; collective over all ranks.
@@ -75,7 +85,7 @@ class Doorway:
             f"elastic.enabled = true, elastic.port = {config.port}: no door can be opened ({text}); give another port, "
             "or 0 for a free one"
         ))
-        addresses = gather(self.door.address)
+        self.addresses = addresses = gather(self.door.address)
         if not leads:
             self.door.send_to(addresses[0])
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.events import RepackEvent
-from dynpipe_ds.joining.door import DOOR_FILE
+from dynpipe_ds.joining.door import DOOR_FILE, Address
 from dynpipe_ds.joining.doorway import Doorway
 from dynpipe_ds.joining.grow import Grow
 from dynpipe_ds.migration.transaction import MigrationError
@@ -55,6 +55,16 @@ class Growing:
         if self._doorway is not None:
             self._doorway.close()
             self._doorway = None
+
+    def door_of(self, rank: int) -> tuple[Address | None, str]:
+        """Where a rank's door is, and what it takes to be let in; no address if there is no door.
+
+        Args:
+            rank: of the present world.
+        """
+        if self._doorway is None or not self._doorway.addresses:
+            return None, ""
+        return self._doorway.addresses[rank], self._doorway.token
 
     def num_waiting(self) -> int:
         """How many workers fit and wait; the same on every rank."""

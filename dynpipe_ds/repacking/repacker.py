@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.events import RepackEvent
+from dynpipe_ds.joining.door import Address
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.ranks.agreement import same_everywhere, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError
@@ -392,6 +393,14 @@ class Repacker:
     def node_name(self) -> str:
         """Of this rank's node."""
         return self.giving_back.backend.node_name()
+
+    def door_of(self, rank: int) -> tuple[Address | None, str]:
+        """Where a rank's door is, and what it takes to be let in; no address if there is no door.
+
+        Args:
+            rank: of the present world.
+        """
+        return self.growing.door_of(rank)
 
     def _settle(self, chosen: Repacking) -> None:
         """Go on in the number of micro-batches that was chosen, with stages counted anew."""

@@ -30,6 +30,7 @@ from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks.agreement import gather, together
 from dynpipe_ds.snapshots.capture import OWN, SHARD, SHARED, Place, Start
 from dynpipe_ds.snapshots.inventory import Parcel, Part, Seat, Snapshot, newest_common, plan_restore
+from dynpipe_ds.snapshots.shared_data import SnapshotError, share_data
 from dynpipe_ds.snapshots.store import Copy
 
 if TYPE_CHECKING:
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TAKEN = {Part.ALL: (OWN, SHARED, SHARD), Part.SHARED: (SHARED,), Part.SHARDS: (SHARD,)}
-
-
-class SnapshotError(RuntimeError):
-    """Training can't go back to a snapshot, on any rank; nothing has changed."""
 
 
 class _Told(NamedTuple):
@@ -129,7 +126,7 @@ class _Restoring:
         told = self._exchange_told(parcels)
         arrived, state = self._together(lambda: self._allocate(told))
         self._transfer(parcels, told, arrived)
-        self._share_data(until)
+        share_data(self._run, self._batch, until, f"the snapshot of batch {self._batch}")
         layers = self._take_in(arrived)
         self._finish(layers, arrived, state)
 
@@ -280,36 +277,6 @@ class _Restoring:
     def _dtype(arrived: _Arrived, k: int, name: str) -> torch.dtype:
         known = arrived.entries[k].state.get(name)
         return known.dtype if known is not None else torch.float32  # which flat optimizers keep
-
-    def _share_data(self, until: int) -> None:
-        """Give ranks that read data, and have not read these batches, what others of their replica have read."""
-        pipeline, kept = self._stage.pipeline, self._stage.pipeline.kept
-        wanted = range(self._batch, until)
-        has_all = all(kept.num_read(b) == pipeline.num_loaded for b in wanted)
-        # Every rank that read data then has read all of these, whichever batch it has come to itself: one that lacks
-        # some reads from now on, and its iterator is behind them.
-        lacks = pipeline.reads_data and not all(kept.num_read(b) for b in wanted)
-        told = gather((pipeline.replica, lacks, has_all))
-        givers = {replica: rank for rank, (replica, _, has) in reversed(list(enumerate(told))) if has}
-        lacking = [rank for rank, (_, lacks, _) in enumerate(told) if lacks]
-        lost = [rank for rank in lacking if told[rank][0] not in givers]
-        if lost and wanted:
-            raise SnapshotError(
-                f"going back to the snapshot of batch {self._batch} failed, nothing has changed (no rank that is left "
-                f"has the micro-batches of batches {wanted[0]} to {wanted[-1]} that ranks {lost} would read)"
-            )
-        pairs = [(givers[told[rank][0]], rank) for rank in lacking] if wanted else []
-        sends = {rank: self._written(kept.give(self._batch, until)) for giver, rank in pairs if giver == self._rank}
-        for data in exchange_bytes(
-            sends, [giver for giver, rank in pairs if rank == self._rank], self._stage.device
-        ).values():
-            kept.take(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-
-    @staticmethod
-    def _written(value: Any) -> bytes:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return buffer.getvalue()
 
     # -- the change ---------------------------------------------------------------------------
 

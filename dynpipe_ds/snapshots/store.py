@@ -95,8 +95,12 @@ class SnapshotStore:
             kept = self._settled if self._settled in older else next(iter(older), None)
             self._drop(lambda b: b != kept)
 
-    def room(self, num_bytes: int) -> Tensor:
+    def room(self, num_bytes: int, *, is_bounded: bool = True) -> Tensor:
         """A buffer for a copy; give it back by :meth:`give_back`, or :meth:`put` a copy with it.
+
+        Args:
+            num_bytes: that it needs.
+            is_bounded: whether the store may refuse it.
 
         Raises:
             StoreFullError: if the store may not take so much, with both values.
@@ -108,7 +112,7 @@ class SnapshotStore:
                 self._free = [b for b in self._free if b is not found]
             else:
                 self._free = []
-                if self.max_bytes is not None and self._in_use + num_bytes > self.max_bytes:
+                if is_bounded and self.max_bytes is not None and self._in_use + num_bytes > self.max_bytes:
                     raise StoreFullError(
                         f"a copy of {num_bytes} bytes beside {self._in_use} that are kept: survive.max_bytes allows "
                         f"{self.max_bytes}; raise it, or train on more workers"

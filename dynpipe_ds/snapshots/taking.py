@@ -45,6 +45,7 @@ class Snapshots:
 
     Attributes:
         store: the copies that are here.
+        num_changes: how often the script has changed what going back would not repeat.
     """
 
     def __init__(self, run: Run, extra: Callable[[], Mapping[str, Any]]) -> None:
@@ -55,6 +56,7 @@ class Snapshots:
         self._courier: Courier | None = None
         self._sends_shared = True
         self._seat: Seat | None = None
+        self.num_changes = 0
         self._outgoing: Outgoing | None = None
         self._hold_device: Callable[[], object] = lambda: None
         self._next = self._floor = 0
@@ -169,6 +171,7 @@ class Snapshots:
     def changed(self) -> None:
         """Take note of a change between batches that going back would not repeat: older snapshots are of no use."""
         self._floor = self._next = self._run.num_batches
+        self.num_changes += 1
 
     def begin_batch(self) -> None:
         """Take a snapshot if one is due; collective over all ranks if one may be."""
@@ -177,8 +180,9 @@ class Snapshots:
         self._take_note(self._courier.outcomes())
         batch, count = self._run.num_batches, int(self._run.stage.pipeline.engine.micro_batches)
         if count != self._micro_batches:  # by the script, which would not do it again
-            self._micro_batches = count
+            is_first, self._micro_batches = not self._micro_batches, count
             self.changed()
+            self.num_changes -= is_first
         if batch < self._next:
             return
         started = self._run.clock.now_s()

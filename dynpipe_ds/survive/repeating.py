@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.snapshots.between import BetweenBatches
-from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
+from dynpipe_ds.snapshots.restore import newest, restore
+from dynpipe_ds.snapshots.shared_data import SnapshotError
 from dynpipe_ds.survive.survivor import Survivor
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class Repeating:
 
     Attributes:
         between: what the script does between batches, called here.
+        reached: batches that any rank is known to have trained, while training goes on without lost ranks.
     """
 
     def __init__(self, run: Run, survivor: Survivor) -> None:
         self._run, self._survivor = run, survivor
         self.between: list[BetweenBatches] = []
+        self.reached = 0
         self._num_done = 0
         self._result: Any = None
 

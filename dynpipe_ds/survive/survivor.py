@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from dynpipe_ds.host.broken import abandon_batch
-from dynpipe_ds.host.topology import renumber
+from dynpipe_ds.host.topology import in_rank_order, renumber
 from dynpipe_ds.host.world import Groups, NobodyMetError, World, generation, identity
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks import fatal
@@ -26,8 +26,12 @@ from dynpipe_ds.ranks.fatal import RankLostError
 from dynpipe_ds.ranks.heartbeat import PATIENCE_S, Heartbeat, adopt_heartbeat, make_heartbeat
 from dynpipe_ds.ranks.meeting import Agreed, Meeting, NoMeetingError, Person, ask_people
 from dynpipe_ds.ranks.place import open_place
-from dynpipe_ds.snapshots.restore import SnapshotError, newest, restore
-from dynpipe_ds.survive.seats import CantGoOnError, staying_stages, without_stages
+from dynpipe_ds.snapshots.handing_over import hand_over
+from dynpipe_ds.snapshots.restore import newest, restore
+from dynpipe_ds.snapshots.shared_data import SnapshotError
+from dynpipe_ds.survive.leftover import leave
+from dynpipe_ds.survive.reload import reload
+from dynpipe_ds.survive.seats import CantGoOnError, Seating, seated, without_stages
 from dynpipe_ds.telling import log, warn
 
 if TYPE_CHECKING:
@@ -176,8 +180,10 @@ class Survivor:
         if self._base is None:
             stages = [self._stage.pipeline.ranks_of(stage) for stage in range(self._stage.num_stages)]
             self._base = _Base(stages, self._stage.partition, Groups(self._stage.module))
-        staying = staying_stages(self._base.stages, living)
-        self._form_world(heartbeat, agreed, staying, self._base)
+        seating = seated(
+            self._base.stages, living, reads_any=all(said["opens"] for said in agreed.said.values())
+        )
+        self._form_world(heartbeat, agreed, seating, self._base)
         self.wanted_stages = max(self.wanted_stages, len(self._base.stages))
         self._base = None
         return self._go_back()
@@ -188,7 +194,7 @@ class Survivor:
             identity(), heartbeat.people, lambda people: ask_people(people, PATIENCE_S),
             {heartbeat.people[rank].identity for rank in lost},
         )
-        return meeting.meet({"generation": generation()})
+        return meeting.meet({"generation": generation(), "opens": self._stage.pipeline.open_at is not None})
 
     @staticmethod
     def _miss_no_more(heartbeat: Heartbeat, ranks: Sequence[int]) -> None:
@@ -197,15 +203,22 @@ class Survivor:
 
     # -- the world ----------------------------------------------------------------------------
 
-    def _form_world(self, heartbeat: Heartbeat, agreed: Agreed, staying: list[int], base: _Base) -> None:
+    def _form_world(self, heartbeat: Heartbeat, agreed: Agreed, seating: Seating, base: _Base) -> None:
         pipeline, guard = self._stage.pipeline, self._stage.guard
-        boundaries = without_stages(base.boundaries, staying, self._run.balancer.pinned)
+        boundaries = without_stages(base.boundaries, seating.origins, self._run.balancer.pinned)
         if self._was_reading is None:
             self._was_reading = pipeline.reads_data
         people = [one for one in heartbeat.people if one.identity in agreed.members]
         number = max(int(said["generation"]) for said in agreed.said.values()) + 1
-        world = World(agreed.members, agreed.place, number, lost=lambda: _ended(people))
         with guard.naming_lost_ranks(_DOING):
+            if seating.leftover:
+                everybody = World(agreed.members, agreed.place, number, lost=lambda: _ended(people))
+                self._let_go(heartbeat, everybody, seating)
+                number += 1
+            members = in_rank_order(pipeline, [[heartbeat.people[rank] for rank in row] for row in seating.rows])
+            world = World(
+                [one.identity for one in members], members[0].place, number, lost=lambda: _ended(members)
+            )
             self._stage.module.is_absent = True
             try:
                 renumber(pipeline, world, Placement.from_boundaries(boundaries), old=base.groups)
@@ -218,7 +231,25 @@ class Survivor:
         guard.heartbeat = adopt_heartbeat(made)
         fatal.survive(None if made is None else made.break_off)
         fatal.mourn(())
-        self._staying = [self._staying[stage] for stage in staying] if self._staying else staying
+        known = self._staying or list(range(len(base.stages)))
+        self._staying = [known[stage] for stage in seating.origins]
+
+    def _let_go(self, heartbeat: Heartbeat, everybody: World, seating: Seating) -> None:
+        """Let ranks that have no place give their copies to the others; does not return on them.
+
+        Args:
+            heartbeat: of the world that broke.
+            everybody: a world of all that live, for this alone.
+            seating: who has a place.
+        """
+        everybody.regroup()
+        names = [heartbeat.people[rank].identity for row in seating.rows for rank in row]
+        hand_over(self._run, sorted(everybody.members.index(name) for name in names))
+        dist.barrier()
+        if heartbeat.rank in seating.leftover:
+            door, token = self._run.repacker.door_of(min(rank for row in seating.rows for rank in row))
+            leave(door, token)
+        self._miss_no_more(heartbeat, seating.leftover)
 
     def _make_heartbeat(self) -> Heartbeat | None:
         made = make_heartbeat()
@@ -241,19 +272,29 @@ class Survivor:
         with self._stage.guard.naming_lost_ranks("training went back to a snapshot"):
             run.repacker.goes_on_with(self._staying)
             self._staying = []
-            batch = newest(run)
-            if batch is None:
-                raise CantGoOnError("no snapshot is complete on them")
             run.repeating.share_results()
             own = max(self._reached, self._stage.pipeline.kept.num_noted)
             everyone = gather((self._reached, own))
             until, read = (max(numbers) for numbers in zip(*everyone, strict=True))
+            run.repeating.reached = until
             together(lambda: self._catch_up(read - own), self._stage.device, CantGoOnError)
-            restore(run, batch, self._stage.partition, until=read)
+            self._restore_or_reload(read)
             run.snapshots.connect(run.repacker.node_name())
             losses = run.repeating.replay(until)
             self._stage.pipeline.take_counters(until)
             return losses
+
+    def _restore_or_reload(self, read: int) -> None:
+        """Go back to the newest snapshot; where no snapshot serves, to the newest checkpoint."""
+        run = self._run
+        batch = newest(run)
+        try:
+            if batch is None:
+                raise SnapshotError("no snapshot is complete on them")
+            restore(run, batch, self._stage.partition, until=read)
+        except SnapshotError as error:
+            mark = reload(run, read, error)
+            run.warn_once(f"survive: {error}; training goes back to checkpoint {mark.path}", f"reload {mark.path}")
 
     def _catch_up(self, missed: int) -> None:
         """If this rank reads data from now on, let its iterator be where the others' are."""

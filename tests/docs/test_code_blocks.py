@@ -45,7 +45,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE, HERE, HERE, HERE, NAMES, HERE],  # a clock would stay for other tests
-    "docs/survive.md": [NAMES],
+    "docs/survive.md": [NAMES, NAMES],
     "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
 
@@ -53,7 +53,7 @@ CHECKED: dict[str, list[str]] = {
 GIVEN: dict[str, Any] = {
     "engine": DynamicPipelineEngine, "deepspeed": deepspeed, "numpy": numpy,
     "DynamicPipelineModule": DynamicPipelineModule, "PipelineModule": PipelineModule,
-    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches"), names.UNKNOWN),
+    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches", "loader"), names.UNKNOWN),
 }
 VALUES = {"numpy": numpy, "num_stages": 4, "num_micro_batches": 8, "forward_s": [1.0] * 4, "backward_s": [2.0] * 4}
 PYTHON = [block for page in pages.pages() for block in pages.blocks(page, "python")]

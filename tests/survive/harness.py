@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ NUM_BATCHES = 10
 KILL_FROM = 2  # the batch from which on points count
 SAVE_EVERY = 2
 NOTICED = Point("a loss is noticed", "dynpipe_ds.survive.survivor:Survivor.go_on")
-FIRST = {2: (0, 4, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
+FIRST = {2: (0, 2, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Job:
         num_micro_batches: of a batch, in place of the configuration's.
         stop_s: for how long ranks are stopped rather than killed.
         silent_s: after which ranks are asked whether they live.
+        replicas: of each stage.
+        save_every: batches between checkpoints.
+        rereads: how data can be read again: ``"data_at"``, ``"state"`` of the iterator, or not at all.
+        acts: whether something acts between batches.
     """
 
     num_ranks: int = 4
@@ -50,6 +54,15 @@ class Job:
     num_micro_batches: int | None = None
     silent_s: float = 30.0
     stop_s: float | None = None
+    replicas: int = 1
+    save_every: int = SAVE_EVERY
+    rereads: str = ""
+    acts: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Of its start."""
+        return self.num_ranks // self.replicas
 
     @property
     def run(self) -> Run:
@@ -61,7 +74,7 @@ class Job:
         if self.spares:
             section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
         return Run(
-            self.num_ranks, first=FIRST[self.num_ranks], dropout=0.1,
+            self.num_stages, first=FIRST[self.num_stages], dropout=0.1,
             config={**self.config, "dynamic_pipeline": section},
         )
 
@@ -80,6 +93,7 @@ class Outcome:
         num_steps: of the optimizer.
         evaluated: losses of evaluations.
         noticed_at: when it first knew that a rank was lost, in seconds since 1970; empty if it never did.
+        num_opened: how often data was read again.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -91,10 +105,76 @@ class Outcome:
     num_steps: int = 0
     evaluated: list[float] = field(default_factory=list)
     noticed_at: list[float] = field(default_factory=list)
+    num_opened: int = 0
 
     def went_on_at(self, killed_at: float) -> float:
         """When it came back from the longest of the batches that were not over when a rank was killed."""
         return max(batch for batch in self.batches if batch[1] > killed_at)[1]
+
+
+class Going:
+    """Micro-batches of an iterator that can go back.
+
+    Args:
+        replica: whose they are.
+        micro_batches: of a batch.
+    """
+
+    def __init__(self, replica: int, micro_batches: int) -> None:
+        self._made = replica, micro_batches
+        self.load_state_dict({"position": 0})
+
+    def __iter__(self) -> Going:
+        return self
+
+    def __next__(self) -> Any:
+        self._position += 1
+        return next(self._data)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._data, self._position = data(*self._made), state["position"]
+        for _ in range(self._position):
+            next(self._data)
+
+
+class Freezing:
+    """Lets a layer less train after every second batch."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.frozen = engine, 0
+
+    def before_batch(self, batch: int) -> None:
+        for index, layer in self._engine.local_layers().items():
+            layer.requires_grad_(index >= self.frozen)
+
+    def after_batch(self, batch: int) -> None:
+        self.frozen += (batch + 1) % 2 == 0 and self.frozen < 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frozen": self.frozen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.frozen = state["frozen"]
+
+
+def read(engine: Any, job: Job, outcome: Outcome) -> Iterator[Any]:
+    """This replica's data, and how it can be read again."""
+    micro_batches = job.run.micro_batches
+
+    def data_at(batch: int, replica: int) -> Iterator[Any]:
+        outcome.num_opened += 1
+        found = data(replica, micro_batches)
+        for _ in range(batch * micro_batches):
+            next(found)
+        return found
+
+    if job.rereads == "data_at":
+        engine.data_at(data_at)
+    replica = engine.grid.get_data_parallel_id()
+    return Going(replica, micro_batches) if job.rereads == "state" else data(replica, micro_batches)
 
 
 def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcome:
@@ -103,7 +183,9 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
     engine = make_engine(job.run)
     if job.num_micro_batches is not None:
         engine.set_num_micro_batches(job.num_micro_batches)
-    batches, others = data(0, job.run.micro_batches), data(1, job.run.micro_batches)
+    if job.acts:
+        engine.between_batches(Freezing(engine))
+    batches, others = read(engine, job, outcome), data(9, job.run.micro_batches)
     with ExitStack() as stack:
         stack.enter_context(NOTICED.arm(lambda: outcome.noticed_at.append(time.time())))
         try:
@@ -116,7 +198,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     stack.enter_context(faults[rank].arm(action))
                 began = time.monotonic()
                 outcome.losses.append(float(engine.train_batch(batches)))
-                if job.saves and note and (batch + 1) % SAVE_EVERY == 0:  # without a place, nothing is saved
+                if job.saves and note and (batch + 1) % job.save_every == 0:  # without a place, nothing is saved
                     engine.save_checkpoint(f"{note}.checkpoints", client_state={"batch": batch + 1})
                 if job.evaluates:
                     outcome.evaluated.append(float(engine.eval_batch(others)))

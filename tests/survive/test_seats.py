@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynpipe_ds.survive.seats import CantGoOnError, staying_stages, without_stages
+from dynpipe_ds.survive.seats import CantGoOnError, seated, without_stages
 
 
 @pytest.mark.parametrize(("staying", "pinned", "expected"), [
@@ -25,10 +25,46 @@ def test_a_stage_whose_layers_are_pinned_goes_to_one_neighbour() -> None:
     assert without_stages((0, 2, 5, 8), [0, 2], (3, 4)) == (0, 2, 8)
 
 
-def test_stages_that_are_left() -> None:
-    assert staying_stages([(0,), (1,), (2,)], {0, 2}) == [0, 2]
-    assert staying_stages([(0, 1), (2, 3)], {2, 3}) == [1]
-    with pytest.raises(CantGoOnError, match="of stage 0 some replicas are lost and some live"):
-        staying_stages([(0, 1), (2, 3)], {1, 2, 3})
+S2R2 = [(0, 1), (2, 3)]
+S3R2 = [(0, 1), (2, 3), (4, 5)]
+S2R3 = [(0, 1, 2), (3, 4, 5)]
+
+
+@pytest.mark.parametrize(("stages", "lost", "rows", "origins", "leftover"), [
+    ([(0,), (1,), (2,)], {1}, ((0,), (2,)), (0, 2), ()),
+    (S2R2, {1}, ((2, 3),), (1,), (0,)),
+    (S2R2, {0, 1}, ((2, 3),), (1,), ()),
+    (S2R2, {1, 2}, ((0, 3),), (0,), ()),
+    (S3R2, {0}, ((2, 3), (4, 5)), (1, 2), (1,)),
+    (S3R2, {1, 2}, ((0, 3), (4, 5)), (0, 2), ()),
+    (S3R2, {1, 3}, ((4, 5),), (2,), (0, 2)),
+    (S2R3, {5}, ((0, 1, 2),), (0,), (3, 4)),
+    (S2R3, {0, 4}, ((3, 1, 2),), (0,), (5,)),
+    (S2R2, {1, 3}, None, None, None),
+    ([*S3R2, (6, 7)], {3, 5}, ((0, 1), (2, 4), (6, 7)), (0, 1, 3), ()),  # in the middle nobody reads data
+])  # fmt: skip
+def test_the_number_of_replicas_stays(
+    stages: list[tuple[int, ...]], lost: set[int], rows: tuple[tuple[int, ...], ...] | None,
+    origins: tuple[int, ...] | None, leftover: tuple[int, ...] | None,
+) -> None:
+    living = {rank for ranks in stages for rank in ranks} - lost
+    if rows is None:
+        with pytest.raises(CantGoOnError, match="of every stage some replica is lost.*engine.data_at"):
+            seated(stages, living)
+    else:
+        assert seated(stages, living) == (rows, origins, leftover)
+
+
+def test_ranks_that_can_read_any_data_become_other_replicas() -> None:
+    assert seated(S2R2, {0, 2}, reads_any=True) == (((0, 2),), (0,), ())
+    assert seated(S3R2, {0, 2, 4, 5}, reads_any=True) == (((0, 2), (4, 5)), (0, 2), ())
+
+
+def test_fewer_ranks_than_replicas_are_refused_by_name() -> None:
+    with pytest.raises(CantGoOnError, match="1 ranks are left for 2 replicas; load the checkpoint on fewer replicas"):
+        seated(S2R2, {2}, reads_any=True)
+
+
+def test_no_stage_is_left() -> None:
     with pytest.raises(CantGoOnError, match="no stage is left"):
-        staying_stages([(0,), (1,)], set())
+        seated([(0,), (1,)], set())

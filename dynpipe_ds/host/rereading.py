@@ -1,0 +1,78 @@
+"""Data of batches that nobody has kept any more, read once more.
+
+Two things can do that: a function of the user's that opens the data at a batch, and an iterator that can say where it
+is, and go back there (``state_dict``, ``load_state_dict``). What was read again leaves the present iterator where it
+was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dynpipe_ds.host.data_position import same_random_streams
+
+OpenAt = Callable[[int, int], Iterable[Any]]
+"""``open_at(batch, replica)``: micro-batches as a replica reads them, from the first one of a batch on."""
+
+
+class Position:
+    """Where an iterator is that can go back there.
+
+    Args:
+        iterator: that has ``state_dict`` and ``load_state_dict``.
+        behind: micro-batches that other stages have taken from theirs, and this one has not.
+    """
+
+    def __init__(self, iterator: Any, behind: int) -> None:
+        self._iterator, self._behind = iterator, behind
+        self._state = copy.deepcopy(iterator.state_dict())
+
+    def read(self, number: int) -> Iterator[Any]:
+        """Go back, and give what was read next; when it is over, or closed, the iterator is where it was.
+
+        Args:
+            number: of micro-batches.
+        """
+        present = copy.deepcopy(self._iterator.state_dict())
+        self._iterator.load_state_dict(copy.deepcopy(self._state))
+        try:
+            with same_random_streams():
+                for _ in range(self._behind):
+                    next(self._iterator)
+            for left in range(number, 0, -1):
+                value = next(self._iterator)
+                if left == 1:  # nobody asks for more
+                    self._iterator.load_state_dict(present)
+                    present = None
+                yield value
+        finally:
+            if present is not None:
+                self._iterator.load_state_dict(present)
+
+
+def position_of(iterator: Any, behind: int) -> Position | None:
+    """Where an iterator is.
+
+    Args:
+        iterator: of the user's.
+        behind: as there.
+
+    Returns:
+        ``None`` if it can't go back.
+    """
+    can = all(callable(getattr(iterator, name, None)) for name in ("state_dict", "load_state_dict"))
+    return Position(iterator, behind) if can else None
+
+
+def opened(open_at: OpenAt, batch: int, replica: int) -> Iterator[Any]:
+    """What a function of the user's gives; random numbers that it draws leave no trace.
+
+    Args:
+        open_at: the function.
+        batch: from its first micro-batch on.
+        replica: as this one reads it.
+    """
+    with same_random_streams():
+        return iter(open_at(batch, replica))
