@@ -19,7 +19,7 @@ MOST_CHANGE = 8.0
 
 
 def likely(loads: Floats, earlier: Floats) -> list[Floats]:
-    """Batches that the next one may be like: the one before the last, and the last one changed as much as it was from it.
+    """Batches that the next may be like: the one before the last, and the last one changed as much as it was from it.
 
     How much each expert's rows changed is taken as a draw for any expert, in either direction: every expert is given
     another one's change, in :data:`TURNS` turns. Each source keeps its rows.
