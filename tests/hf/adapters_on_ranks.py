@@ -20,6 +20,7 @@ class Adapted:
 
     losses: list[float]
     layers: dict[str, str]
+    kept_bytes: list[tuple[int, int, int]]  # by layer: trained elements; elements, gradient bytes of the profile
     logits: torch.Tensor | None
 
 
@@ -84,4 +85,10 @@ def _train(
     if export:
         assert job.save_to is not None
         save_pretrained(engine, job.save_to, source=job.folder)
-    return Adapted(losses, found, None if logits is None else logits.detach().float())
+    profile = engine.last_batch_profile
+    kept = [] if profile is None else [
+        (sum(p.numel() for p in layer.parameters() if p.requires_grad), profile.layers[index].num_parameters,
+         profile.layers[index].gradient_bytes)
+        for index, layer in engine.local_layers().items()
+    ]  # fmt: skip
+    return Adapted(losses, found, kept, None if logits is None else logits.detach().float())

@@ -44,6 +44,11 @@ def check(one: Job, ranks: list[dict[str, Adapted]]) -> None:
     assert len(layers["static"]) == len(one.layers()), "replicas have different weights"
     held = [[rank.layers.keys() for rank in runs[way]] for way in ("static", "moved")]
     assert held[0] != held[1], "adapters have moved"
+    kept = [layer for rank in runs["static"] for layer in rank.kept_bytes]
+    size = 2 if "bf16" in one.settings else 4
+    assert any(trained for trained, _, _ in kept), "adapters are among them"
+    for trained, elements, gradient_bytes in kept:  # a profile knows that frozen weights have no gradients
+        assert gradient_bytes == trained * size and trained < elements
     logits = runs["moved"][-1].logits
     assert logits is not None and one.save_to is not None
     assert torch.equal(logits, saved_logits(one))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers, causal_lm_loss  # noqa: E402
+from dynpipe_ds.hf import PretrainedFolder, causal_lm_layers  # noqa: E402
 from scenarios.pretrained import PretrainedModel  # noqa: E402
 from tests.distributed.configs import TORCH_ADAMW  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
@@ -43,7 +42,6 @@ def check(job: Job, runs: Runs) -> None:
         assert rank.losses == static[0].losses and rank.evaluated == static[0].evaluated
         assert rank.bytes_read == rank.own_bytes
     assert len(set(static[0].losses)) == job.num_batches
-    assert abs(static[0].evaluated - untrained_loss(job)) > 0.002, "nothing was trained"
     layers = [{item for rank in run for item in rank.layers.items()} for run in (static, moved)]
     assert layers[0] == layers[1]
     assert len(layers[0]) == len(job.layers()), "replicas have different weights"
@@ -54,18 +52,6 @@ def check(job: Job, runs: Runs) -> None:
     loads = [[{item for rank in run for item in loads_of(rank, batch)} for batch in range(job.num_batches)]
              for run in (static, moved)]  # fmt: skip
     assert loads[0] == loads[1]
-
-
-def untrained_loss(job: Job) -> float:
-    """What the evaluation of three micro-batches gives with the weights of the folder."""
-    specs = job.layers()
-    layers = tiny.build(specs)
-    for layer in layers:
-        layer.eval()
-    with torch.no_grad():
-        data = tiny.batches(9, padded=job.padded)
-        losses = [causal_lm_loss(tiny.run(specs, layers, inputs), labels) for inputs, labels in islice(data, 3)]
-    return float(sum(losses) / 3)
 
 
 def loads_of(rank: Trained, batch: int) -> set[tuple[int, tuple[int, ...]]]:
@@ -81,6 +67,9 @@ def check_saved(job: Job, runs: Runs, dtype: torch.dtype) -> None:
     assert len(messages) == 1 and "exists and is not an empty folder: give another name" in messages.pop()
     assert (job.save_to / "tokenizer_config.json").is_file() == (job.folder / "tokenizer_config.json").is_file()
     assert not list(job.save_to.parent.glob(".*.partial"))
+    before, after = (weights_in(folder) for folder in (job.folder, job.save_to))
+    kept = [name for name, weight in after.items() if torch.equal(weight, before[name].to(weight.dtype))]
+    assert len(kept) < len(after) / 10, "little was trained"  # norms keep 1 in bf16
     if job.folder.name == "llama_moe":
         check_saved_llama_moe(job)
         return
@@ -95,6 +84,11 @@ def check_saved(job: Job, runs: Runs, dtype: torch.dtype) -> None:
     assert logits is not None
     with torch.no_grad():
         assert torch.equal(model.eval()(**named).logits.float(), logits)
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = [safetensors.load_file(file) for file in folder.glob("*.safetensors")]
+    return {name: weight for held in files for name, weight in held.items()}
 
 
 def check_saved_llama_moe(job: Job) -> None:
