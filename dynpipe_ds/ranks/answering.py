@@ -127,7 +127,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class Listener:
-    """Answers whoever asks this process, until it ends.
+    """Answers whoever asks this process, for one world, until the process ends.
+
+    Args:
+        beside: listener of an earlier world of this process, which still answers: it shares its socket and its thread.
 
     Attributes:
         address: where it is asked.
@@ -138,13 +141,41 @@ class Listener:
         OSError: if no socket can be had.
     """
 
+    def __init__(self, beside: Listener | None = None) -> None:
+        self._server: _Server = _Server() if beside is None or beside.is_closed else beside._server
+        host, port = self._server.end
+        self.address = Address(host, port, secrets.token_hex(16))
+        self.last_words: Verdict | None = None
+        self._server.listeners[self.address.secret] = self
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody answers any more."""
+        return self._server.socket.fileno() < 0
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.listeners.pop(self.address.secret, None)
+        if all(listener.last_words is not None for listener in self._server.listeners.values()):
+            self._server.close()
+
+
+class _Server:
+    """The socket and the thread of a process's listeners.
+
+    Attributes:
+        socket: of this process.
+        end: where it is reached.
+        listeners: by their secrets.
+    """
+
     def __init__(self) -> None:
         family, advertised, bound = own_address()
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((bound, 0))
-        self._socket.listen(_BACKLOG)
-        self.address = Address(advertised, int(self._socket.getsockname()[1]), secrets.token_hex(16))
-        self.last_words: Verdict | None = None
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.bind((bound, 0))
+        self.socket.listen(_BACKLOG)
+        self.end: tuple[str, int] = advertised, int(self.socket.getsockname()[1])
+        self.listeners: dict[str, Listener] = {}
         self._staying: list[socket.socket] = []
         # A worker of a data loader must not keep the sockets of a process that has ended.
         os.register_at_fork(after_in_child=self._let_go)
@@ -153,11 +184,11 @@ class Listener:
     def close(self) -> None:
         """Answer no more."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._let_go()
 
     def _let_go(self) -> None:
-        self._socket.close()
+        self.socket.close()
         for connection in self._staying:
             connection.close()
 
@@ -165,35 +196,62 @@ class Listener:
         # One after the other, in the order in which they came: who asks itself knows all that came before.
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = self.socket.accept()
             except OSError as error:
                 if error.errno in (errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     time.sleep(_PAUSE_S)
                     continue
                 return  # closed
             with suppress(OSError, ValueError):
-                told = _read(self._receive(connection), self.address.secret)
+                line = _receive(connection)
+                listener = self._asked(line)
+                told = _read(line, listener.address.secret)
                 if told == _STAY:
-                    self._staying.append(connection)
+                    self._stay(connection)
                     continue
-                if isinstance(told, Verdict) and self.last_words is None:
+                if isinstance(told, Verdict) and listener.last_words is None:
                     fatal.hold(told)
-                connection.sendall(_line(self.address.secret, self.last_words or fatal.held()))
+                connection.sendall(_line(listener.address.secret, listener.last_words or fatal.held()))
             connection.close()
 
-    @staticmethod
-    def _receive(connection: socket.socket) -> bytes:
-        received, clock = b"", RunningClock()
-        while not received.endswith(b"\n"):
-            left_s = _READ_S - clock.tick()
-            if left_s <= 0 or len(received) > _LONGEST_LINE:
-                raise ValueError("not a line")
-            connection.settimeout(left_s)
-            piece = connection.recv(4096)
-            if not piece:
-                raise ValueError("cut short")
-            received += piece
-        return received
+    def _asked(self, line: bytes) -> Listener:
+        said = line.partition(b" ")[0]
+        for listener in list(self.listeners.values()):
+            if hmac.compare_digest(said, listener.address.secret.encode()):
+                return listener
+        raise ValueError("a line without a secret")
+
+    def _stay(self, connection: socket.socket) -> None:
+        """Keep a connection, and none whose other end is closed: every world has connections of its own."""
+        for one in [one for one in self._staying if _has_ended(one)]:
+            self._staying.remove(one)
+            one.close()
+        self._staying.append(connection)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """The line that somebody says."""
+    received, clock = b"", RunningClock()
+    while not received.endswith(b"\n"):
+        left_s = _READ_S - clock.tick()
+        if left_s <= 0 or len(received) > _LONGEST_LINE:
+            raise ValueError("not a line")
+        connection.settimeout(left_s)
+        piece = connection.recv(4096)
+        if not piece:
+            raise ValueError("cut short")
+        received += piece
+    return received
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    try:
+        connection.setblocking(False)
+        return not connection.recv(1)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
 
 
 class _Call:
@@ -301,12 +359,7 @@ class Standing:
     @property
     def is_broken(self) -> bool:
         """Whether the process has ended, or its system has."""
-        try:
-            return not self._socket.recv(64)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError:
-            return True
+        return _has_ended(self._socket)
 
     def fileno(self) -> int:
         """For ``select``."""

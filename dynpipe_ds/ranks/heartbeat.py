@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -256,7 +256,7 @@ def start_heartbeat() -> Heartbeat | None:
     if group is not dist.group.WORLD:
         several = dist.get_world_size() > 1
         fatal.apply_to_this_process(several)
-        made = _start(earlier.listener if earlier is not None else None) if several else None
+        made = _start(lambda: Listener() if earlier is None else earlier.listener) if several else None
         if earlier is not None:
             earlier.stop_watching()
             if made is None:
@@ -266,12 +266,14 @@ def start_heartbeat() -> Heartbeat | None:
 
 
 def make_heartbeat() -> Heartbeat | None:
-    """A heartbeat of the present world with an address of its own, besides that of an earlier world; collective.
+    """A heartbeat of the present world with a secret of its own, besides that of an earlier world; collective.
 
     Returns:
         As :func:`start_heartbeat`; it counts once :func:`adopt_heartbeat` was told.
     """
-    return _start(None) if dist.get_world_size() > 1 else None
+    earlier = _heartbeat[1]
+    beside = None if earlier is None else earlier.listener
+    return _start(lambda: Listener(beside)) if dist.get_world_size() > 1 else None
 
 
 def adopt_heartbeat(made: Heartbeat | None) -> Heartbeat | None:
@@ -289,10 +291,10 @@ def adopt_heartbeat(made: Heartbeat | None) -> Heartbeat | None:
     return made
 
 
-def _start(listener: Listener | None) -> Heartbeat | None:
-    why = None
+def _start(make: Callable[[], Listener]) -> Heartbeat | None:
+    listener = why = None
     try:
-        listener = listener or Listener()
+        listener = make()
     except OSError as error:
         why = f"no socket to listen on ({error})"
     addresses = [address for address in gather(None if listener is None else listener.address) if address is not None]

@@ -93,7 +93,7 @@ def test_the_time_in_which_a_process_is_stopped_does_not_count() -> None:
 
 def test_what_was_told_before_is_read_before_anybody_is_accused(listener: Listener) -> None:
     """A rank that goes on after a stop: those who found out why have ended meanwhile, and are not the cause."""
-    told, receive = Verdict((2,), "rank 2 ended", lost=True), Listener._receive
+    told, receive = Verdict((2,), "rank 2 ended", lost=True), answering._receive
 
     def receive_late(connection: socket.socket) -> bytes:
         time.sleep(0.3)
@@ -101,11 +101,35 @@ def test_what_was_told_before_is_read_before_anybody_is_accused(listener: Listen
 
     gone = Address("127.0.0.1", 1, "secret")
     waiting = Heartbeat(listener, 0, [listener.address, gone, gone], timeout_s=60.0)
-    with patch.object(Listener, "_receive", staticmethod(receive_late)):
+    with patch.object(answering, "_receive", receive_late):
         with socket.create_connection((listener.address.host, listener.address.port)) as teller:
             teller.sendall(answering._line(listener.address.secret, told))
         assert waiting.find_lost("batch 3 was trained", newest) == told
     waiting.stop()
+
+
+def test_a_world_that_was_left_answers_at_the_same_socket(listener: Listener) -> None:
+    """Whatever was told there counts no more, and it costs neither a socket nor a thread."""
+    left, first = Verdict((1,), "the others went on", lost=True), listener
+    told = Verdict((2,), "rank 2 ended", lost=True)
+    held = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(5):
+        first.last_words, first = left, Listener(first)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == held
+    assert ask({0: listener.address}, 5.0, told) == {0: Answer.LIVES} and fatal.held() == left
+    fatal._held = None
+    assert ask({0: first.address}, 5.0, told) == {0: Answer.LIVES} and fatal.held() == told
+    first.close()
+    assert ask({0: listener.address}, 5.0) == {0: Answer.ENDED}, "nobody is left to answer for"
+
+
+def test_a_connection_stays_until_its_other_end_is_closed(listener: Listener) -> None:
+    held = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        kept = answering.Standing(listener.address)
+        assert ask({0: listener.address}, 5.0) == {0: Answer.LIVES} and not kept.is_broken
+        assert len(os.listdir("/proc/self/fd")) <= held + 3, "both ends, and that of the one before"
+        kept.close()
 
 
 def test_who_leaves_on_purpose_is_not_missed(listener: Listener) -> None:
@@ -176,7 +200,7 @@ def test_where_a_process_listens(monkeypatch: pytest.MonkeyPatch) -> None:
             listener = Listener()
             assert ask({0: listener.address}, 5.0) == {0: Answer.LIVES}
         assert listener.address.host == advertised
-        assert listener._socket.getsockname()[0] == bound
+        assert listener._server.socket.getsockname()[0] == bound
         listener.close()
 
 
@@ -185,10 +209,10 @@ def test_a_forked_worker_does_not_keep_the_socket(listener: Listener, tmp_path: 
     child = os.fork()
     if child == 0:
         with suppress(OSError):
-            (tmp_path / "fileno").write_text(str(listener._socket.fileno()))
+            (tmp_path / "fileno").write_text(str(listener._server.socket.fileno()))
         os._exit(0)
     os.waitpid(child, 0)
-    assert (tmp_path / "fileno").read_text() == "-1" != str(listener._socket.fileno())
+    assert (tmp_path / "fileno").read_text() == "-1" != str(listener._server.socket.fileno())
 
 
 # -- in a job ---------------------------------------------------------------------------------
