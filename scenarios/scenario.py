@@ -270,7 +270,9 @@ def build_scenario(name: str, settings: Mapping[str, Any]) -> Scenario:
     except ValueError as error:
         if not wrong:
             raise
-        wrong.append(str(error))
+        told = {problem.partition("=")[0].removeprefix("scenario.") for problem in wrong}
+        further = str(error).removeprefix("scenario: ").split("; ")
+        wrong += [problem for problem in further if problem.partition("=")[0] not in told]
     if wrong:
         raise ValueError(f"scenario {name!r} does not take these settings: {'; '.join(wrong)}")
     return scenario

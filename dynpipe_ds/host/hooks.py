@@ -182,6 +182,16 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             super()._configure_lr_scheduler()
         self.dynamic.pipeline.show_users_groups(self.lr_scheduler)
 
+    def get_lr(self) -> list[float]:
+        """As DeepSpeed's, for the user's parameter groups alone.
+
+        Returns:
+            A learning rate for each; none without an optimizer.
+        """
+        optimizer, rates = self.dynamic.stage_optimizer, super().get_lr()
+        twins = () if optimizer is None else optimizer.groups.twins
+        return [rate for group, rate in enumerate(rates) if group not in twins]
+
     def _broadcast_model(self) -> None:
         with not_broadcast(self.module):
             super()._broadcast_model()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dynpipe_ds import building_replica
 from scenarios.gpt import INIT_STD, Block, GPTConfig, add_extra_loss
+from scenarios.moe.counting import Counted
 from scenarios.moe.experts import add_rows, run_experts, take_rows
 from scenarios.moe.parallel import expert_group, from_experts, plan_exchange, to_experts
 from scenarios.moe.routing import (
@@ -114,6 +115,7 @@ class MoEMLP(SharedExperts):
         if experts.routing == "loss_free":
             self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int32))
         self.load: Tensor | None = None
+        self._counted = Counted()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to the same shape; all leading dimensions are tokens of one pool.
@@ -194,7 +196,7 @@ class MoEMLP(SharedExperts):
 
     def drop_gradients(self) -> None:
         """Forget a batch that all ranks drop, with what was counted in it."""
-        self.load = None
+        self.load, self._counted = None, Counted()
         super().drop_gradients()
 
     def take_load(self) -> Tensor | None:
@@ -204,7 +206,7 @@ class MoEMLP(SharedExperts):
             int64 ``[2 E + 2]``: rows computed by each expert, rows that wanted each, missed, offered (see
             :class:`Assignment`), of this replica's tokens; ``None`` if nothing was.
         """
-        load, self.load = self.load, None
+        load, self.load, self._counted = self.load, None, Counted()
         return load
 
     def _choose(self, scores: Tensor, chosen: Tensor) -> Assignment:
@@ -232,7 +234,7 @@ class MoEMLP(SharedExperts):
 
     def _note(self, assignment: Assignment) -> None:
         """Count for the batch; only once where the forward is repeated for the backward."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and self._counted.once()):
             return
         offered = torch.full_like(assignment.num_missed, assignment.num_offered)
         rest = torch.stack((assignment.num_missed, offered))

@@ -101,7 +101,7 @@ def test_the_only_replica_trains_what_it_owns_as_any_other_parameter(mode: str, 
 
 
 def rates_of_both(_rank: int) -> list[list[float]]:
-    """The learning rates in the optimizer after each batch, and one set by hand."""
+    """The learning rates in the optimizer after each batch, one set by hand, and what the engine then tells."""
     run = Run(2, num_batches=1, client="scheduled", config=ZERO, special={1: Own, 4: Own})
     engine = make_engine(run)
     found = []
@@ -111,14 +111,15 @@ def rates_of_both(_rank: int) -> list[list[float]]:
     engine.basic_optimizer.param_groups[0]["lr"] = 0.123
     engine.lr_scheduler = None
     train(engine, run)
-    return [*found, [group["lr"] for group in engine.basic_optimizer.param_groups]]
+    return [*found, [group["lr"] for group in engine.basic_optimizer.param_groups], engine.get_lr()]
 
 
 def test_what_a_replica_owns_follows_its_group() -> None:
     for found in run_ranks(rates_of_both, 4):
-        *_, last, by_hand = found
+        *_, last, by_hand, told = found
         assert len(last) == 3, "of two groups one has such parameters"
         assert by_hand[0] == by_hand[2] == 0.123
+        assert told == by_hand[:2], "users know nothing of further groups"
 
 
 # -- values and norm by hand ------------------------------------------------------------------

@@ -85,6 +85,15 @@ def test_settings_without_a_meaning_are_refused_at_the_start(name: str) -> None:
         scenario.check_replicas(num_replicas)
 
 
+@pytest.mark.parametrize("name", ["moe", "moe_continual"])
+def test_what_is_wrong_with_a_setting_is_said_once(name: str) -> None:
+    settings = {"placement": "best", "expert_weights": "halved", "plan_every": 0}
+    with pytest.raises(ValueError, match="plan_every=0 must be at least 1") as caught:
+        build_scenario(name, settings)
+    text = str(caught.value)
+    assert [text.count(f"{setting}=") for setting in settings] == [1, 1, 1], text
+
+
 def test_experts_that_dont_divide_may_be_replicated_or_alone() -> None:
     MixtureOfExperts(num_experts=6).check_replicas(4)
     MixtureOfExperts(num_experts=6, expert_weights="sharded").check_replicas(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.splitting import Way
 from tests.matrix import mostly
 from tests.scenarios.exactness import Job
-from tests.scenarios.sharded_jobs import Placement, anywhere, build_placed, seen_of, train_placed
+from tests.scenarios.sharded_jobs import Placement, Seen, anywhere, build_placed, seen_of, train_placed, train_run
 
 # -- one layer ------------------------------------------------------------------------------------
 
@@ -171,6 +172,33 @@ def test_the_bits_are_the_same_wherever_experts_are_computed(name: str) -> None:
         for placement, seen in zip(placements, found, strict=True):
             assert seen.losses == still.losses, f"rank {rank}, {placement}"
             assert seen.layers == still.layers, f"rank {rank}, {placement}"
+
+
+def train_checkpointed(_rank: int, job: Job, placements: Sequence[Placement]) -> list[Seen]:
+    """Train with each placement, activations checkpointed or not, by the job's configuration."""
+    found = []
+    for placement in placements:
+        run = build_placed(job, placement)
+        assert run.engine.module.activation_checkpoint_interval == job.batch.get("pipeline", {}).get(INTERVAL, 0)
+        found.append(train_run(run, job, moves=True))
+    return found
+
+
+INTERVAL = "activation_checkpoint_interval"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("stages", mostly([1, 2], [2]))
+def test_checkpointed_activations_have_the_same_bits(stages: int, reentrant: bool) -> None:
+    """Forwards run again in the backward, rows travel again, and nothing counts twice."""
+    job = Job("moe", {"dense_blocks": 2}, stages=stages, num_batches=4)
+    pipeline = {INTERVAL: 1, "use_reentrant": reentrant}
+    plain = run_ranks(train_checkpointed, 2 * stages, job, ["static"], timeout_s=300)[0][0]
+    checkpointed = replace(job, batch={"pipeline": pipeline})
+    for rank in run_ranks(train_checkpointed, 2 * stages, checkpointed, ["static", "random"], timeout_s=300):
+        for seen in rank:
+            assert seen.losses == plain.losses and seen.layers == plain.layers
+        assert rank[0].reports == plain.reports
 
 
 # -- what a run says and keeps --------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from scenarios.moe.counting import Counted
 from scenarios.moe.placing import Lanes
 from scenarios.moe.sharded.products import LaneSums, LaneTimes
 from scenarios.moe.sharded.relay import Job
@@ -97,6 +98,7 @@ class LayerState:
         trans: copies on their way here or from here, and bytes received.
         agg: sums on their way.
         num_forwards: trained so far.
+        counted: which forwards those are.
         plan: a placement for the next batch, in the making.
         times: of the layer on this rank.
     """
@@ -111,5 +113,6 @@ class LayerState:
     trans: Job[int] | None = None
     agg: Job[Summed | None] | None = None
     num_forwards: int = 0
+    counted: Counted = field(default_factory=Counted)
     plan: Job[Lanes] | None = None
     times: LaneTimes = field(default_factory=LaneTimes)

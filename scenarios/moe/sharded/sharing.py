@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scenarios.moe.counting import Counted
 from scenarios.moe.placing import Lanes
 from scenarios.moe.sharded.batch import Experts, LayerBatch, LayerState, Planner, Reroute, Summed, Travelled
 from scenarios.moe.sharded.chains import Load, Visit, pieces_of, run_chains, summing_chain
@@ -122,7 +123,7 @@ class Sharing:
             state = self._add(len(self._states), experts, self._static)
         if state is not None:
             lanes = state.lanes = state.lanes or self._lanes_of_batch(state, table)
-            if torch.is_grad_enabled():
+            if state.counted.once():
                 pairs = zip(state.rows, table, strict=True)
                 state.rows = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
                 state.num_forwards += 1
@@ -207,7 +208,7 @@ class Sharing:
         self._unposted = list(self._states.values())
         for state in self._unposted:
             state.agg, state.lanes, state.rows, state.plan = None, None, self._no_rows(), None
-            state.num_forwards, state.times = 0, LaneTimes()
+            state.num_forwards, state.times, state.counted = 0, LaneTimes(), Counted()
             for sums in state.sums.values():
                 sums.clear()
 
