@@ -146,6 +146,11 @@ def all_of(cases: Sequence[Any], call: Callable[[Any], Any], processes: int) -> 
         yield from pool.map(call, cases)
 
 
+def _way(agg: Agg) -> str:
+    """How gradients come home, in words."""
+    return "around the ring" if agg == "chain" else "by holder"
+
+
 def _cells(values: dict[str, float], names: Iterable[str]) -> list[str]:
     return [f"{values[name]:.2f}" for name in names]
 
@@ -207,7 +212,7 @@ def large(report: Report, size: Size) -> None:
         setting = row.setting
         rows.append([
             f"{setting.num_ranks} x {setting.num_experts // setting.num_ranks}",
-            "around the ring" if setting.agg == "chain" else "by holder", setting.model, str(setting.top_k), setting.drift,
+            _way(setting.agg), setting.model, str(setting.top_k), setting.drift,
             "overlapped" if row.overlapped else "blocking", *_cells(row.layer, SHOWN), f"{row.over_rivals:.2f}",
             f"{row.balance[STATIC]:.2f}", f"{row.balance[LANES]:.2f}", f"{row.copies[LANES]:.1f}",
             f"{row.hidden[LANES]:.0%}" if row.overlapped else "", f"{row.plan_ms[PRO_PROPHET]:.1f}",
@@ -256,7 +261,7 @@ def ablation(report: Report, size: Size) -> None:
             figures = published.FIGURE_15[k] if name == PRO_PROPHET else (published.UNKNOWN,) * 2
             cells = [planner, scheduler, joined, planner * scheduler * joined, *simple]
             rows.append([
-                str(k), "around the ring" if agg == "chain" else "by holder", name, *(f"{each:.2f}" for each in cells),
+                str(k), _way(agg), name, *(f"{each:.2f}" for each in cells),
                 *(str(each) for each in (*paper, *figures)),
             ])  # fmt: skip
             values.append({"k": k, "agg": agg, "planner": name, "speedups": [round(each, 3) for each in cells]})
@@ -300,7 +305,7 @@ NOTES = [
     "Everybody plans from the batch before, except *FasterMoE, own counts*, which decides in the batch, as published, "
     "and *lanes re-routed*, which spreads a batch's own rows over the copies planned before. Planning itself takes no "
     "time here; its CPU milliseconds are in a column. n of Pro-Prophet is the best of eight.",
-    "*Agg by holder*: every holder adds its lanes and forwards, as the papers do. *Around the ring*: the running sum that "
-    "gives the same bits whatever the placement, for everybody.",
+    "*Agg by holder*: every holder adds its lanes and forwards, as the papers do. *Around the ring*: the running sum "
+    "that gives the same bits whatever the placement, for everybody.",
     "*Tutel's switch* is its published rule in our words (benchmarks/experts/contenders.py), not its code.",
 ]
