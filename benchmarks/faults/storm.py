@@ -221,7 +221,7 @@ def main() -> None:
     calm, storm = new("undisturbed", num_batches), new("storm", num_batches)
     run_together([(calm, None), (storm, random.Random(options.seed))], options.every, options.logs)
     found = judge(calm, storm)
-    kept = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    kept = {key: value for key, value in vars(options).items() if not isinstance(value, Path)}  # nobody else's folders
     path = save(options.out, NAME, {"environment": about, **kept, **found}, table(["", ""], rows(found, options.every)))
     draw(calm, storm, path)
 

@@ -89,7 +89,7 @@ def test_published_figures_are_complete() -> None:
 def test_what_is_written(tmp_path: Path) -> None:
     tables.large(Report("layers", tmp_path, "performance model", title="Layers"), SMALL)
     text = (tmp_path / "layers.md").read_text(encoding="utf-8")
-    assert "**SIMULATION: nothing ran" in text and "| 4 x 8 | source order | S | 2 | fast | overlapped |" in text
+    assert "**SIMULATION: nothing ran" in text and "| 4 x 8 | around the ring | S | 2 | fast | overlapped |" in text
     values = json.loads((tmp_path / "layers.json").read_text(encoding="utf-8"))["values"]
     assert len(values) == 16
     for row in values:

@@ -192,6 +192,7 @@ def _run(
     pipe: Any, log: str, rank: int, world: _World, stay: bool, function: Callable[..., Any], args: Any
 ) -> None:
     stream = open(log, "w", buffering=1)
+    os.chdir(Path(log).parent)  # what a rank writes beside itself goes with the folder
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
