@@ -7,6 +7,7 @@ finds what it found the first time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -62,8 +63,9 @@ class Repeating:
                     return train()
             except RankLostError as error:
                 repeated = self._survivor.go_on(error)
-                if number in repeated:
-                    return cast(T, repeated[number])
+            _let_go()
+            if number in repeated:
+                return cast(T, repeated[number])
 
     def between_batches(self, action: Callable[[], T]) -> T:
         """Do something between batches, and again if ranks are lost meanwhile and the others go on.
@@ -83,6 +85,8 @@ class Repeating:
                 self._num_done += 1
                 if self._survivor.is_on:
                     self._run.stage.pipeline.note_counters(self._run.num_batches)
+                continue
+            _let_go()
         result, self._result = self._result, None if not self._survivor.is_on else self._result
         return cast(T, result)
 
@@ -180,3 +184,12 @@ class Repeating:
         restore(self._run, batch, boundaries)
         self.replay(until)
         return batch
+
+
+def _let_go() -> None:
+    """Let go of the world that was lost, when its error is handled.
+
+    Process groups and frames that raised hold each other. Their sockets and threads would stay until Python looks for
+    such cycles by itself, several losses later.
+    """
+    gc.collect()

@@ -94,6 +94,7 @@ class Outcome:
         evaluated: losses of evaluations.
         noticed_at: when it first knew that a rank was lost, in seconds since 1970; empty if it never did.
         num_opened: how often data was read again.
+        held: descriptors of the process after each batch.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -106,6 +107,7 @@ class Outcome:
     evaluated: list[float] = field(default_factory=list)
     noticed_at: list[float] = field(default_factory=list)
     num_opened: int = 0
+    held: list[int] = field(default_factory=list)
 
     def went_on_at(self, killed_at: float) -> float:
         """When it came back from the longest of the batches that were not over when a rank was killed."""
@@ -203,6 +205,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                 if job.evaluates:
                     outcome.evaluated.append(float(engine.eval_batch(others)))
                 outcome.batches.append((time.monotonic() - began, time.time()))
+                outcome.held.append(len(os.listdir("/proc/self/fd")))
             engine.wait_for_disk()
         except FatalError as error:
             outcome.error = str(error)

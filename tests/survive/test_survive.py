@@ -13,7 +13,7 @@ from tests.distributed.ranks import run_ranks
 from tests.faults.harness import intact_checkpoints
 from tests.faults.points import SAVING, TRAINING, Point
 from tests.once import Once
-from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, state_of, train_again
+from tests.survive.harness import KILL_FROM, NUM_BATCHES, Job, Outcome, run_job, state_of, train_again
 
 MOVING = {"rebalance_every": 4, "min_gain": 0.0, "cost": "parameters"}
 JOBS = {
@@ -55,7 +55,7 @@ Undisturbed = Callable[[str], list[Outcome | None]]
 def kill_at(
     point: Point, victim: int, job: str, tmp_path: Path, undisturbed: Undisturbed,
     record: Callable[[str, object], None],
-) -> None:
+) -> list[Outcome | None]:
     outcomes = run_job(JOBS[job], {victim: point}, str(tmp_path / "note"))
     note = tmp_path / f"note.{victim}"
     check(outcomes, undisturbed(job), {victim} if note.exists() else set(), 3 if note.exists() else 4)
@@ -67,14 +67,17 @@ def kill_at(
             ("point", point.name), ("victim", victim), ("detection_s", noticed_s), ("next_batch_s", next_batch_s)
         ):  # benchmarks/faults/points.py
             record(name, value)
+    return outcomes
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_fewer_stages(
     victim: int, tmp_path: Path, undisturbed: Undisturbed, record_property: Callable[[str, object], None]
 ) -> None:
-    kill_at(FORWARD, victim, "adamw", tmp_path, undisturbed, record_property)
+    outcomes = kill_at(FORWARD, victim, "adamw", tmp_path, undisturbed, record_property)
     assert (tmp_path / f"note.{victim}").exists()
+    held = [one.held for one in outcomes if one is not None]
+    assert all(after[-1] < after[KILL_FROM - 1] for after in held), f"connections to fewer ranks: {held}"
 
 
 @pytest.mark.parametrize("victim", [1, *(pytest.param(rank, marks=pytest.mark.exhaustive) for rank in (0, 3))])
