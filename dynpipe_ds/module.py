@@ -61,7 +61,7 @@ class DynamicPipelineModule(MovableModule):
         self.partition_method: PartitionMethod | None = None
         self.newcomer = newcomer(identity())
         if self.newcomer is not None:
-            self.newcomer.knock()
+            self.newcomer.begin()
             self.is_absent = True
             args, kwargs = (), alone(args, kwargs)
         super().__init__(*args, **kwargs)

@@ -23,6 +23,9 @@ from dynpipe_ds.telling import log
 JOIN = "DYNPIPE_JOIN"
 """Environment variable that says where to knock."""
 
+LEFT = "DYNPIPE_LEFT"
+"""Environment variable of a process that was a rank of the job: the door was there, so none is to be waited for."""
+
 KNOCKING_S = 600.0
 """How long to knock at a door that is not there yet: a job may start later than its spares."""
 
@@ -91,6 +94,22 @@ class Newcomer:
     def owned(self) -> dict[int, tuple[str, ...]]:
         """What single replicas of the job own, by layer."""
         return {int(layer): tuple(names) for layer, names in self.job["owned"]}
+
+    def begin(self) -> None:
+        """Hear of the job, before anything is built; ends the process if it was a rank of it, and the job is over.
+
+        Raises:
+            RefusedError: if the token is another one.
+            OverError: if no door answers in time.
+        """
+        if not os.environ.get(LEFT):
+            self.knock()
+            return
+        try:
+            self.knock(AGAIN_S)
+        except OverError as error:
+            log.info("dynamic_pipeline: this worker had no place in the job any more, which is over: %s", error)
+            raise SystemExit(0) from None
 
     def knock(self, patience_s: float = KNOCKING_S) -> None:
         """Find the door and hear of the job.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dynpipe_ds.joining.door import TOKEN, Address
-from dynpipe_ds.joining.newcomer import JOIN
+from dynpipe_ds.joining.newcomer import JOIN, LEFT
 from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.telling import warn
 
@@ -46,7 +46,7 @@ def newcomer_environment(door: Address, token: str) -> dict[str, str]:
         port = int(bound.getsockname()[1])
     return {
         "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        JOIN: f"{door.host}:{door.port}", TOKEN: token,
+        JOIN: f"{door.host}:{door.port}", TOKEN: token, LEFT: "1",
     }  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from dynpipe_ds.joining.door import TOKEN, Address, Door, find_token, write_door_file
-from dynpipe_ds.joining.newcomer import JOIN, Newcomer, OverError, RefusedError, find_door, is_in, newcomer
+from dynpipe_ds.joining.newcomer import JOIN, LEFT, Newcomer, OverError, RefusedError, find_door, is_in, newcomer
 from dynpipe_ds.joining.wire import WireError
+from dynpipe_ds.survive.leftover import newcomer_environment
 
 PAPERS = {"model": [{"name": "a"}], "versions": {"torch": "1"}}
 JOB = {"num_stages": 2, "num_replicas": 1, "owned": [[3, ["w"]]]}
@@ -153,6 +154,18 @@ def test_no_door() -> None:
         where = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(OverError, match="no door of the job answered in 0.5 s .*refused"):
             Newcomer(where, "n").knock(0.5)
+
+
+def test_who_was_a_rank_ends_when_the_job_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynpipe_ds.joining.newcomer.AGAIN_S", 0.5)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        environment = newcomer_environment(Address(*bound.getsockname()), "word")
+        for name in (LEFT, TOKEN):
+            monkeypatch.setenv(name, environment[name])
+        with pytest.raises(SystemExit) as ended:
+            Newcomer(environment[JOIN], "n").begin()
+    assert ended.value.code == 0
 
 
 def test_only_the_jobs_address_listens(door: Door) -> None:
