@@ -17,6 +17,7 @@ from dynpipe_ds.measure import HostClock
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.snapshots.taking import Snapshots
+from dynpipe_ds.survive.landmarks import Landmarks
 
 Calls = list[tuple[Any, ...]]
 """Who was told what, in order."""
@@ -94,6 +95,7 @@ class FakeRun:
         self.balancer = Balancer(self.config)
         self.profiler = Profiler(self.calls)
         self.snapshots = Snapshots(self, dict)  # off
+        self.landmarks = Landmarks(self)
         self.overhead = Overhead()
         self.clock = HostClock()
         self.num_batches = 0

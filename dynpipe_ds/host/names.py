@@ -59,13 +59,14 @@ NEEDED: dict[str, Needed] = {
     "deepspeed": _needed("init_distributed initialize load_ds_config"),
     ENGINE: _needed(
         # overridden, for the user to call
-        "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy "
+        "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy get_lr "
         # called
         "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass _exec_reduce_grads _exec_optimizer_step "
         "_configure_basic_optimizer _backward_post_hook reset_activation_shape "
         "_get_ckpt_name _get_zero_ckpt_name _save_checkpoint _save_zero_checkpoint _build_data_iter "
         # asked
-        "bfloat16_enabled communication_data_type curriculum_learning_enabled get_data_types get_global_grad_norm "
+        "bfloat16_enabled communication_data_type curriculum_learning_enabled fp16_enabled get_data_types "
+        "get_global_grad_norm "
         "gradient_accumulation_steps gradient_clipping gradient_predivide_factor is_first_stage is_last_stage "
         "load_universal_checkpoint "
         "random_ltd_enabled train_batch_size use_node_local_storage zero_nvme_offload_optimizer zero_optimization "

@@ -82,8 +82,9 @@ class Landmarks:
 
     def forget(self) -> None:
         """What was trained before is of another past."""
-        self._known.clear()
-        self._count()
+        if self._known:
+            self._known.clear()
+            self._count()
 
     def begin_batch(self) -> None:
         """A batch is about to begin: what the script did since it saved a checkpoint, or loaded one, counts as well."""
