@@ -190,13 +190,15 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         between batches must then be repeated, too: given here, it is called around every batch. Without it, a change
         that the engine notices (freezing, replaced parameters) makes older snapshots useless.
 
+        A worker that joins goes on with what the first rank's knew: there its ``load_state_dict`` is called, in here.
+
         Args:
             acts: called before and after each batch, in the order in which they were given.
 
         Returns:
             The same.
         """
-        self._need_training("between_batches").repeating.between.append(acts)
+        self._need_training("between_batches").repeating.add(acts)
         return acts
 
     def data_at(self, open_at: Callable[[int, int], Iterable[Any]]) -> Callable[[int, int], Iterable[Any]]:

@@ -60,6 +60,9 @@ class Repeated(Protocol):
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
 
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Keep, on a worker that joined, what the first rank's state was, for the acts that its script will tell of."""
+
     def went_back(self, state: Mapping[str, Any]) -> None:
         """Take note that this rank has gone back, and take in what was kept for it."""
 

@@ -76,18 +76,23 @@ class Contender:
             ends_s = zip(measured.timed_overheads_s, before_s, _overheads_s(self.engine), strict=True)
             measured.timed_overheads_s = [sum_s + after - before for sum_s, before, after in ends_s]
 
+    @property
+    def engine_acts(self) -> bool:
+        """Whether the engine calls the scenario: it repeats batches, or lets workers join inside one."""
+        config = self.engine.dynamic_config
+        return config.survive.enabled or config.elastic.enabled
+
     def _train(self, batch: int, *, timed: bool) -> None:
         """Train one batch and note what was measured."""
         measured = self.measured
         start_s, known = time.perf_counter(), self.engine.last_batch_profile
-        engine_acts = self.engine.dynamic_config.survive.enabled
-        if not engine_acts:
+        if not self.engine_acts:
             self.scenario.before_batch(self.engine, batch)
         order = self.engine.order
         assert order is not None, "both runs have the section"
         measured.recording.add_order(batch, self.engine.partition, order)
         loss = self.engine.train_batch(self.data.micro_batches(batch))
-        if not engine_acts:
+        if not self.engine_acts:
             self.after_batch(batch)
         measured.losses.append(float(loss))
         measured.batches_s.append(time.perf_counter() - start_s)
@@ -223,7 +228,7 @@ def _largest(values: Sequence[float], device: torch.device) -> list[float]:
 
 @dataclass(frozen=True)
 class _Acts:
-    """A run's scenario as the engine calls it, which repeats batches when a worker was lost."""
+    """A run's scenario as the engine calls it: it repeats batches, and tells workers that join what the others know."""
 
     run: Contender
 
@@ -276,7 +281,7 @@ def build_contender(
     num_stages = settings.run.num_stages or dist.get_world_size()
     settings = settings.decided(num_stages)
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
-    scenario.check_replicas(dist.get_world_size() // num_stages)
+    scenario.check_replicas(max(1, dist.get_world_size() // num_stages))  # a worker that is to join is alone yet
     start = settings.dynamic_partition_method if dynamic else None
     with silence():
         module = DynamicPipelineModule(
@@ -302,7 +307,7 @@ def build_contender(
     scenario.repeats_after(data.repeats_after)
     label = "dynamic" if dynamic else "static"
     contender = Contender(label=label, engine=engine, scenario=scenario, data=data)
-    if engine.dynamic_config.survive.enabled:
+    if contender.engine_acts:
         engine.between_batches(_Acts(contender))
     if validation is not None:
         evaluated = ValidationBatches(

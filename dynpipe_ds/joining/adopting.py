@@ -37,7 +37,7 @@ def for_newcomers(run: Run, per_stage: Mapping[str, Any], client_state: Mapping[
         "common": common_state(run), "engine": shared_state(run.stage.pipeline),
         "pinned": list(run.balancer.pinned), "obstacles": dict(run.profiler.obstacles),
         "per_stage": dict(per_stage), "shared": run.stage.module.surroundings.shared_paths,
-        "client": dict(client_state), "landmarks": run.landmarks.plain(),
+        "client": dict(client_state), "landmarks": run.landmarks.plain(), "acts": run.repeating.state(),
     })
 
 
@@ -66,6 +66,7 @@ def adopt(run: Run, common: str, of_rank: str) -> dict[str, Any]:
     take_shared_state(run.stage.pipeline, state["engine"])
     restore(run, state["common"], own, same_stages=False)
     run.landmarks.adopt(state["landmarks"])
+    run.repeating.inherit(state["acts"])
     client: dict[str, Any] = state["client"]
     return client
 

@@ -9,7 +9,8 @@ class BetweenBatches(Protocol):
     """What changes layers, or anything else that batches depend on, between two of them.
 
     Given to ``engine.between_batches``, it is called by the engine before and after every batch. When training has to
-    go back to a snapshot, it gets the state that it had then, and is called again for the batches that are repeated.
+    go back to a snapshot, it gets the state that it had then, and is called again for the batches that are repeated. On
+    a worker that joins, it gets the state of the first rank's.
     """
 
     def before_batch(self, batch: int) -> None:

@@ -33,13 +33,14 @@ class Repeating:
         survivor: goes on without ranks that are lost.
 
     Attributes:
-        between: what the script does between batches, called here.
+        between: what the script does between batches, called here; :meth:`add` takes in another.
         reached: batches that any rank is known to have trained, while training goes on without lost ranks.
     """
 
     def __init__(self, run: Run, survivor: Survivor) -> None:
         self._run, self._survivor = run, survivor
         self.between: list[BetweenBatches] = []
+        self._inherited: list[dict[str, Any]] = []
         self.reached = 0
         self._num_done = 0
         self._result: Any = None
@@ -101,6 +102,26 @@ class Repeating:
             for batch, numbers in counters.items():
                 known = kept.counters.setdefault(batch, numbers)
                 kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])
+
+    # -- what acts between batches ------------------------------------------------------------
+
+    def add(self, acts: BetweenBatches) -> None:
+        """Call it around every batch from now on; on a worker that joined it first goes on where the job is.
+
+        Args:
+            acts: what the script does.
+        """
+        self.between.append(acts)
+        if self._inherited:
+            acts.load_state_dict(self._inherited.pop(0))
+
+    def inherit(self, state: Mapping[str, Any]) -> None:
+        """Keep what the job's own knew when this worker joined: its script has not told of any yet.
+
+        Args:
+            state: what :meth:`state` gave on the first rank.
+        """
+        self._inherited = list(state["between"])
 
     # -- around a batch -----------------------------------------------------------------------
 

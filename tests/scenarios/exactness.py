@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from scenarios.data import DataSettings
 from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.models import digest
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import DOOR, run_ranks
+from tests.joining.runs import wait_for_newcomers
 
 MODEL = GPTConfig(depth=4, hidden=16, heads=2, seq_len=16, vocab_size=64)
 SMALL_BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
@@ -35,7 +37,8 @@ class Job:
         text: train on the real text instead of on random tokens.
         max_tokens: random tokens that the data has.
         shuffle: of the data, every epoch or once.
-        shrinks: batch -> number of stages to re-pack to before it.
+        resizes: batch -> number of stages to re-pack to before it.
+        joins: whether workers may join.
         batch: keys of DeepSpeed's configuration that differ from ``SMALL_BATCH``.
     """
 
@@ -49,7 +52,8 @@ class Job:
     text: bool = False
     max_tokens: int = 5000
     shuffle: str = "every_epoch"
-    shrinks: Mapping[int, int] = field(default_factory=dict)
+    resizes: Mapping[int, int] = field(default_factory=dict)
+    joins: bool = False
     batch: Mapping[str, int] = field(default_factory=dict)
 
     def moves(self, num_layers: int) -> dict[int, tuple[int, ...]]:
@@ -63,11 +67,12 @@ class Job:
 
 @dataclass
 class Trained:
-    """What one rank knows of a run: losses, the scenario's reports, hashes of its layers."""
+    """What one rank knows of a run from the batch ``first`` on: losses, the scenario's reports, hashes of layers."""
 
     losses: list[float]
     reports: list[Any]
     layers: dict[str, str]
+    first: int = 0
 
 
 def train_both(_rank: int, job: Job) -> tuple[Trained, Trained]:
@@ -80,9 +85,10 @@ def build(job: Job) -> Any:
     from scenarios.compare import build_contender
     from scenarios.data import load_tokens
 
+    elastic = {"dynamic_pipeline": {"elastic": {"enabled": True, "door_file": os.environ[DOOR]}}} if job.joins else {}
     settings = Settings(
         model=job.model, scenario=job.scenario, scenario_settings=job.settings, data=DataSettings(shuffle=job.shuffle),
-        deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch),
+        deepspeed=merge(load_deepspeed_json(job.optimizer), SMALL_BATCH | job.batch | elastic),
         partition_method="uniform", run=RunSettings(num_stages=job.stages), seed=5, output_dir=Path(),
     )  # fmt: skip
     tokens = np.random.default_rng(0).integers(job.model.vocab_size, size=job.max_tokens).astype(np.uint8)
@@ -92,14 +98,26 @@ def build(job: Job) -> Any:
 def train(job: Job, *, moves: bool) -> Trained:
     """Train on this rank of a started process group."""
     run = build(job)
-    boundaries = job.moves(run.engine.partition[-1]) if moves else {}
-    for batch in range(job.num_batches):
+    engine, first = run.engine, run.engine.global_steps
+    boundaries = job.moves(engine.partition[-1]) if moves else {}
+    for batch in range(first, job.num_batches):
         if batch in boundaries:
-            run.engine.repartition(boundaries[batch])
-        if batch in job.shrinks:
-            run.engine.repack(job.shrinks[batch])
+            engine.repartition(boundaries[batch])
+        resize(engine, job.resizes.get(batch, engine.num_stages))
         list(run.train_window([batch], timed=True))
-    return Trained(run.measured.losses, run.measured.reports, digest(run.engine))
+    trained = Trained(run.measured.losses, run.measured.reports, digest(engine), first)
+    if job.joins:
+        engine.destroy()  # who still waits hears that it is over
+    return trained
+
+
+def resize(engine: Any, num_stages: int) -> None:
+    """Go on with so many stages, as soon as enough workers wait; nothing to do for one that has just joined them."""
+    more = num_stages - engine.num_stages
+    if more > 0:
+        wait_for_newcomers(engine, more * engine.mpu.get_data_parallel_world_size())
+    if more:
+        engine.repack(num_stages)
 
 
 def assert_same_bits(job: Job, ranks: int) -> Trained:

@@ -16,7 +16,7 @@ from dynpipe_ds.owning import is_owned
 from scenarios.moe.balancing import VARYING
 from scenarios.moe.placing import Lanes
 from tests.distributed.splitting import Way, order_for_of
-from tests.scenarios.exactness import Job, build
+from tests.scenarios.exactness import Job, build, resize
 
 SHARDED: dict[str, dict[str, Any]] = {
     "moe": {"every": 1, "num_experts": 12, "expert_weights": "sharded", "plan_every": 1},
@@ -33,11 +33,15 @@ Placement = str | None
 
 @dataclass(frozen=True)
 class Seen:
-    """What all ranks saw of a run: losses, the lasting part of reports, and hashes of whole layers."""
+    """What all ranks saw of a run: losses, the lasting part of reports, and hashes of whole layers.
+
+    A rank that joined has losses and reports from the batch ``first`` on.
+    """
 
     losses: list[float]
     reports: list[Any]
     layers: dict[int, str]
+    first: int = 0
 
 
 def anywhere(_layer: int, rows: Sequence[Sequence[int]]) -> Lanes:
@@ -77,12 +81,17 @@ def train_placed(
 
 def train_run(run: Any, job: Job, moves: bool) -> Seen:
     """Train what was built to its end."""
-    boundaries = job.moves(run.engine.partition[-1]) if moves and job.stages > 1 else {}
-    for batch in range(job.num_batches):
+    engine, first = run.engine, run.engine.global_steps
+    boundaries = job.moves(engine.partition[-1]) if moves and job.stages > 1 else {}
+    for batch in range(first, job.num_batches):
         if batch in boundaries:
-            run.engine.repartition(boundaries[batch])
+            engine.repartition(boundaries[batch])
+        resize(engine, job.resizes.get(batch, engine.num_stages))
         list(run.train_window([batch], timed=True))
-    return seen_of(run)
+    seen = replace(seen_of(run), first=first)
+    if job.joins:
+        engine.destroy()  # who still waits hears that it is over
+    return seen
 
 
 def seen_of(run: Any) -> Seen:

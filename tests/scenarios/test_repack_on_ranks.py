@@ -18,20 +18,20 @@ DEPTHS = {"batches": [2, 4, 5], "capacity": [0.5, 0.0, 0.25], "blocks": [0, 2, 3
 BUCKETS = {"batches": (1, 3, 6), "buckets": (4, 8, 4), "blocks": (0.5, 1.0, 1.0)}
 BOTH = {"parts": {"pruning": PRUNING, "freezing": FREEZING}}
 JOBS = {
-    "pruning and freezing": Job("pruning_freezing", BOTH, stages=3, optimizer="zero1_adamw", shrinks={3: 2, 6: 1}),
-    "experts shared by replicas": Job("moe", EXPERTS, stages=2, shrinks={4: 1}),
-    "pruning": Job("pruning", PRUNING, stages=4, shrinks={2: 3, 4: 2, 6: 1}),
-    "freezing": Job("freezing", FREEZING, stages=3, optimizer="bf16_zero1", shrinks={4: 2, 6: 1}),
-    "early exit": Job("early_exit", EXITS, stages=3, shrinks={3: 2, 5: 1}),
+    "pruning and freezing": Job("pruning_freezing", BOTH, stages=3, optimizer="zero1_adamw", resizes={3: 2, 6: 1}),
+    "experts shared by replicas": Job("moe", EXPERTS, stages=2, resizes={4: 1}),
+    "pruning": Job("pruning", PRUNING, stages=4, resizes={2: 3, 4: 2, 6: 1}),
+    "freezing": Job("freezing", FREEZING, stages=3, optimizer="bf16_zero1", resizes={4: 2, 6: 1}),
+    "early exit": Job("early_exit", EXITS, stages=3, resizes={3: 2, 5: 1}),
     "early exit, ADP-C": Job("early_exit_adpc", EXITS | {"confidence": "probability", "loss_weights": "equal"},
-                             stages=3, shrinks={3: 2, 5: 1}),
-    "experts": Job("moe", EXPERTS, stages=3, optimizer="zero1_adamw", shrinks={3: 2, 5: 1}),
-    "Mixture of Depths": Job("mod", DEPTHS, stages=3, shrinks={3: 2, 5: 1}),
-    "sparse attention": Job("sparse_attention", BUCKETS, stages=3, optimizer="bf16_zero1", shrinks={2: 2, 5: 1}),
+                             stages=3, resizes={3: 2, 5: 1}),
+    "experts": Job("moe", EXPERTS, stages=3, optimizer="zero1_adamw", resizes={3: 2, 5: 1}),
+    "Mixture of Depths": Job("mod", DEPTHS, stages=3, resizes={3: 2, 5: 1}),
+    "sparse attention": Job("sparse_attention", BUCKETS, stages=3, optimizer="bf16_zero1", resizes={2: 2, 5: 1}),
     "Egeria": Job("freezing_egeria", {"first_batch": 1, "evaluate_every": 1, "window": 2, "tolerance": 0.9,
-                  "patience": 1}, stages=3, shrinks={3: 2, 5: 1}),
+                  "patience": 1}, stages=3, resizes={3: 2, 5: 1}),
     "AutoFreeze": Job("freezing_autofreeze", {"first_batch": 1, "evaluate_every": 1, "percentile": 95.0},
-                      stages=3, shrinks={3: 2, 5: 1}),
+                      stages=3, resizes={3: 2, 5: 1}),
 }  # fmt: skip
 QUICK = ("pruning and freezing", "experts shared by replicas")
 
@@ -48,7 +48,7 @@ def test_same_bits_on_fewer_ranks(name: str) -> None:
     """Losses, reports, weights and optimizer state."""
     job = JOBS[name]
     ranks = 4 if name == "experts shared by replicas" else job.stages
-    everyone = run_ranks(train_job, ranks, replace(job, shrinks={}))
+    everyone = run_ranks(train_job, ranks, replace(job, resizes={}))
     shrunk = run_ranks(train_job, ranks, job, may_leave=range(1, ranks))
     survivors = [rank for rank in shrunk if rank is not None]
     assert len(survivors) == ranks // job.stages
