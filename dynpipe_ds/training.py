@@ -35,8 +35,6 @@ from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere, together
-from dynpipe_ds.release import ReleaseError
-from dynpipe_ds.repacking.live import RepackError
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
 from dynpipe_ds.schedule import Order
@@ -208,6 +206,7 @@ class Training:
         return self.repeating.between_batches(action)
 
     def _train_batch(self, run: Callable[[], T]) -> T:
+        self.repacker.let_in(self.survivor.wanted_stages)
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
         self.landmarks.begin_batch()
@@ -228,20 +227,7 @@ class Training:
                     self.repacker.repack_if_wanted()
         self.journal.batch(self.num_batches - 1, result, self.clock.now_s() - began_s)
         self.repacker.leave_if_told()
-        self._refill()
         return result
-
-    def _refill(self) -> None:
-        """Let workers that wait take the places of those that were lost; collective over all ranks."""
-        stages = self.stage.num_stages
-        if self.survivor.wanted_stages <= stages or not self.balancer.newest:
-            return
-        if self.repacker.growing.num_waiting() < len(self.pipeline.ranks_of(0)):
-            return
-        try:
-            self.repacker.repack(stages + 1)
-        except (RepackError, ReleaseError) as error:  # nothing has changed
-            self.warn_once(f"no worker could take the place of a lost one ({error})", "refill")
 
     def _wants_profile(self) -> bool:
         """Whether the next batch is profiled, the same on every rank."""

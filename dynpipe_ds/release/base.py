@@ -51,9 +51,11 @@ class ReleaseBackend(ABC):
     Attributes:
         workers_leave_first: whether :meth:`release` is to be called after the freed workers have left; false for
             a scheduler that would start again a worker that leaves by itself.
+        workers_stay: whether a freed worker waits at the job's door, to be taken in again, instead of :meth:`leave`.
     """
 
     workers_leave_first: bool = True
+    workers_stay: bool = False
 
     def check(self) -> None:  # noqa: B027 - a back-end without needs is a good one
         """Look for what the back-end needs; called on every rank before training.

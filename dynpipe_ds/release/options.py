@@ -12,7 +12,7 @@ from dynpipe_ds.sections import Section, key
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Text = Annotated[str, Field(min_length=1)]
 _Reference = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-_BACKEND_RULE = '"exit", "slurm", "kubernetes", "callback" or "package.module:Class"'
+_BACKEND_RULE = '"exit", "stay", "slurm", "kubernetes", "callback" or "package.module:Class"'
 
 
 def _backend(name: Any = ..., example: str = "slurm") -> Any:
@@ -37,6 +37,12 @@ class ExitOptions(ReleaseOptions):
     """Workers leave with exit code 0."""
 
     backend: Literal["exit"] = _backend("exit", "exit")
+
+
+class StayOptions(ReleaseOptions):
+    """Workers wait at the job's door again."""
+
+    backend: Literal["stay"] = _backend("stay", "stay")
 
 
 class SlurmOptions(ReleaseOptions):
@@ -107,7 +113,8 @@ class OwnOptions(ReleaseOptions):
 
 
 _TYPES: dict[str, type[ReleaseOptions]] = {
-    "exit": ExitOptions, "slurm": SlurmOptions, "kubernetes": KubernetesOptions, "callback": CallbackOptions,
+    "exit": ExitOptions, "stay": StayOptions, "slurm": SlurmOptions, "kubernetes": KubernetesOptions,
+    "callback": CallbackOptions,
 }
 
 

@@ -10,6 +10,7 @@ from dynpipe_ds.release.options import ReleaseOptions
 
 _BACKENDS = {
     "exit": "dynpipe_ds.release.exit:ExitBackend",
+    "stay": "dynpipe_ds.release.stay:StayBackend",
     "slurm": "dynpipe_ds.release.slurm:SlurmBackend",
     "kubernetes": "dynpipe_ds.release.kubernetes:KubernetesBackend",
     "callback": "dynpipe_ds.release.callback:CallbackBackend",

@@ -14,9 +14,12 @@ from dynpipe_ds.release.options import (
     OwnOptions,
     ReleaseOptions,
     SlurmOptions,
+    StayOptions,
     options_type,
 )
 from dynpipe_ds.sections import Section, key
+
+AnyOptions = ExitOptions | StayOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions
 
 
 class RepackConfig(Section):
@@ -93,11 +96,11 @@ class RepackConfig(Section):
         rule='null, "SIGUSR1", "SIGUSR2" or "SIGTERM"',
         example='"SIGTERM"',
     )
-    release: ExitOptions | SlurmOptions | KubernetesOptions | CallbackOptions | OwnOptions = key(
+    release: AnyOptions = key(
         ExitOptions(),
         "Who gets the freed workers: a back-end, with its options.",
-        rule='an object with "backend" ("exit", "slurm", "kubernetes", "callback" or "package.module:Class") and '
-        "its options",
+        rule='an object with "backend" ("exit", "stay", "slurm", "kubernetes", "callback" or "package.module:Class") '
+        "and its options",
         example='{"backend": "slurm"}',
     )
 

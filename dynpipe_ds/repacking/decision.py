@@ -9,7 +9,7 @@ rank that asks with the same values.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +17,8 @@ from dynpipe_ds.partition import InfeasiblePartitionError
 from dynpipe_ds.repacking.outcome import Refusal, Repacking, best_repacking
 from dynpipe_ds.repacking.request import Request
 from dynpipe_ds.repacking.survivors import choose_survivors, possible_counts
+
+Decide = Callable[[Request], Repacking | Refusal]
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,20 @@ def _constraints_text(request: Request) -> str:
         "the lowest ranks must stay": rules.lowest_stay,
     }
     return "the release back-end can't give back the others: " + "; ".join(text for text in told if told[text])
+
+
+def keeping_last(decide: Decide, request: Request, chosen: Repacking) -> Repacking:
+    """The same number of stages with the one that reads the labels among them, where that can be.
+
+    Args:
+        decide: what chose.
+        request: what it decided from.
+        chosen: what it chose.
+    """
+    rules = request.constraints
+    with_last = replace(rules, ranks_stay=rules.ranks_stay | set(request.workers.ranks[-1]))
+    found = decide(replace(request, constraints=with_last))
+    return found if isinstance(found, Repacking) and found.num_stages == chosen.num_stages else chosen
 
 
 def counts_text(request: Request) -> str:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host.world import World
+from dynpipe_ds.joining.anew import wait_again
+from dynpipe_ds.joining.door import Address
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
+from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.release.options import ReleaseOptions
 from dynpipe_ds.repacking.outcome import Repacking
 from dynpipe_ds.telling import warn
@@ -31,6 +37,7 @@ class GivingBack:
             backend.check()
             return backend
 
+        self.name = options.backend
         self.backend = together(make, device, lambda text: ValueError(
             f'repack.release.backend = "{options.backend}" can\'t be used here: {text}'
         ))
@@ -82,6 +89,35 @@ class GivingBack:
             # Schedulers take seconds. Not a daemon: a short run's last release is still carried out.
             self._thread = threading.Thread(target=self._release, args=(chosen, world), name="dynpipe_ds release")
             self._thread.start()
+
+    def way_out(self, door: Address | None, token: str, *, is_taken: bool) -> Callable[[], NoReturn]:
+        """How this worker ends its part in the job.
+
+        Args:
+            door: of a rank that goes on; ``None`` if nobody may join.
+            token: what it takes to join.
+            is_taken: whether it is taken away, so that it can't stay.
+        """
+        if is_taken:
+            return ExitBackend().leave
+        if self.backend.workers_stay and door is not None:
+            return partial(wait_again, door, token)
+        return self.backend.leave
+
+    def check_door(self, *, has_door: bool) -> None:
+        """Refuse to keep workers where they could not come back; the same on every rank.
+
+        Args:
+            has_door: whether workers may join.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if self.backend.workers_stay and not has_door:
+            raise ValueError(
+                f'repack.release.backend = "{self.name}", elastic.enabled = False: freed workers are to wait at a '
+                'door, and there is none; set elastic.enabled to true, or take the back-end "exit"'
+            )
 
     def _release(self, chosen: Repacking, world: World) -> None:
         try:

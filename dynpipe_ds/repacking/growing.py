@@ -50,6 +50,11 @@ class Growing:
             self._doorway = self._doorway or Doorway(self._run)
             self._doorway.settle()
 
+    @property
+    def may_join(self) -> bool:
+        """Whether there is a door."""
+        return self._doorway is not None
+
     def end(self) -> None:
         """Close this rank's door; not collective."""
         if self._doorway is not None:

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from dynpipe_ds.events import RepackEvent
 from dynpipe_ds.joining.door import Address
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.ranks.agreement import same_everywhere, together
-from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError
-from dynpipe_ds.release.exit import ExitBackend
+from dynpipe_ds.ranks.agreement import gather, same_everywhere, together
+from dynpipe_ds.release import Constraints, ReleaseError
 from dynpipe_ds.release.notice import Notice
 from dynpipe_ds.repacking.confirming import Confirmation
-from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
+from dynpipe_ds.repacking.decision import Decide, Wish, fewest_stages, keeping_last, to_stages
 from dynpipe_ds.repacking.first_fit import first_fit
 from dynpipe_ds.repacking.giving_back import GivingBack
 from dynpipe_ds.repacking.growing import Growing
 from dynpipe_ds.repacking.leaving import without
+from dynpipe_ds.repacking.letting_in import LettingIn
 from dynpipe_ds.repacking.live import RepackError, Shrink
 from dynpipe_ds.repacking.micro_batches import Scaling
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
@@ -40,8 +40,6 @@ _SHARE_FOR_PLANNING = 0.01
 
 FIRST_PAUSE_S = 3.0
 """What the first change is expected to take; the shrinks of our tests took 0.1 to 0.3 s."""
-
-Decide = Callable[[Request], Repacking | Refusal]
 
 _runs: weakref.WeakSet[Run] = weakref.WeakSet()
 
@@ -65,6 +63,7 @@ class Repacker:
         self._pause_s = FIRST_PAUSE_S
         self.scaling = Scaling(1)
         self.growing = Growing(run)
+        self._letting_in = LettingIn(run, self._carry_out)
         self._notice: Notice | None = None
         self._known_to_go: set[int] = set()
         self._next_batch = run.config.repack.earliest_batch
@@ -98,6 +97,7 @@ class Repacker:
                 self._run.balancer.expect_change()
             self._renew()
         migrate_s = self.growing.move(boundaries)
+        self._letting_in.has_joined()
         self._has_changed(len(before) - 1, len(boundaries) - 1, migrate_s)
 
     def open_doors(self) -> None:
@@ -107,6 +107,7 @@ class Repacker:
             ValueError: on every rank, if there can be no door.
         """
         self.growing.start()
+        self.giving_back.check_door(has_door=self.growing.may_join)
 
     def end(self) -> None:
         """The process groups are the engine's no more."""
@@ -154,17 +155,32 @@ class Repacker:
         try:
             with run.clock.work("decide") as deciding:
                 chosen = self._choose_workers(self._decide)
-            plan_s = self._agreed_cost(deciding.seconds)
+            plan_s = max(gather(deciding.seconds))
             wanted = self._is_wanted(chosen)
             self._next_batch = batch + self._batches_until_next_decision(plan_s)
-            if wanted:
-                assert isinstance(chosen, Repacking)
-                self._carry_out(chosen, plan_s)
-            else:
+            if not wanted:
                 run.overhead.planning_s += plan_s
+                return
+            assert isinstance(chosen, Repacking)
+            do = self._letting_in.choose if chosen.joining_stages else self._carry_out
+            do(chosen, plan_s)
         except (RepackError, ReleaseError) as error:  # raised only before the point of no return
-            self._next_batch = 2 * batch + 8
-            run.warn_once(f"re-packing after batch {run.num_batches} failed ({error})", "repack")
+            self._has_failed(error)
+
+    def let_in(self, wanted_stages: int) -> None:
+        """As a batch begins, let workers in that were decided on or that take the place of lost ones; collective.
+
+        Args:
+            wanted_stages: that there were before some were lost; 0: none is missing.
+        """
+        try:
+            self._letting_in.begin_batch(wanted_stages, self.growing.num_waiting, self.repack)
+        except (RepackError, ReleaseError) as error:
+            self._has_failed(error)
+
+    def _has_failed(self, error: Exception) -> None:
+        self._next_batch = 2 * self._run.num_batches + 6
+        self._run.warn_once(f"re-packing after batch {self._run.num_batches} failed ({error})", "repack")
 
     def leave_if_told(self) -> None:
         """Go on without workers that were warned that they are taken away; does not return on them.
@@ -199,11 +215,6 @@ class Repacker:
         dist.all_reduce(warned)
         return {rank for rank, number in enumerate(warned.tolist()) if number}
 
-    def _agreed_cost(self, seconds: float) -> float:
-        cost = torch.tensor([seconds], dtype=torch.float64, device=self._stage.device)
-        dist.all_reduce(cost, op=dist.ReduceOp.MAX)
-        return float(cost.item())
-
     def _batches_until_next_decision(self, plan_s: float) -> int:
         """Soon, if only the confirmation is missing; else as deciding can be afforded."""
         newest = self._run.balancer.newest[-1]
@@ -235,16 +246,12 @@ class Repacker:
             return False
         return self._confirmation.hear(present, chosen.num_stages) or target is not None
 
-    def _num_waiting_stages(self) -> int:
-        """How many stages the workers that wait could run, the same on every rank."""
-        return self.growing.num_waiting() // len(self._stage.pipeline.ranks_of(0))
-
     def _choose_workers(self, decide: Decide) -> Repacking | Refusal:
         """Decide, the same on every rank."""
         rules, stage, run = self.giving_back.constraints(), self._stage, self._run
         profile = run.balancer.smoothed()
         assert profile is not None, "asked after a batch was profiled"
-        more_stages = self._num_waiting_stages()
+        more_stages = self.growing.num_waiting() // len(stage.pipeline.ranks_of(0))
         if stage.num_stages == 1 and not more_stages:
             return Refusal("there is one stage, nothing can be given back, and no workers wait")
         self._most_stages = max(self._most_stages, stage.num_stages + more_stages)
@@ -256,7 +263,7 @@ class Repacker:
         if isinstance(chosen, Refusal):
             return chosen
         if chosen.num_stages < stage.num_stages:
-            chosen = self._keeping_last(decide, request, chosen)
+            chosen = keeping_last(decide, request, chosen)
         self._agree_on(chosen)
         return chosen
 
@@ -287,15 +294,6 @@ class Repacker:
         self.scaling.arrives(size, self.micro_batch_s())
         return self.scaling.alternatives(profile, size)
 
-    def _keeping_last(self, decide: Decide, request: Request, chosen: Repacking) -> Repacking:
-        """The same number of stages with the one that reads the labels among them, where that can be."""
-        rules = request.constraints
-        with_last = replace(rules, ranks_stay=rules.ranks_stay | set(request.workers.ranks[-1]))
-        keeping_last = decide(replace(request, constraints=with_last))
-        if isinstance(keeping_last, Repacking) and keeping_last.num_stages == chosen.num_stages:
-            return keeping_last
-        return chosen
-
     # -- doing it -----------------------------------------------------------------------------
 
     def _carry_out(self, chosen: Repacking, plan_s: float, *, is_taken: bool = False) -> RepackEvent:
@@ -319,7 +317,7 @@ class Repacker:
     def _has_changed(self, before: int, after: int, pause_s: float) -> None:
         """Take note of what is the same on every rank, also on those that have joined."""
         self._known_to_go = set()  # ranks are numbered anew
-        self._pause_s = self._agreed_cost(pause_s)
+        self._pause_s = max(gather(pause_s))
         self._confirmation.carried_out(before, after)
 
     def _grow(self, chosen: Repacking, plan_s: float) -> RepackEvent:
@@ -345,9 +343,9 @@ class Repacker:
         self._run.snapshots.pause()
         with guard.no_way_back(doing):
             if not shrink.stays:
+                way_out = self.giving_back.way_out(*self.door_of(0), is_taken=is_taken)
                 self.growing.end()
-                backend: ReleaseBackend = ExitBackend() if is_taken else self.giving_back.backend
-                shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), backend.leave)
+                shrink.leave(lambda: tell_all(self.callbacks, event, "on_repack"), way_out)
             regrouping_s = clock.now_s()
             with clock.work("regroup"):
                 shrink.go_on()

@@ -6,16 +6,10 @@ as soon as enough of them wait for a stage. Elsewhere its process ends, as after
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
-from dynpipe_ds.joining.door import TOKEN, Address
-from dynpipe_ds.joining.newcomer import JOIN, LEFT
+from dynpipe_ds.joining.anew import wait_again
+from dynpipe_ds.joining.door import Address
 from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.telling import warn
 
@@ -31,37 +25,4 @@ def leave(door: Address | None, token: str) -> NoReturn:
         warn("survive: this rank has no place among those that are left, and ends")
         ExitBackend().leave()
     warn("survive: this rank has no place among those that are left; its script begins anew, as a spare")
-    begin_anew(newcomer_environment(door, token))
-
-
-def newcomer_environment(door: Address, token: str) -> dict[str, str]:
-    """What a process finds that is to join, and that was a rank.
-
-    Args:
-        door: where to knock.
-        token: what it takes.
-    """
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = int(bound.getsockname()[1])
-    return {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        JOIN: f"{door.host}:{door.port}", TOKEN: token, LEFT: "1",
-    }  # fmt: skip
-
-
-def begin_anew(environment: Mapping[str, str]) -> NoReturn:
-    """Run this process's command once more in its place: whoever started it sees no end.
-
-    Args:
-        environment: variables besides those that it has.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for name in os.listdir("/proc/self/fd"):
-        number = int(name)
-        if number > 2:
-            with suppress(OSError):
-                os.set_inheritable(number, False)
-    program = Path(sys.executable)
-    os.execve(program, [str(program), *sys.orig_argv[1:]], {**os.environ, **environment})
+    wait_again(door, token)

@@ -132,9 +132,13 @@ class Pruning(Scenario):
             prune_globally(engine, sparsity)
             self._counts = None
 
+    def state_dict(self) -> State:
+        """What was counted, so that all ranks know it or none does: counting anew takes all of them."""
+        return {"counts": self._counts}
+
     def load_state_dict(self, state: State) -> None:
-        """Count anew: the layers are others than those that were counted."""
-        self._counts = None
+        """Take it back; earlier versions kept nothing."""
+        self._counts = state.get("counts")
 
     def report(self, engine: Engine) -> Report:
         """Report sparsities, forms of weights, and the multiply-adds of the last batch."""

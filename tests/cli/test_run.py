@@ -48,6 +48,32 @@ def test_a_job_with_spares() -> None:
     assert re.search(r"\[0\] event re-packed after batch 3 from 1 to 3 stages: .* ranks \[1, 2\] joined", output)
 
 
+def test_freed_workers_stay_and_come_back() -> None:
+    """The same process, under its old name, with no spare started; the bits are those of one rank."""
+    alone = started("run", "--", SCRIPT, "1", "8").communicate(timeout=400)[0]
+    process = started("run", "--workers", "2", "--", SCRIPT, "2", "8", "stay")
+    output = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, output
+    assert losses(output) == losses(alone) and len(losses(alone)) == 8
+    assert re.findall(r"\[0\] batch (\d) stages 1 ", output) == ["3"], output
+    assert "[1] joined with {'told': 3}" in output
+    pids = re.findall(r"\[1\] process (\d+)", output)
+    assert len(pids) == 2 and pids[0] == pids[1], output
+
+
+def test_nobody_can_stay_where_nobody_may_join() -> None:
+    environment = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "1", "8", "stay"], env={**os.environ, **environment}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )
+    assert done.returncode == 1
+    assert 'repack.release.backend = "stay", elastic.enabled = False: freed workers are to wait' in done.stderr
+
+
 @contextmanager
 def job(door: Path, token: str, wanted: int) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
     process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """A user's script that can join: what a job's ranks run, its spares, and who joins later.
 
-Arguments: how many stages there shall be in the end, and the width of a layer.
+Arguments: how many stages there shall be in the end, the width of a layer, and who gets freed workers; with the last,
+all but one are freed in between.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def data(width: int, skip: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def main() -> None:
-    wanted, width = int(sys.argv[1]), int(sys.argv[2])
+    wanted, width, release = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv[3:], None][0]
     from dynpipe_ds.host.install import init_distributed
 
     init_distributed("gloo")
@@ -45,7 +46,9 @@ def main() -> None:
         layers, num_stages=int(os.environ["WORLD_SIZE"]), loss_fn=nn.functional.mse_loss, seed_layers=True,
         partition_method="uniform",
     )
-    engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
+    section = CONFIG["dynamic_pipeline"] | ({"repack": {"release": {"backend": release}}} if release else {})
+    engine, *_ = deepspeed.initialize(model=module, config={**CONFIG, "dynamic_pipeline": section})
+    print(f"process {os.getpid()}", flush=True)
     batches = data(width, engine.global_steps * MICRO_BATCHES)
     engine.share_with_newcomers(lambda: {"told": engine.global_steps})
     if engine.joined_with is not None:
@@ -53,6 +56,8 @@ def main() -> None:
     while engine.global_steps < BATCHES:
         loss = float(engine.train_batch(batches))
         print(f"batch {engine.global_steps} stages {engine.num_stages} loss {loss!r}", flush=True)
+        if release and engine.num_stages > 1 and engine.global_steps == 2:
+            engine.repack(1)
         if engine.num_stages < wanted and engine.global_steps == 3:
             print("waiting", flush=True)
             until = time.monotonic() + 300

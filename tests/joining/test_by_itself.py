@@ -64,6 +64,31 @@ def test_micro_batches_are_chosen_with_the_stages() -> None:
     assert grown[0][3] == [(4, 2)]
 
 
+def with_more_around(_rank: int, run: Run) -> Any:
+    """As :func:`by_itself`, in a script that saves nothing but evaluates behind every batch, and may be warned."""
+    engine = make_engine(elastic(run))
+    batches, losses, evaluated = data(0, run.micro_batches), {}, {}
+    for _ in range(engine.global_steps * run.micro_batches):
+        next(batches)
+    while engine.global_steps < run.num_batches:
+        if engine.global_steps == 1 and engine.num_stages == 1:
+            wait_for_newcomers(engine, 2)
+        batch = engine.global_steps
+        losses[batch] = float(engine.train_batch(batches))
+        evaluated[batch] = float(engine.eval_batch(data(9, run.micro_batches)))
+    return losses, evaluated, engine.num_stages
+
+
+def test_workers_enter_where_they_can_go_on_with_the_others() -> None:
+    """What a script does together behind a batch is over when workers enter."""
+    run = run_with({"enabled": True, "target_stages": 3, "earliest_batch": 3, "leave_on": "SIGUSR1"}, **ZERO)
+    ranks = run_ranks(with_more_around, 1, run, newcomers=2)
+    for losses, evaluated, num_stages in ranks:
+        assert num_stages == 3
+        assert losses == {batch: ranks[0][0][batch] for batch in losses}
+        assert evaluated == {batch: ranks[0][1][batch] for batch in evaluated}
+
+
 NAPS, LIGHT_FROM, HEAVY_FROM, LAST = 6, 20, 44, 84
 """Layers that take time; batches from which on all but one take none, and take it again; how many batches there are."""
 

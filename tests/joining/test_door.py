@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from dynpipe_ds.joining.anew import newcomer_environment
 from dynpipe_ds.joining.door import TOKEN, Address, Door, find_token, write_door_file
 from dynpipe_ds.joining.newcomer import JOIN, LEFT, Newcomer, OverError, RefusedError, find_door, is_in, newcomer
 from dynpipe_ds.joining.wire import WireError
-from dynpipe_ds.survive.leftover import newcomer_environment
 
 PAPERS = {"model": [{"name": "a"}], "versions": {"torch": "1"}}
 JOB = {"num_stages": 2, "num_replicas": 1, "owned": [[3, ["w"]]]}

@@ -29,6 +29,7 @@ JOBS = {
     "pruning and Egeria": Job("combined", {"parts": {"pruning": PRUNING, "freezing_egeria": EGERIA}},
                               optimizer="zero1_adamw"),
     "freezing": Job("freezing", FREEZING, optimizer="bf16_zero1"),
+    "freezing with a cache": Job("freezing", FREEZING | {"cache": True}, shuffle="once", max_tokens=2 * 6 * 16 + 1),
     "AutoFreeze": Job("freezing_autofreeze", AUTO),
     "early exit": Job("early_exit", EXITS),
     "early exit, ADP-C": Job("early_exit_adpc", EXITS | {"confidence": "probability", "loss_weights": "equal"}),
@@ -109,7 +110,7 @@ def test_experts_that_replicas_own(placement: str) -> None:
 
 
 LONG = {
-    **JOBS, "pruning": Job("pruning", PRUNING | {"end_batch": 90, "every": 3}),
+    **JOBS, "pruning": Job("pruning", PRUNING | {"end_batch": 91, "every": 3}),
     "freezing": Job("freezing", {"batches": [10, 30, 50, 70], "frozen": [1, 3, 5, 2]}, optimizer="bf16_zero1"),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, base, 
 from dynpipe_ds.release.callback import CallbackBackend
 from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.release.slurm import SlurmBackend
+from dynpipe_ds.release.stay import StayBackend
 
 given_back: list[tuple[Any, ...]] = []
 
@@ -45,6 +46,7 @@ class Recording(ReleaseBackend):
     ("release", "cls"),
     [
         ({"backend": "exit"}, ExitBackend),
+        ({"backend": "stay"}, StayBackend),
         ({"backend": "slurm", "job_id": "1"}, SlurmBackend),
         ({"backend": "callback", "command": ["true"]}, CallbackBackend),
     ],
@@ -66,7 +68,7 @@ def test_a_site_s_own() -> None:
     ("release", "text"),
     [
         ({"backend": "nowhere.at_all:Thing"}, "No module named 'nowhere'.*every rank can import"),
-        ({"backend": f"{__name__}:Missing"}, "has no attribute 'Missing'.*must be one of exit, slurm"),
+        ({"backend": f"{__name__}:Missing"}, "has no attribute 'Missing'.*must be one of exit, stay, slurm"),
         ({"backend": f"{__name__}:give_back"}, "is no release back-end; derive it from"),
         ({"backend": f"{__name__}:Recording"}, "refuses the options {}: .*queue"),
         ({"backend": f"{__name__}:Recording", "queue": "a", "size": 1}, "refuses the options .*size"),

@@ -71,8 +71,8 @@ def test_section_that_is_no_mapping(value: object) -> None:
 @pytest.mark.parametrize(
     ("release", "text"),
     [
-        ({}, "repack.release.backend is missing: give \"exit\", \"slurm\""),
-        ({"backend": "slrum"}, "repack.release.backend = 'slrum': must be \"exit\", \"slurm\""),
+        ({}, "repack.release.backend is missing: give \"exit\", \"stay\", \"slurm\""),
+        ({"backend": "slrum"}, "repack.release.backend = 'slrum': must be \"exit\", \"stay\", \"slurm\""),
         ({"backend": 3}, "repack.release.backend = 3: must be"),
         ({"backend": "slurm", "jobid": "3"}, "repack.release.jobid = '3': not a key of this section; did you mean"),
         ({"backend": "slurm", "timeout_s": 0}, "repack.release.timeout_s = 0: must be a number of seconds > 0"),

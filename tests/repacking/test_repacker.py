@@ -59,7 +59,7 @@ class Backend:
     def __init__(self, calls: Calls, num_ranks: int) -> None:
         self._calls = calls
         self.nodes, self.positions = tuple(f"node {rank}" for rank in range(num_ranks)), ()
-        self.backend = SimpleNamespace(leave="the back-end's end")
+        self.way_out = lambda _door, _token, *, is_taken: f"the way out{' of the taken' * is_taken}"
         self.rules = Constraints(ranks_stay=frozenset({0}))
         self.refuses: Exception | None = None
 
@@ -196,7 +196,7 @@ def test_a_rank_that_leaves() -> None:
     case.run.observe(0, EVEN)
     with pytest.raises(Left):
         case.repacker.repack(2)
-    assert case.stage.calls[-1] == ("leave", "the back-end's end")
+    assert case.stage.calls[-1] == ("leave", "the way out")
     assert not {call[0] for call in case.stage.calls} & {"go on", "give back", "settle"}
     (event,) = case.events
     assert event.released and event.regroup_s == 0.0
