@@ -28,7 +28,7 @@ OWN = (DOCUMENT.parent / "extending.md").read_text(encoding="utf-8").split("## A
 
 def test_configurations() -> None:
     releases = [parse_config(block).repack.release for block in CONFIGURATIONS]
-    assert [release.backend for release in releases] == ["exit", "slurm", "kubernetes", "callback", "callback"]
+    assert [release.backend for release in releases] == ["exit", "stay", "slurm", "kubernetes", "callback", "callback"]
     assert all(parse_config(block).repack.enabled for block in CONFIGURATIONS)
 
 
