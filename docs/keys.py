@@ -46,6 +46,9 @@ PAGES = {
 
 SCHEMA = FOLDER / "dynpipe.schema.json"
 
+# An error spells it out; in a table it is short.
+_WHOLE = re.compile(r"a whole number(?: of \w+)?")
+
 # Texts in quotes, {words}, names with an underscore or a call's brackets.
 _CODE = re.compile(r'"[^"]+"|\{\w+\}|[\w.]*\w_\w[\w.]*\w(?:\(\w*\))?|[\w.]+\w\(\w*\)')
 
@@ -72,7 +75,8 @@ def _rows(model: type[Section], prefix: str) -> Iterator[tuple[str, str, str, st
         extra: Any = field.json_schema_extra
         inner = isinstance(field.default, Section) and name in SECTIONS
         default = "must be given" if field.is_required() else f"[below](#{name})" if inner else _default(field.default)
-        yield f"`{prefix}{name}`", default, _code(extra["rule"]), _code(field.description or "")
+        rule = _WHOLE.sub("integer", extra["rule"])
+        yield f"`{prefix}{name}`", default, _code(rule), _code(field.description or "")
 
 
 def _default(value: Any) -> str:

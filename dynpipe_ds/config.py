@@ -64,66 +64,63 @@ class DynamicPipelineConfig(Section):
     )
     rebalance_every: _PositiveInt | Literal["auto", "never"] = key(
         "auto",
-        "When to consider a new partition: after every so many batches (1: after each); \"auto\": whenever it pays, "
-        "see below; \"never\": only when engine.rebalance() or engine.repartition() is called.",
+        "When to consider a new partition. A number: after every so many batches. \"auto\": when it pays. \"never\": "
+        "only when engine.rebalance() or engine.repartition() is called.",
         rule='a whole number of batches >= 1, "auto" or "never"',
         example='"auto"',
     )
     profile_batches: _PositiveInt = key(
         3,
-        "How many of the newest profiled batches a decision combines. No decision is made before so many were "
-        "profiled.",
+        "How many of the newest profiled batches a decision combines. There is no decision before.",
         rule="a whole number of batches >= 1",
         example="3",
     )
     profile_every: _PositiveInt | Literal["auto"] = key(
         "auto",
-        "Which batches are profiled while layer times are steady: every so many (1: each); \"auto\": as few as keep "
-        "profiling within 0.5% of the time, and at least one in 10. After a change every batch is.",
+        "Which batches are profiled while layer times are steady. A number: every so many. \"auto\": at least one in "
+        "10, and within 0.5% of the time. After a change, every batch is.",
         rule='a whole number of batches >= 1 or "auto"',
         example="1",
     )
     smoothing: Literal["median", "mean", "ema"] = key(
         "median",
-        "How layer times are combined over these batches; \"ema\" is an exponential moving average in which the newest "
+        "How layer times are combined over these batches. \"ema\": an exponential moving average, in which the newest "
         "batch weighs one half.",
         rule='"median", "mean" or "ema"',
         example='"median"',
     )
     min_gain: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.003,
-        "Least predicted gain that justifies a move, as a share of the bottleneck's cost. A plan that keeps the "
-        "bottleneck is judged by the share of the batch that it saves.",
+        "Least predicted gain that justifies a move, as a share of the slowest stage's cost. If the slowest stage "
+        "stays as slow: as a share of the batch.",
         rule="a number from 0 up to, but not including, 1",
         example="0.01 (1%)",
     )
     horizon_batches: _PositiveInt = key(
         20,
-        "For \"auto\" only: how many batches a new partition is expected to serve. The seconds it saves over so many "
-        "must exceed the measured cost of moving.",
+        "For \"auto\" only: how many batches a new partition is expected to serve. It must save more seconds in them "
+        "than the move costs.",
         rule="a whole number of batches >= 1",
         example="20",
     )
     hold_batches: Hold = key(
         20,
-        "For how many batches a partition that engine.repartition() chose is not changed by itself, neither by "
-        "rebalance_every nor by repack, unless the call says otherwise (hold=); \"forever\": until the next call of "
+        "For how many batches a partition that engine.repartition() chose is kept. \"forever\": until the next call of "
         "repartition(), rebalance() or repack().",
         rule='a whole number of batches >= 1 or "forever"',
         example="20",
     )
     schedule: Literal["auto", "1f1b", "planned"] = key(
         "auto",
-        "In which order a stage runs forwards and backwards. \"1f1b\": as DeepSpeed. \"planned\": in an order that is "
-        "planned from measured seconds, in which a backward may be split, so that what computes gradients of weights "
-        "fills idle time. \"auto\": planned, where that is measured to be faster. The bits of training are the same.",
+        "Order of a stage's forwards and backwards. \"1f1b\": DeepSpeed's. \"planned\": planned from measured seconds. "
+        "\"auto\": planned, if that is measured to be faster. All have the same bits.",
         rule='"auto", "1f1b" or "planned"',
         example='"auto"',
     )
     activation_budget: Annotated[float, Field(gt=0, allow_inf_nan=False)] = key(
         1.0,
-        "What a worker may hold for activations under a planned order, as a multiple of what the fullest worker holds "
-        "under 1F1B on the first partition. More makes batches faster.",
+        "Activations that a worker may hold under a planned order, as a multiple of the fullest worker's under 1F1B on "
+        "the first partition. More makes batches faster.",
         rule="a finite number > 0, so large that one micro-batch finds room",
         example="1.5",
     )
@@ -132,35 +129,34 @@ class DynamicPipelineConfig(Section):
         BeforeValidator(_each_parse_bytes),
     ] = key(
         None,
-        "Most that a stage may hold: parameters, gradients, optimizer state, and activations of the micro-batches in "
-        "flight there. One size for all stages, or a list with one for each. Null: no cap.",
+        "Most that a stage may hold: parameters, gradients, optimizer state and activations. One size for all stages, "
+        "or a list with one for each. Null: no cap.",
         rule='null, a number of bytes >= 1, a size such as "16GiB", or a list of these',
         example='"16GiB"',
     )
     pinned_cuts: list[_PositiveInt] = key(
         [],
-        "Forbidden cuts: 3 keeps layers 2 and 3 on the same stage, for instance because layer 2 stores a value that "
-        "layer 3 reads.",
+        "Forbidden cuts. 3 keeps layers 2 and 3 on the same stage, for example because layer 3 reads a value that "
+        "layer 2 stores.",
         rule="a list of layer indices >= 1",
         example="[3] (layers 2 and 3 stay together)",
     )
     stage_speeds: Annotated[list[_Speed], Field(min_length=1)] | None = key(
         None,
-        "How fast each stage's worker is, as far as you know: 1.0 normal, 0.5 half as fast. Null: all alike. Layers "
-        "that move between two workers correct it.",
+        "How fast you think each stage's worker is: 1.0 normal, 0.5 half as fast. Measurements correct it. Null: all "
+        "alike.",
         rule="null or a list of finite numbers > 0, one for each stage",
         example="[1.0, 0.5]",
     )
     allow_empty_stages: bool = key(
         False,
-        "Let a partition leave a stage without layers.",
+        "Let a stage have no layers.",
         rule="true or false",
         example="false",
     )
     first_batch: _NonNegativeInt = key(
         0,
-        "First batch, counted from 0, after which a new partition may be decided. Batches before it are profiled, "
-        "too.",
+        "First batch, counted from 0, after which a new partition may be decided. Earlier batches are profiled too.",
         rule="a whole number >= 0",
         example="0",
     )
@@ -172,8 +168,8 @@ class DynamicPipelineConfig(Section):
     )
     transfer_buffer_bytes: Annotated[int, Field(ge=2**20), AlsoText(), BeforeValidator(parse_bytes)] = key(
         64 * 2**20,
-        "Largest message in which weights and optimizer state travel between stages. More makes big moves faster and "
-        "takes more memory.",
+        "Largest message in which weights and optimizer state travel. More makes big moves faster and takes more "
+        "memory.",
         rule='a number of bytes >= 1048576 (1 MiB) or a size such as "64MiB"',
         example='"64MiB"',
     )
@@ -187,7 +183,7 @@ class DynamicPipelineConfig(Section):
     )
     repack: RepackConfig = key(
         RepackConfig(),
-        "Train on fewer stages when the model has shrunk, and give the freed workers back.",
+        "Change the number of stages: give workers back when the model has shrunk, take in workers that wait.",
         rule="an object with the keys of repack",
         example='{"enabled": true, "tolerance": 0.05}',
     )
@@ -199,7 +195,7 @@ class DynamicPipelineConfig(Section):
     )
     elastic: ElasticConfig = key(
         ElasticConfig(),
-        "Let workers join while the job trains, so that the pipeline becomes longer.",
+        "Let workers join while the job trains.",
         rule="an object with the keys of elastic",
         example='{"enabled": true, "door_file": "run/door.json"}',
     )

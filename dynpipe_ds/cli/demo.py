@@ -27,10 +27,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Move layers between two processes of this machine, in a minute.
 
-    Trains a small GPT with DeepSpeed on two CPU processes, twice and in turns: with stages that stay, and with stages
-    that move. Before batch 8 the front half of the layers stops training, so the second stage becomes the slower one;
-    layers then move to the first. Shows boundaries and seconds a batch, and compares all losses, weights and optimizer
-    state bit for bit. Needs no GPU, no network and no compiler. Exit code 0: layers moved and every bit is equal.
+    Trains a small GPT with DeepSpeed on two CPU processes, in two runs that take turns. In one run the stages stay, in
+    the other they may move. Before batch 8 the front half of the layers freezes. The second stage is then slower, and
+    layers move to the first. Shows boundaries and seconds per batch. Compares all losses, weights and optimizer state
+    bit for bit. Needs no GPU, no network and no compiler. Exit code 0: layers moved and every bit is equal.
 
     Examples:
       dynpipe demo

@@ -33,10 +33,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Check this machine and a configuration.
 
-    Looks at versions, launcher, compiler, accelerator, network and the folder of compiled operations, and with
-    --config at a DeepSpeed JSON, all problems at once. With --numerics it trains a small model on two processes of the
-    CPU, cut at several places, and compares losses, gradients and weights with the undivided model: less than a
-    minute. Nothing is changed. A warning may be meant and does not count.
+    Checks versions, launcher, compiler, accelerator, network and the folder of compiled operations. --config adds all
+    problems of a DeepSpeed JSON. --numerics trains a small model on two CPU processes, cut at several places, and
+    compares losses, gradients and weights with the undivided model, in less than a minute. Nothing is changed.
+    Warnings don't count as problems.
 
     Examples:
       dynpipe doctor

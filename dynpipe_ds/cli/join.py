@@ -19,22 +19,23 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = add_command(commands, "join", run)
-    parser.option("--workers", "N", "so many processes", reading.whole(1), default=1)
-    parser.option("--first-device", "D", "the first one's device (LOCAL_RANK)", reading.whole(0), default=0)
-    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT that the job's log tells, or its door file")
+    parser.option("--workers", "N", "how many workers to start", reading.whole(1), default=1)
+    parser.option("--first-device", "D", "device of the first worker (LOCAL_RANK)", reading.whole(0), default=0)
+    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT from the job's log, or the job's door file")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="script and arguments")
 
 
 def run(arguments: argparse.Namespace) -> Result:
     """Let workers join a job that trains.
 
-    Runs the job's own script, with the same arguments, in processes that build no layer, show that they fit, and wait
-    until the job makes its pipeline longer. Who does not fit is refused with every difference. The word in
-    DYNPIPE_TOKEN, or the door file, says who may join. SIGTERM, SIGUSR1 and SIGUSR2 go on to these processes.
+    Give the job's own script and arguments. Each worker runs the script without layers, shows that it fits the job,
+    and waits until the pipeline becomes longer. A worker that does not fit is refused, with every difference. The door
+    file, or the token in DYNPIPE_TOKEN, gives the right to join. SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the
+    workers. Options come before the address.
 
     Examples:
       dynpipe join run/door.json -- train.py --deepspeed_config ds_config.json
-      dynpipe join 10.0.0.7:29600 --workers 2 -- train.py
+      dynpipe join --workers 2 10.0.0.7:29600 -- train.py
     """
     given = list(arguments.command_line)
     if given[:1] == ["--workers"] or given[:1] == ["--first-device"]:

@@ -29,9 +29,9 @@ COMMANDS = {
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
 
 _MORE = """
-See it work: demo. With a model of yours: doctor (is this machine ready?), try (does my script keep its losses?),
-profile (what do my layers cost?), plan (where to cut?), simulate (who waits for whom?), then train: run starts a
-training with spares, join lets workers join one, watch follows it (how does it stand?), report tells what came of it.
+See it work: demo. Before training: doctor (is this machine ready?), try (does my script keep its losses?), profile
+(what do my layers cost?), plan (where to cut?), simulate (which stage waits?). Training: run (start with spares), join
+(add workers), watch (follow the job), report (what happened?).
 """
 
 

@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.option("--stages", "N", "number of stages (default: the profile's)", reading.whole(1))
     parser.option("--partitioner", "NAME", known)
     parser.add_argument("--cost", choices=COSTS, help="what to balance (default time)")
-    cap = "most a stage may hold: 16GiB, or 16GiB,8GiB,... by stage"
+    cap = "most that a stage may hold: 16GiB, or one size per stage, 16GiB,8GiB,..."
     parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
     whole_numbers, numbers = reading.listed(int, "whole numbers"), reading.listed(float, "numbers")
     parser.option("--pinned-cuts", "C,...", "c keeps layers c-1 and c on one stage", whole_numbers)
@@ -63,14 +63,14 @@ def add_parser(commands: Any) -> None:
     parser.option("--current", "PARTITION", "boundaries now in use, to compare with (default: the profile's)")
     parser.add_argument(
         "--schedule", choices=SCHEDULES,
-        help="order of forwards and backwards: 1f1b, planned, or planned where it is known what of a backward can be "
-        "done later (auto, default)",
+        help="order of forwards and backwards: 1f1b, planned, or auto (default): planned if it is known which part of "
+        "a backward can run later",
     )
-    budget = "what planned orders may hold of activations, as a multiple of 1F1B's fullest worker (default 1)"
+    budget = "activations that a planned order may hold, as a multiple of the fullest worker's under 1F1B (default 1)"
     parser.option("--activation-budget", "X", budget, reading.at_least_0("a finite number > 0"))
     parser.add_argument(
         "--import", dest="imports", action="append", default=[], metavar="MODULE",
-        help="import it first: it may call register_partitioner",
+        help="import this module first; it may call register_partitioner",
     )
     reading.add_simulated(parser)
 
@@ -79,14 +79,12 @@ def run(arguments: argparse.Namespace) -> Result:
     """Choose stage boundaries for a profile, and the order of forwards and backwards.
 
     Prints the partition and the order, the simulated time and bubble of a batch, and what every stage holds at its
-    peak. A table compares partitions and orders: what each partitioner chooses, under 1F1B and under the order that is
-    planned for it in the same memory; "now", the present partition; "together", the best partition and order.
-    Where the planned order is 1F1B, a line below the table says so instead of a row. "finer" says what cutting each of
-    the layers that repeat into two equal halves would bring, where that is 3% or more.
-    Planned orders are compared where it is known what of a backward can be done later: the profile says so if a
-    backward was split while it was measured; otherwise --weight-share assumes it. Layer times are taken as those of a
-    worker of speed 1. Options named as a key of the "dynamic_pipeline" section mean the same; --config takes them from
-    a DeepSpeed JSON, and options given here win.
+    peak. A table compares what each partitioner chooses, under 1F1B and under the order planned for it in the same
+    memory. "now" is the present partition, "together" the best partition and order. "finer" says what cutting each
+    repeated layer into halves would gain, if that is 3% or more.
+    Planned orders need to know which part of a backward can run later. The profile says so if a backward was split
+    while it was measured; otherwise --weight-share assumes it. Options named like a key of the "dynamic_pipeline"
+    section mean the same. --config reads them from a DeepSpeed JSON; options given here win.
 
     Examples:
       dynpipe plan profile.json --stages 4

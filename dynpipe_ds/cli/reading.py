@@ -139,13 +139,13 @@ share = value_of(float, lambda value: 0 <= value <= 1, "a share from 0 to 1, suc
 def add_simulated(parser: Parser) -> None:
     """Add what simulating commands share: a profile, micro-batches and links."""
     link_s = (
-        "seconds that a micro-batch's activations take over a boundary; one number, or one a boundary (default: as "
-        "measured in the profile, for as many stages; 0 for others)"
+        "seconds that a micro-batch's activations take to cross a boundary; one number, or one per boundary (default: "
+        "as measured, if the profile has as many stages; else 0)"
     )
     parser.add_argument("profile", help="layer times, as 'dynpipe profile' or engine.profile.save wrote them")
     weight_share = (
-        "where no backward was split while the profile was measured: of every backward, the share that computes "
-        "gradients of weights and may be done later"
+        "for profiles in which no backward was split: the share of every backward that computes gradients of weights, "
+        "and can run later"
     )
     parser.option("--weight-share", "SHARE", weight_share, share)
     parser.option("--micro-batches", "M", "micro-batches of a batch (default: the profile's)", whole(1))
@@ -156,7 +156,7 @@ def add_simulated(parser: Parser) -> None:
 def add_journal(parser: Parser) -> None:
     """Add what commands share that read a journal."""
     parser.add_argument("folder", help='what "journal" names in the section, or a folder that holds it')
-    parser.option("--run", "NAME", "of several runs in the folder, the one in the folder of this name", dest="name")
+    parser.option("--run", "NAME", "of several runs in the folder: the one in the sub-folder of this name", dest="name")
 
 
 def journal(arguments: argparse.Namespace) -> tuple[Journal, list[str]]:

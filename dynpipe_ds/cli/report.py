@@ -21,11 +21,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Result:
     """Write a page on a run: losses, stages, layers, moves, and what other partitions would give.
 
-    Reads the journal that the first rank writes where the section "dynamic_pipeline" has the key "journal", also while
-    the job trains. The page is one HTML file that needs no other; it follows the reader's light or dark setting. It
-    compares the batch by the last layer times with what it would take on other partitions and in other orders. Of
-    several runs in a folder, one whose layers may move is taken. python -m scenarios.report compares the two runs of a
-    job of scenarios.train.
+    Reads the journal of a run, also while it trains. The first rank writes one if the "dynamic_pipeline" section has
+    the key "journal". The page is one HTML file that needs no other. It predicts the batch on other partitions and in
+    other orders from the newest layer times. If a folder has several runs, one whose layers may move is taken. To
+    compare both runs of a job of scenarios.train, use python -m scenarios.report.
 
     Examples:
       dynpipe report runs/first

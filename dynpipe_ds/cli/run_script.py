@@ -17,18 +17,18 @@ from dynpipe_ds.joining.door import DOOR_FILE
 def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = add_command(commands, "run", run)
-    parser.option("--workers", "N", "ranks that train from the start on", reading.whole(1), default=1)
+    parser.option("--workers", "N", "ranks that train from the start", reading.whole(1), default=1)
     parser.option("--spares", "K", "processes that wait to join", reading.whole(0), default=0)
-    parser.flag("--survivors-stay", "let the others go on when one fails (other launchers end them)")
+    parser.flag("--survivors-stay", "when a process fails, leave the others running")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- SCRIPT", help="script and arguments")
 
 
 def run(arguments: argparse.Namespace) -> Result:
     """Start a training on this machine, with spares.
 
-    Starts so many ranks of a script, and spares that run the same script and wait until the job makes its pipeline
-    longer: by engine.repack(n), or by itself. More workers can come later by dynpipe join. Every line of output has the
-    rank before it that a process began with; spares are s0, s1 and so on.
+    Starts the ranks of a script, and spares. A spare runs the same script and waits until the pipeline becomes longer:
+    by engine.repack(n), or by the job's own decision. More workers can come later with dynpipe join. Every line of
+    output begins with the rank that its process began with; spares are s0, s1 and so on.
 
     Examples:
       dynpipe run --workers 2 --spares 2 -- train.py --deepspeed_config ds_config.json

@@ -18,7 +18,7 @@ def add_parser(commands: Any) -> None:
 def run(_arguments: argparse.Namespace) -> Result:
     """Print the JSON schema of the "dynamic_pipeline" section, for editors.
 
-    With it an editor completes the section's keys in a DeepSpeed JSON, says what each means and marks what is wrong.
+    With it, an editor completes the section's keys in a DeepSpeed JSON, explains them and marks wrong values.
     DeepSpeed's own keys are left alone.
 
     Examples:

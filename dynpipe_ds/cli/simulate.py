@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser.option(
         "--schedule", "NAME,...",
         f"one or more of {', '.join(SCHEDULES)}; planned: an order planned from the times (default: planned where it "
-        "is known what of a backward can be done later, else 1f1b)", _schedules,
+        "is known which part of a backward can run later, else 1f1b)", _schedules,
     )  # fmt: skip
     cap = "planned: most a stage may hold, as for 'dynpipe plan' (default: what the fullest one holds under 1f1b)"
     parser.option("--memory-cap-bytes", "SIZE", cap, reading.one_or_each(reading.num_bytes))
@@ -72,9 +72,9 @@ class _Batch:
 def run(arguments: argparse.Namespace) -> Result:
     """Show one batch of a partition in time.
 
-    Prints when every stage computes (F forward, B backward, W gradients of weights that were left for later), waits for
-    a message that is under way (>), steps (S) and is idle (.), and where the time goes. Pictures and traces show every
-    message. docs/schedules.md explains the orders, docs/simulation.md what the simulator models and what it leaves out.
+    Prints when every stage computes (F forward, B backward, W weight gradients that were left for later), waits for a
+    message on its way (>), runs the optimizer (S) and is idle (.), and where the time goes. Pictures and traces show
+    every message. docs/schedules.md explains the orders, docs/simulation.md what the simulator leaves out.
 
     Examples:
       dynpipe simulate profile.json --partition 0,4,8 --gantt batch.png

@@ -22,23 +22,23 @@ from dynpipe_ds.cli.trying.trial import carry_out
 def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = add_command(commands, "try", run)
-    parser.option("--batches", "N", "stop after so many batches", reading.whole(1), default=8)
+    parser.option("--batches", "N", "batches of each run", reading.whole(1), default=8)
     parser.option("--move-every", "N", "batches between two moves", reading.whole(1), default=2)
-    parser.option("--seed", "N", "of the random boundaries", reading.whole(0), default=0)
-    patience = f"give up when no batch was finished for so many seconds, {START} times that at the start"
+    parser.option("--seed", "N", "seed of the random boundaries", reading.whole(0), default=0)
+    patience = f"give up if no batch ends for this many seconds; {START} times that at the start"
     parser.option("--timeout", "S", patience, reading.seconds, default=300.0)
-    parser.flag("--no-reasons", "where something differs, don't run the script more often to see why")
-    parser.option("--folder", "DIR", "keep the script's output and what was recorded there")
+    parser.flag("--no-reasons", "if something differs, don't run the script again to find out why")
+    parser.option("--folder", "DIR", "folder in which to keep the output and the records")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="your own start command")
 
 
 def run(arguments: argparse.Namespace) -> Result:
     """Run an existing script with and without moving layers.
 
-    Starts your own command for a few batches three times, without a change to its files: with DeepSpeed's
-    PipelineModule, with DynamicPipelineModule in its place, and with that while layers move to random places. Compares
-    losses and weights bit for bit and says why something differs, what is refused, and what the section costs a batch.
-    Nothing is saved: save_checkpoint is left out. All processes must run on this machine.
+    Runs your own command three times for a few batches: with DeepSpeed's PipelineModule, with DynamicPipelineModule,
+    and with the latter while layers move to random places. Your files are not edited. Compares losses and weights bit
+    for bit. Says why something differs, what is refused, and what the section costs per batch. save_checkpoint is
+    skipped. All processes must run on this machine.
 
     Examples:
       dynpipe try -- deepspeed --num_gpus 2 train.py --deepspeed_config ds_config.json

@@ -24,18 +24,18 @@ def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = add_command(commands, "watch", run)
     reading.add_journal(parser)
-    parser.option("--every", "SECONDS", "look so often", reading.at_least_0("seconds, such as 1"), default=_EVERY_S)
-    parser.flag("--once", "show how it stands now, and end; so it is where the output is no terminal")
+    every = reading.at_least_0("seconds, such as 1")
+    parser.option("--every", "SECONDS", "seconds between two looks", every, default=_EVERY_S)
+    parser.flag("--once", "show the present state and end (always, if the output is not a terminal)")
 
 
 def run(arguments: argparse.Namespace) -> Result:
     """Show a running job: its stages, losses, boundaries, moves and memory.
 
-    Reads the journal that the first rank writes where the section "dynamic_pipeline" has the key "journal"; the runs of
-    scenarios.train have one in their output folder. The stage that limits is the one that computes longest. Stages are
-    those of the newest profiled batch. Of several runs in a folder, one whose layers may move is shown. Until the first
-    batch of a job is done, nothing is shown of the run before it. Ends with Ctrl-C, and leaves the job alone. Needs
-    the extra "watch" (rich), but for --json.
+    Reads the journal of a run. The first rank writes one if the "dynamic_pipeline" section has the key "journal". Runs
+    of scenarios.train have one in their output folder. The stage that computes longest is shown as the one that
+    limits. If a folder has several runs, one whose layers may move is shown. Ctrl-C ends the view, not the job.
+    Needs the extra "watch" (rich), except for --json.
 
     Examples:
       dynpipe watch runs/first

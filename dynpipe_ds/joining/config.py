@@ -14,20 +14,19 @@ class ElasticConfig(Section):
 
     enabled: bool = key(
         False,
-        "Let workers wait at a door for the pipeline to become longer. False: nobody can join.",
+        "Let workers wait to join. False: nobody can join.",
         rule="true or false",
         example="true",
     )
     port: Annotated[int, Field(ge=0, le=65535)] = key(
         0,
-        "Port of the first rank's door, on the address of this job alone. 0: a free one, which the log and door_file "
-        "tell.",
+        "Port at which the first rank lets workers ask to join. 0: a free one, which the log and door_file tell.",
         rule="a whole number from 0 to 65535",
         example="29600",
     )
     door_file: str | None = key(
         None,
-        "File into which the first rank writes address and token, readable for its owner alone: who can read it may "
+        "File into which the first rank writes address and token, readable by its owner only. Who can read it may "
         "join, by \"dynpipe join FILE\". Null: none; the token is then the one in DYNPIPE_TOKEN.",
         rule="null or a path",
         example='"run/door.json"',

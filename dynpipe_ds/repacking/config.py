@@ -27,7 +27,7 @@ class RepackConfig(Section):
 
     enabled: bool = key(
         False,
-        "Re-pack by itself. False: only when engine.repack(num_stages) is called.",
+        "Change the number of stages by itself. False: only when engine.repack(num_stages) is called.",
         rule="true or false",
         example="true",
     )
@@ -46,21 +46,21 @@ class RepackConfig(Section):
     )
     tolerance: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = key(
         0.05,
-        "Most of the predicted throughput that fewer stages may cost, as a share of what the most workers that the run "
+        "Share of the predicted throughput that fewer stages may cost. The whole is what the most workers that the run "
         "ever had would reach. Not together with target_stages.",
         rule="a number from 0 up to, but not including, 1",
         example="0.05 (5%)",
     )
     min_gain: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
         None,
-        "Workers that wait are taken in where that raises the predicted throughput by at least this share. Null: a "
-        "tenth more than what makes up for the tolerance, 1.1 / (1 - tolerance) - 1.",
+        "Least share by which waiting workers must raise the predicted throughput to be taken in. Null: 1.1 / (1 - "
+        "tolerance) - 1.",
         rule="null or a number > 0, above tolerance / (1 - tolerance)",
         example="0.15 (15%)",
     )
     horizon_batches: Annotated[int, Field(ge=1)] = key(
         100,
-        "How many batches more stages are expected to serve. The seconds they save over so many must exceed the pause.",
+        "How many batches more stages are expected to serve. They must save more seconds in them than the pause takes.",
         rule="a whole number of batches >= 1",
         example="1000",
     )
@@ -72,7 +72,7 @@ class RepackConfig(Section):
     )
     max_stages: Annotated[int, Field(ge=1)] | None = key(
         None,
-        "Never grow by itself to more. Null: as many as workers wait for.",
+        "Never grow by itself to more. Null: no limit.",
         rule="null or a whole number of stages >= 1",
         example="8",
     )
@@ -84,15 +84,15 @@ class RepackConfig(Section):
     )
     adapt_micro_batches: bool = key(
         False,
-        "With the number of stages also choose the number of micro-batches that is predicted to be the fastest. The "
-        "batch keeps its samples; losses then differ by rounding. Not with \"first_fit\".",
+        "With the number of stages, also choose the number of micro-batches that is predicted to be fastest. The batch "
+        "keeps its samples. Losses then differ by rounding. Not with \"first_fit\".",
         rule="true or false",
         example="true",
     )
     leave_on: Literal["SIGUSR1", "SIGUSR2", "SIGTERM"] | None = key(
         None,
-        "Signal by which a scheduler warns workers that it takes them away: they leave after the batch, and the others "
-        "go on. It then ends nothing by itself. Null: none.",
+        "Signal by which a scheduler announces that it takes workers away. They leave after the batch, and the others "
+        "go on. The signal then ends no process. Null: none.",
         rule='null, "SIGUSR1", "SIGUSR2" or "SIGTERM"',
         example='"SIGTERM"',
     )

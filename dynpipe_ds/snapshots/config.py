@@ -14,29 +14,28 @@ class SurviveConfig(Section):
 
     enabled: bool = key(
         False,
-        "Copy every worker's state into the host memory of another worker while batches compute, and go on from there "
-        "when a worker is lost.",
+        "While batches compute, copy every worker's state into another worker's host memory. Go on from there when a "
+        "worker is lost.",
         rule="true or false",
         example="true",
     )
     snapshot_every: Annotated[int, Field(ge=1)] | Literal["auto"] = key(
         "auto",
-        "How many batches lie between two such copies; \"auto\": the smallest number for which they cost less than 3% "
-        "of the time.",
+        "Batches between two such copies. \"auto\": the smallest number for which they cost less than 3% of the time.",
         rule='a whole number of batches >= 1 or "auto"',
         example="10",
     )
     max_bytes: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(parse_bytes)] = key(
         None,
-        "Most host memory that a worker may use for copies: two of its own state and two of a neighbour's. Null: what "
-        "is free on its node at the start, shared by the workers there.",
+        "Most host memory that a worker may use for copies: two of its own state and two of a neighbour's. Null: its "
+        "share of what is free on the node at the start.",
         rule='null, a number of bytes >= 1 or a size such as "16GiB"',
         example='"16GiB"',
     )
     silent_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
         30.0,
-        "How many seconds workers wait for each other before they ask who is silent; one that does not answer for five "
-        "seconds then is lost. One that has ended is noticed at once. Null: the process group's timeout.",
+        "Seconds that workers wait for each other before they ask who is silent. One that does not answer for five "
+        "more seconds is lost. One that has ended is noticed at once. Null: the process group's timeout.",
         rule="null or a finite number of seconds > 0",
         example="10",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynpipe_ds.cli import main
+from dynpipe_ds.cli.main import build_parser
 from tests.cli.conftest import Command
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,17 @@ def test_the_examples_of_the_help_run(command: str, dynpipe: Command) -> None:
             assert done.json
         elif command != "doctor":
             assert not done.err
+
+
+@pytest.mark.parametrize("command", ["try", "run", "join"])
+def test_the_examples_of_what_starts_a_script_have_their_options_before_it(command: str, dynpipe: Command) -> None:
+    """An option behind the address or the script would be taken for the script's own."""
+    text = dynpipe(command, "--help").out
+    examples = re.findall(_FOLLOWS, text.partition("examples:")[2])
+    assert len(examples) >= 2
+    for example in examples:
+        started = build_parser(command).parse_args(shlex.split(example)[1:]).command_line
+        assert started[:1] == ["--"] or not started[0].startswith("-"), example
 
 
 @pytest.mark.usefixtures("workplace")

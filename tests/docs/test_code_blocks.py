@@ -17,6 +17,7 @@ from deepspeed.pipe import PipelineModule
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
 from dynpipe_ds.config import SECTION, parse_config
+from dynpipe_ds.measure import clock
 from dynpipe_ds.partition import registry
 from tests.cli.conftest import example_profile
 from tests.docs import commands, names, pages
@@ -31,7 +32,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/checkpoints.md": [RANKS],
     "docs/cli.md": [HERE, RANKS, HERE, NAMES],
     "docs/clients.md": [HERE],
-    "docs/configuration.md": [NAMES],
+    "docs/configuration.md": [RANKS],
     "docs/elastic.md": [NAMES],
     "docs/experts.md": [HERE, HERE],
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
@@ -44,7 +45,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/repacking.md": [NAMES],
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/schedules.md": [RANKS],
-    "docs/simulation.md": [HERE, HERE, HERE, HERE, NAMES, HERE],  # a clock would stay for other tests
+    "docs/simulation.md": [HERE] * 6,
     "docs/survive.md": [NAMES, NAMES],
     "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
@@ -105,9 +106,13 @@ def _before(block: Block) -> dict[str, Any]:
 )
 def test_run_here(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_partitioners", dict(registry._partitioners))
+    monkeypatch.setattr(clock, "_given", None)
     monkeypatch.chdir(tmp_path)
     example_profile((1.0,) * 14, (0, 4, 9, 14)).save("profile.json")
     space = run_here(block)
+    if "use_clock" in space:  # docs/simulation.md: engines read it from now on, and ten seconds pass in one
+        begun, machine = clock.current_clock(), clock.HostClock()
+        assert begun.now_s() == pytest.approx(10 * machine.now_s(), rel=0.01)
     if "layers" in space:  # docs/cli.md: what a model function returns
         layers, (inputs, labels), loss_fn = space["layers"]()
         for layer in layers:

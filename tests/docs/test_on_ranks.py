@@ -27,6 +27,7 @@ from tests.scenarios.exactness import Job, Trained, train
 
 BEFORE, MOVING = (block.code for block in pages.blocks("docs/change_one_import.md", "python"))
 CHECKPOINT = pages.blocks("docs/checkpoints.md", "python")[0].code
+HOLDING = pages.blocks("docs/configuration.md", "python")[0].code
 FREEZING = pages.blocks("docs/freezing.md", "python")[0].code
 TIMELINE = pages.blocks("docs/schedules.md", "python")[0].code
 FROM_PROFILE = pages.blocks("docs/cli.md", "python")[1].code
@@ -93,6 +94,9 @@ def run_pages(rank: int, folder: str) -> Seen:
     trace = Path("batch.json").read_text(encoding="utf-8") if rank == 0 else ""
     local = readme["engine"].local_layers()
     frozen = {i: not any(p.requires_grad for p in layer.parameters()) for i, layer in local.items()}
+
+    exec(HOLDING, readme)
+    assert readme["engine"].partition == (0, 5, 17)
 
     importlib.import_module("spare_first")
     own = module_class(
