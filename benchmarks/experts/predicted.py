@@ -90,6 +90,22 @@ def measure(
     yield from on_ranks(num_ranks, run_rank, sizes, settings, draws, repeats)
 
 
+def _costs(constants: Constants) -> str:
+    """What was fitted, in words."""
+    trans, agg = constants.trans_link, constants.sums_link
+
+    def link(name: str, byte_s: float, message_s: float) -> str:
+        return f"{name} {1e9 * byte_s:.2f} ms a MB and {1e3 * message_s:.2f} ms a message"
+
+    return "; ".join([
+        link("exchanges", constants.byte_s, constants.message_s),
+        f"{link('Trans', trans.byte_s, trans.message_s)}, {1e3 * trans.start_s:.2f} ms to start",
+        f"{link('Agg', agg.byte_s, agg.message_s)}, {1e3 * agg.start_s:.2f} ms to start, "
+        f"{1e3 * constants.sum_s:.2f} ms to add up",
+        f"{1e3 * constants.fixed_s:.2f} ms for begin, counts and end, in the whole layer alone",
+    ])  # fmt: skip
+
+
 def report(sizes: Sizes, constants: Constants, rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
     """Turn rows into values and text.
 
@@ -118,8 +134,7 @@ def report(sizes: Sizes, constants: Constants, rows: Sequence[Row]) -> tuple[dic
         f"One block, {sizes.num_experts} experts, {sizes.rows} rows a rank, hidden {sizes.hidden}, width "
         f"{sizes.width}; nothing runs beside Trans and Agg. *Predicted / measured*, ms; measured: medians, of the "
         f"slowest rank. Constants, fitted at the start to other batches: "
-        f"{1e6 * constants.forward_row_s:.1f} µs a row (told), "
-        f"{1e-9 / constants.byte_s if constants.byte_s else 0:.2f} GB/s, {1e3 * constants.message_s:.2f} ms a message. "
+        f"{1e6 * constants.forward_row_s:.1f} µs a row (told); {_costs(constants)}. "
         "The paper's figure is of the first four columns of seconds, on GPUs.",
         table(("k", "draw", "placement", *PARTS), cells),
         "\n".join(f"- {line}" for line in lines),

@@ -174,7 +174,9 @@ class Sharing:
             raise PartnerGaveUpError("a rank that shares the experts has given the batch up")
         gradients, agg_bytes, seconds = found
         hidden_s = max(0.0, seconds - state.agg.waited_s)
+        state.times.agg_s = seconds
         if state.trans is not None:
+            state.times.trans_s = state.trans.seconds
             seconds, hidden_s = seconds + state.trans.seconds, hidden_s + state.trans.hidden_s
         times = state.times if self.device.type == "cpu" else None
         travelled = Travelled(trans_bytes, agg_bytes, seconds, hidden_s)
