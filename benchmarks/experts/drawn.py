@@ -71,7 +71,7 @@ def calibrated(sizes: Sizes, setting: Setting, repeats: int) -> Constants:
     Returns:
         The same on every rank.
     """
-    alone = replace(sizes, blocks=1, micro_batches=1, row_s=min(sizes.row_s, 5e-6), rest_s=0.0)
+    alone = replace(sizes, blocks=1, micro_batches=1, rest_s=0.0)  # waits as long: caches are as cold then
     stage = Waiting(alone)
     known = measured_constants(
         stage.group, sizes.shapes, dtype=torch.float32, sum_dtype=torch.float32, device=torch.device("cpu"),
