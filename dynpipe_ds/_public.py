@@ -30,6 +30,7 @@ from dynpipe_ds.owning import Replica, building_replica, own_by_replica  # noqa:
 from dynpipe_ds.partition import register_partitioner  # noqa: E402
 from dynpipe_ds.ranks.fatal import FatalError, RankLostError  # noqa: E402
 from dynpipe_ds.repacking.live import RepackError  # noqa: E402
+from dynpipe_ds.repeats import CountedForwards  # noqa: E402
 from dynpipe_ds.snapshots.between import BetweenBatches  # noqa: E402
 
 install.install(DynamicPipelineModule, engine_class)
@@ -37,6 +38,7 @@ install.install(DynamicPipelineModule, engine_class)
 __all__: list[str] = [
     "BetweenBatches",
     "CheckpointError",
+    "CountedForwards",
     "DynamicPipelineEngine",
     "DynamicPipelineModule",
     "FatalError",

@@ -13,7 +13,7 @@ from benchmarks.experts.waiting import BACKWARD, Batch, Sizes, Waiting
 from scenarios.moe.measuring import measured_constants
 from scenarios.moe.placing import Constants, Lanes, Sample, fitted
 
-CALIBRATING = 4
+CALIBRATING = 6
 """Random placements that constants are fitted to, besides static and all local."""
 
 
@@ -49,7 +49,7 @@ def sample_of(batch: Batch, block: int) -> Sample:
         batch: where nothing else ran beside the block's transfers.
         block: its index.
     """
-    forward, backward, exchange = (tuple(each) for each in batch.shared.times[block].tolist())
+    forward, backward, exchange, *_ = (tuple(each) for each in batch.shared.times[block].tolist())
     loads = tuple(map(tuple, batch.shared.rows[block].tolist()))
     return Sample(
         lanes=batch.shared.lanes[block], loads=loads, forward_s=forward, backward_s=backward,
@@ -60,8 +60,8 @@ def sample_of(batch: Batch, block: int) -> Sample:
 def calibrated(sizes: Sizes, setting: Setting, repeats: int) -> Constants:
     """Measure what the performance model has to know; collective.
 
-    Seconds of bytes and messages begin with what a training measures at its start, and are then fitted to batches of
-    one block whose Trans and Agg run alone. Seconds of rows are told.
+    Seconds of exchanges, Trans and Agg begin with what a training measures at its start, and are then fitted to
+    batches of one block, in which one part comes after the other. Seconds of rows are told.
 
     Args:
         sizes: of the blocks.
@@ -71,16 +71,15 @@ def calibrated(sizes: Sizes, setting: Setting, repeats: int) -> Constants:
     Returns:
         The same on every rank.
     """
-    alone = replace(sizes, blocks=1, micro_batches=1, row_s=min(sizes.row_s, 5e-6), rest_s=0.0)
+    alone = replace(sizes, blocks=1, micro_batches=1, rest_s=0.0)  # waits as long: caches are as cold then
     stage = Waiting(alone)
     known = measured_constants(
         stage.group, sizes.shapes, dtype=torch.float32, sum_dtype=torch.float32, device=torch.device("cpu"),
         num_micro_batches=1,
     )  # fmt: skip
-    known = replace(known, forward_row_s=sizes.row_s, backward_row_s=BACKWARD * sizes.row_s, lane_s=0.0)
     placements = [Lanes.static(stage.num_ranks, sizes.num_experts), Lanes.local(stage.num_ranks, sizes.num_experts)]
     draw = np.random.default_rng(1)
-    for share in np.linspace(0.2, 0.8, CALIBRATING):
+    for share in np.geomspace(0.02, 0.8, CALIBRATING):
         owner = np.array(placements[0].owner)
         moved = draw.random(owner.shape) < share
         owner[moved] = np.broadcast_to(np.arange(stage.num_ranks)[:, None], owner.shape)[moved]
@@ -90,10 +89,11 @@ def calibrated(sizes: Sizes, setting: Setting, repeats: int) -> Constants:
         for lanes in placements:
             batch = stage.batch(tables, {0: lanes})
             if repeat:  # the first one is slower
-                samples.append(replace(sample_of(batch, 0), forward_s=None, backward_s=None))
+                samples.append(replace(sample_of(batch, 0), layer_s=batch.trained_s))
     stage.close()
     found = fitted(known, samples)
     return replace(
-        found, rest_forward_s=sizes.rest_s * sizes.micro_batches,
+        found, forward_row_s=sizes.row_s, backward_row_s=BACKWARD * sizes.row_s, lane_s=0.0,
+        rest_forward_s=sizes.rest_s * sizes.micro_batches,
         rest_backward_s=BACKWARD * sizes.rest_s * sizes.micro_batches, num_micro_batches=sizes.micro_batches,
     )  # fmt: skip

@@ -10,9 +10,10 @@ from typing import Any
 from benchmarks.experts.drawn import calibrated, routed, sample_of
 from benchmarks.experts.replayed import CONTENDERS
 from benchmarks.experts.settings import Setting
-from benchmarks.experts.waiting import Sizes, Waiting
+from benchmarks.experts.waiting import BACKWARD, Sizes, Waiting
 from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import table
+from scenarios.moe.measuring import renewed
 from scenarios.moe.placing import Constants, LayerModel, plan
 
 PARTS = ("all-to-all", "experts", "Trans", "Agg", "whole layer")
@@ -49,15 +50,21 @@ def run_rank(send: Send, sizes: Sizes, settings: Sequence[Setting], draws: int, 
     alone = replace(sizes, blocks=1, micro_batches=1, rest_s=0.0)
     constants = calibrated(alone, replace(settings[0], model="M"), repeats)  # other draws than those of the table
     send(constants)
-    model, stage = LayerModel(constants, overlapped=False), Waiting(alone)
+    stage = Waiting(alone)
     for setting in settings:
         for draw, tables in enumerate(routed(setting, replace(alone, blocks=draws), 1)[0]):
             loads = tables[0].tolist()
             for name in CONTENDERS:
+                model = LayerModel(constants, overlapped=False)
                 lanes = plan(name, loads, model)
+                told = model.predict(lanes, loads)
                 batches = [stage.batch([tables], {0: lanes}) for _ in range(repeats)]
                 samples = [sample_of(batch, 0) for batch in batches]
-                told = model.predict(lanes, loads)
+                for batch, sample in zip(batches, samples, strict=True):  # as a training renews them by its batches
+                    constants = renewed(constants, [replace(sample, layer_s=batch.trained_s)])
+                constants = replace(  # told
+                    constants, forward_row_s=sizes.row_s, backward_row_s=BACKWARD * sizes.row_s, lane_s=0.0
+                )
                 predicted = dict(zip(PARTS, (
                     told.all_to_all_s, told.compute_s, told.trans_s, told.agg_s, told.blocking_s
                 ), strict=True))  # fmt: skip
@@ -90,6 +97,22 @@ def measure(
     yield from on_ranks(num_ranks, run_rank, sizes, settings, draws, repeats)
 
 
+def _costs(constants: Constants) -> str:
+    """What was fitted, in words."""
+    trans, agg = constants.trans_link, constants.sums_link
+
+    def link(name: str, byte_s: float, message_s: float) -> str:
+        return f"{name} {1e9 * byte_s:.2f} ms a MB and {1e3 * message_s:.2f} ms a message"
+
+    return "; ".join([
+        link("exchanges", constants.byte_s, constants.message_s),
+        f"{link('Trans', trans.byte_s, trans.message_s)}, {1e3 * trans.start_s:.2f} ms to start",
+        f"{link('Agg', agg.byte_s, agg.message_s)}, {1e3 * agg.start_s:.2f} ms to start, "
+        f"{1e3 * constants.sum_s:.2f} ms to add up",
+        f"{1e3 * constants.fixed_s:.2f} ms for begin, counts and end, in the whole layer alone",
+    ])  # fmt: skip
+
+
 def report(sizes: Sizes, constants: Constants, rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
     """Turn rows into values and text.
 
@@ -117,9 +140,9 @@ def report(sizes: Sizes, constants: Constants, rows: Sequence[Row]) -> tuple[dic
         "**SLEEPING REPLAY: experts wait for a time that is told; what travels is real.**",
         f"One block, {sizes.num_experts} experts, {sizes.rows} rows a rank, hidden {sizes.hidden}, width "
         f"{sizes.width}; nothing runs beside Trans and Agg. *Predicted / measured*, ms; measured: medians, of the "
-        f"slowest rank. Constants, fitted at the start to other batches: "
-        f"{1e6 * constants.forward_row_s:.1f} µs a row (told), "
-        f"{1e-9 / constants.byte_s if constants.byte_s else 0:.2f} GB/s, {1e3 * constants.message_s:.2f} ms a message. "
+        f"slowest rank. Constants are fitted to other batches at the start, and renewed by each batch after it was "
+        f"predicted, as in training. At the start: {1e6 * constants.forward_row_s:.1f} µs a row (told); "
+        f"{_costs(constants)}. "
         "The paper's figure is of the first four columns of seconds, on GPUs.",
         table(("k", "draw", "placement", *PARTS), cells),
         "\n".join(f"- {line}" for line in lines),

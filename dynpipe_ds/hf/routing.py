@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LOAD = "expert_load"
+from dynpipe_ds.repeats import CountedForwards
+
+_LOAD, _COUNTED = "expert_load", "counted_forwards"
 
 
 @contextmanager
@@ -55,11 +57,14 @@ def count_by_expert(chosen: Tensor, num_experts: int, weight: Tensor | None = No
 
 def note_load(block: nn.Module, chosen: Tensor, num_experts: int) -> None:
     """Count a training micro-batch on the block; only once where the forward is repeated for the backward."""
-    if not (block.training and torch.is_grad_enabled()):
+    if not block.training:
         return
-    counts = count_by_expert(chosen, num_experts)
-    load: Tensor | None = getattr(block, _LOAD, None)
-    setattr(block, _LOAD, counts if load is None else load + counts)
+    counted: CountedForwards = getattr(block, _COUNTED, None) or CountedForwards()
+    setattr(block, _COUNTED, counted)
+    if counted.once():
+        counts = count_by_expert(chosen, num_experts)
+        load: Tensor | None = getattr(block, _LOAD, None)
+        setattr(block, _LOAD, counts if load is None else load + counts)
 
 
 def take_expert_load(layer: nn.Module) -> Tensor | None:
@@ -72,9 +77,10 @@ def take_expert_load(layer: nn.Module) -> Tensor | None:
         int64 ``[E]``, of this replica's tokens in training; ``None`` if nothing was routed.
     """
     for module in layer.modules():
-        load: Tensor | None = getattr(module, _LOAD, None)
-        if load is not None:
+        if getattr(module, _COUNTED, None) is not None:
+            load: Tensor | None = getattr(module, _LOAD, None)
             setattr(module, _LOAD, None)
+            setattr(module, _COUNTED, None)
             return load
     return None
 

@@ -272,7 +272,7 @@ class ExpertBalancing:
         if profile is None:
             return None
         blocks_s = sum(profile.layers[layer].seconds for layer in last.rows) * engine.gradient_accumulation_steps()
-        experts_s = sum(max(forward_s) + max(backward_s) for forward_s, backward_s, _ in times)
+        experts_s = sum(max(forward_s) + max(backward_s) for forward_s, backward_s, *_ in times)
         if not experts_s:  # not measured here
             pairs = zip(last.rows, rows, strict=True)
             experts_s = sum(model.predict(last.lanes[layer], table).compute_s for layer, table in pairs)

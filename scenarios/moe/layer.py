@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dynpipe_ds import building_replica
+from dynpipe_ds import CountedForwards, building_replica
 from scenarios.gpt import INIT_STD, Block, GPTConfig, add_extra_loss
-from scenarios.moe.counting import Counted
 from scenarios.moe.experts import add_rows, run_experts, take_rows
 from scenarios.moe.parallel import expert_group, from_experts, plan_exchange, to_experts
 from scenarios.moe.routing import (
@@ -115,7 +114,7 @@ class MoEMLP(SharedExperts):
         if experts.routing == "loss_free":
             self.register_buffer("bias_steps", torch.zeros(num_experts, dtype=torch.int32))
         self.load: Tensor | None = None
-        self._counted = Counted()
+        self._counted = CountedForwards()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to the same shape; all leading dimensions are tokens of one pool.
@@ -196,7 +195,7 @@ class MoEMLP(SharedExperts):
 
     def drop_gradients(self) -> None:
         """Forget a batch that all ranks drop, with what was counted in it."""
-        self.load, self._counted = None, Counted()
+        self.load, self._counted = None, CountedForwards()
         super().drop_gradients()
 
     def take_load(self) -> Tensor | None:
@@ -206,7 +205,7 @@ class MoEMLP(SharedExperts):
             int64 ``[2 E + 2]``: rows computed by each expert, rows that wanted each, missed, offered (see
             :class:`Assignment`), of this replica's tokens; ``None`` if nothing was.
         """
-        load, self.load, self._counted = self.load, None, Counted()
+        load, self.load, self._counted = self.load, None, CountedForwards()
         return load
 
     def _choose(self, scores: Tensor, chosen: Tensor) -> Assignment:

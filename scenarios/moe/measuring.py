@@ -83,14 +83,15 @@ def samples_of(
         layers: their indices.
         rows: for each of them, of each rank for each expert.
         lanes: who has computed them.
-        times: for each of them seconds of forwards, of backwards and of exchanges, by rank; none where zero.
+        times: for each of them seconds of forwards, backwards, exchanges, Trans and Agg, by rank; none where zero.
     """
     found = []
-    for layer, table, (forward_s, backward_s, exchange_s) in zip(layers, rows, times, strict=True):
+    for layer, table, (forward_s, backward_s, exchange_s, trans_s, agg_s) in zip(layers, rows, times, strict=True):
         if any(forward_s):
             found.append(Sample(
                 lanes=lanes[layer], loads=tuple(map(tuple, table)), forward_s=tuple(forward_s),
                 backward_s=tuple(backward_s), all_to_all_s=max(exchange_s) or None,
+                trans_s=max(trans_s) or None, agg_s=max(agg_s) or None,
             ))  # fmt: skip
     return found
 

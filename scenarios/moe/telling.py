@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class _Fields(NamedTuple):
     @classmethod
     def of(cls, num_ranks: int, num_experts: int) -> _Fields:
         size, ends = num_ranks * num_experts, [0]
-        for length in (size, size, size, 3 * num_ranks, len(Sums._fields), 1):
+        for length in (size, size, size, 5 * num_ranks, len(Sums._fields), 1):
             ends.append(ends[-1] + length)
         rows, lanes, plan, times, sums, _ = (slice(first, end) for first, end in pairwise(ends))
         return cls(rows, lanes, plan, times, sums, flag=ends[-2], width=ends[-1])
@@ -91,8 +91,7 @@ def tell(layer: LayerBatch, rank: int) -> Told:
     row[where.rows.start + own.start : where.rows.start + own.stop] = map(float, layer.rows[rank])
     row[where.lanes.start + own.start : where.lanes.start + own.stop] = map(float, layer.lanes.owner[rank])
     if layer.times is not None:
-        times = layer.times.forward_s, layer.times.backward_s, layer.times.exchange_s
-        row[where.times.start + rank : where.times.stop : num_ranks] = times
+        row[where.times.start + rank : where.times.stop : num_ranks] = astuple(layer.times)
     plan_s = waited_s = 0.0
     if layer.plan is not None:
         try:
@@ -114,7 +113,7 @@ class SharedBatch:
     Attributes:
         rows: by layer, of each rank for each expert, ``[R, E]``; layers that were trained alone.
         lanes: by layer, who has computed them.
-        times: by layer, ``[3, R]``: seconds of forwards, backwards and exchanges.
+        times: by layer, ``[5, R]``: seconds of forwards, backwards, exchanges, Trans and Agg.
         sums: over layers.
         plans: by layer, for those that were planned.
         failed: layers whose planner has raised.

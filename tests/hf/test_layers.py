@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
 pytest.importorskip("safetensors", reason="safetensors is not installed: pip install 'dynpipe_ds[hf]'")
@@ -119,6 +121,31 @@ def test_routers_report_their_load_and_its_loss_can_be_left_out(folders: dict[st
     own, twice = (causal_lm_layers(folders["mixtral"], router_loss_weight=weight) for weight in (None, 1.0))
     losses = [tiny.run(specs, tiny.build(specs), ids)[1] for specs in (own, twice)]
     assert torch.equal(2 * losses[0], losses[1])
+
+
+def as_parts(activation: Any) -> tuple[Any, ...]:
+    return activation if isinstance(activation, tuple) else (activation,)
+
+
+def run_parts(layer: Any, *parts: Any) -> Any:
+    return layer(parts if len(parts) > 1 else parts[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["mixtral", "llama_moe"])
+def test_routers_count_once_where_activations_are_checkpointed(tmp_path: Path, family: str, reentrant: bool) -> None:
+    """A forward that is run again in the backward routes the same tokens, and the next batch starts at 0."""
+    write = tiny.write_llama_moe if family == "llama_moe" else partial(tiny.write, family)
+    specs = causal_lm_layers(write(tmp_path / family))
+    layers, ids = tiny.build(specs), tiny.batch(3)
+    for _batch in range(2):
+        for _micro_batch in range(2):
+            x = layers[0](ids)
+            for layer in layers[1:-1]:
+                x = checkpoint(partial(run_parts, layer), *as_parts(x), use_reentrant=reentrant)
+            sum(part.sum() for part in as_parts(layers[-1](x))).backward()
+        loads = [take_expert_load(layer) for layer in layers[1:-1]]
+        assert [int(load.sum()) for load in loads if load is not None] == [2 * 2 * ids.numel()] * 4
 
 
 def test_angles_stay_exact_when_the_weights_are_rounded(folders: dict[str, Path]) -> None:

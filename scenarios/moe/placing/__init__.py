@@ -5,7 +5,7 @@ measured batches), ``rivals`` (rules of others), ``columns``, ``state``, ``moves
 (all of them by name), ``when`` (in which batches).
 """
 
-from scenarios.moe.placing.constants import Constants
+from scenarios.moe.placing.constants import Constants, Link
 from scenarios.moe.placing.fitting import Sample, fitted
 from scenarios.moe.placing.lanes import Lanes
 from scenarios.moe.placing.model import LayerModel, LayerSeconds
@@ -13,6 +13,6 @@ from scenarios.moe.placing.planners import PLANNERS, check_planner, plan, rerout
 from scenarios.moe.placing.when import WhenToPlan, balance
 
 __all__ = [
-    "PLANNERS", "Constants", "Lanes", "LayerModel", "LayerSeconds", "Sample", "WhenToPlan", "balance", "check_planner",
-    "fitted", "plan", "reroute",
+    "PLANNERS", "Constants", "Lanes", "LayerModel", "LayerSeconds", "Link", "Sample", "WhenToPlan", "balance",
+    "check_planner", "fitted", "plan", "reroute",
 ]  # fmt: skip

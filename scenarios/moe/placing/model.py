@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from scenarios.moe.placing.constants import Constants
+from scenarios.moe.placing.constants import Constants, Link
 from scenarios.moe.placing.lanes import Lanes
 from scenarios.moe.placing.traffic import (
     Floats,
@@ -40,6 +40,7 @@ class LayerSeconds:
         agg_s: gradients back to their homes (equation 5).
         hidden_trans_s: how much of Trans can run beside forwards (equation 8).
         hidden_agg_s: how much of Agg can run beside backwards (equation 8).
+        fixed_s: what any placement takes.
     """
 
     all_to_all_s: float
@@ -49,6 +50,7 @@ class LayerSeconds:
     agg_s: float
     hidden_trans_s: float
     hidden_agg_s: float
+    fixed_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -58,7 +60,7 @@ class LayerSeconds:
     @property
     def blocking_s(self) -> float:
         """The whole layer, with nothing hidden (equation 6)."""
-        return self.all_to_all_s + self.compute_s + self.trans_s + self.agg_s
+        return self.all_to_all_s + self.compute_s + self.trans_s + self.agg_s + self.fixed_s
 
     @property
     def overlapped_s(self) -> float:
@@ -139,8 +141,9 @@ class LayerModel:
         constants = self.constants
         rows = count_rows(owner, loads)
         forward_s, backward_s = self.compute_s(rows)
-        trans_s = self.transfer_s(count_trans(held(owner)), constants.expert_bytes)
-        agg_s = self.transfer_s(count_agg(owner, loads, constants.agg), constants.agg_bytes)
+        trans_s = self.transfer_s(count_trans(held(owner)), constants.expert_bytes, constants.trans_link)
+        summed = count_agg(owner, loads, constants.agg)
+        agg_s = constants.sum_s + self.transfer_s(summed, constants.agg_bytes, constants.sums_link)
         return LayerSeconds(
             all_to_all_s=self.all_to_all_s(rows.fullest_link),
             forward_s=forward_s,
@@ -150,6 +153,7 @@ class LayerModel:
             # Section V-C, equation 8: computation of experts and of the rest of the block hides what it can.
             hidden_trans_s=min(trans_s, forward_s + constants.rest_forward_s),
             hidden_agg_s=min(agg_s, backward_s + constants.rest_backward_s),
+            fixed_s=constants.fixed_s,
         )
 
     def all_to_all_s(self, rows: float) -> float:
@@ -162,7 +166,7 @@ class LayerModel:
             Seconds of all four.
         """
         constants = self.constants
-        messages_s = constants.num_micro_batches * constants.message_s
+        messages_s = constants.num_micro_batches * constants.message_s if rows else 0.0  # or there are no exchanges
         return 4 * (rows * constants.row_bytes * constants.byte_s + messages_s)
 
     def compute_s(self, rows: Rows) -> tuple[float, float]:
@@ -180,20 +184,21 @@ class LayerModel:
         backward = rows.computed * constants.backward_s + rows.lanes * (lane_s * (1 - share))
         return float(forward.max()), float(backward.max())
 
-    def transfer_s(self, transfers: Transfers, num_bytes: float) -> float:
+    def transfer_s(self, transfers: Transfers, num_bytes: float, link: Link) -> float:
         """Trans (equation 4) or Agg (equation 5): the fullest link, and what the longest chain takes to fill.
 
         Args:
             transfers: who receives and sends how many.
             num_bytes: of one expert's weights or gradients.
+            link: what they take.
 
         Returns:
             Seconds.
         """
         if not transfers.depth:
             return 0.0
-        constants = self.constants
-        piece = num_bytes if constants.piece_bytes is None else min(constants.piece_bytes, num_bytes)
-        one_s = constants.message_s + num_bytes * constants.byte_s
-        fill_s = constants.message_s + piece * constants.byte_s
-        return transfers.fullest_link * one_s + (transfers.depth - 1) * fill_s
+        limit = self.constants.piece_bytes
+        piece = num_bytes if limit is None else min(limit, num_bytes)
+        one_s = link.message_s + num_bytes * link.byte_s
+        fill_s = link.message_s + piece * link.byte_s
+        return link.start_s + transfers.fullest_link * one_s + (transfers.depth - 1) * fill_s

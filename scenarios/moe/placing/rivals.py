@@ -35,7 +35,7 @@ def shadowed(loads: Floats, model: LayerModel) -> Ints:
     owner = np.tile(homes(num_ranks, num_experts), (num_ranks, 1))
     least_s, shadows_s = float(rows[order[0]]) * row_s, 0.0
     for expert, following in zip(order, order[1:], strict=False):
-        shadows_s += constants.expert_bytes * constants.byte_s
+        shadows_s += constants.expert_bytes * constants.trans_link.byte_s
         there_s = float(rows[following]) * row_s + shadows_s
         if there_s >= least_s:
             break
@@ -108,8 +108,8 @@ def _papers_s(computed: Floats, received: Floats, num_moved: int, left_out: int,
     forward_s = float(computed.max()) * constants.forward_row_s  # equation 2
     backward_s = float(computed.max()) * constants.backward_s  # equation 3
     sent = num_moved * (num_ranks - left_out) / num_ranks
-    trans_s = sent * constants.expert_bytes * constants.byte_s  # equation 4
-    agg_s = sent * constants.agg_bytes * constants.byte_s  # equation 5
+    trans_s = sent * constants.expert_bytes * constants.trans_link.byte_s  # equation 4
+    agg_s = sent * constants.agg_bytes * constants.sums_link.byte_s  # equation 5
     if model.overlapped:  # equation 8
         trans_s = max(0.0, trans_s - forward_s - constants.rest_forward_s)
         agg_s = max(0.0, agg_s - backward_s - constants.rest_backward_s)

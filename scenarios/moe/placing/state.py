@@ -80,10 +80,14 @@ class State:
         constants = model.constants
         num_bytes = np.array([constants.expert_bytes, constants.agg_bytes])
         piece = num_bytes if constants.piece_bytes is None else np.minimum(num_bytes, constants.piece_bytes)
-        self.transfer_s = constants.message_s + num_bytes * constants.byte_s
-        self.fill_s = constants.message_s + piece * constants.byte_s
+        links = constants.trans_link, constants.sums_link
+        byte_s, message_s = np.array([(link.byte_s, link.message_s) for link in links]).T
+        self.transfer_s = message_s + num_bytes * byte_s
+        self.fill_s = message_s + piece * byte_s
+        self.start_s = np.array([link.start_s for link in links])
         if within is not None:
-            self.transfer_s[0] = self.fill_s[0] = 0.0
+            self.transfer_s[0] = self.fill_s[0] = self.start_s[0] = 0.0
+        self.sum_s = np.array([0.0, constants.sum_s])
         self.messages_s = 4 * constants.num_micro_batches * constants.message_s
         self.even = EVEN / max(float(self.of.lane_s.sum()), 1e-300)
         self.level = 0
@@ -149,7 +153,8 @@ class State:
         Returns:
             Seconds of both together.
         """
-        hidden_s = (level * self.transfer_s[0], level * self.transfer_s[1])
+        free_s = level * self.transfer_s + (level > 0) * self.start_s
+        hidden_s = free_s[0], free_s[1]
         if self.model.overlapped:
             constants = self.model.constants
             forward_s = constants.forward_share * busiest_s
@@ -174,7 +179,9 @@ class State:
         busiest_s = most[COMPUTE]
         links = np.maximum(most[[TRANS_IN, AGG_IN]], most[[TRANS_OUT, AGG_OUT]])
         transfers_s = links * self.transfer_s[:, None] + np.maximum(hops - 1, 0) * self.fill_s[:, None]
-        plain_s = busiest_s + np.maximum(most[INBOUND], most[OUTBOUND]) + self.messages_s
+        transfers_s += self.sum_s[:, None] + (hops > 0) * self.start_s[:, None]
+        fullest_s = np.maximum(most[INBOUND], most[OUTBOUND])
+        plain_s = busiest_s + fullest_s + (fullest_s > 0) * self.messages_s + self.model.constants.fixed_s
         seconds = plain_s + self.exposed_s(transfers_s, busiest_s, 0)
         looked_at = seconds if not self.level else plain_s + self.exposed_s(transfers_s, busiest_s, self.level)
         links = np.maximum(totals[INBOUND], totals[OUTBOUND])

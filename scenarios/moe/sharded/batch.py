@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from scenarios.moe.counting import Counted
+from dynpipe_ds import CountedForwards
 from scenarios.moe.placing import Lanes
 from scenarios.moe.sharded.products import LaneSums, LaneTimes
 from scenarios.moe.sharded.relay import Job
@@ -113,6 +113,6 @@ class LayerState:
     trans: Job[int] | None = None
     agg: Job[Summed | None] | None = None
     num_forwards: int = 0
-    counted: Counted = field(default_factory=Counted)
+    counted: CountedForwards = field(default_factory=CountedForwards)
     plan: Job[Lanes] | None = None
     times: LaneTimes = field(default_factory=LaneTimes)

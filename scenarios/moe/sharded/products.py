@@ -32,11 +32,15 @@ class LaneTimes:
         forward_s: of products of lanes.
         backward_s: of their backward.
         exchange_s: of exchanges of rows, from the time on at which all ranks had come to them.
+        trans_s: of weights on their way, beside whatever ran.
+        agg_s: of sums on their way, from the time on at which all ranks had come to them, beside whatever ran.
     """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     exchange_s: float = 0.0
+    trans_s: float = 0.0
+    agg_s: float = 0.0
 
 
 class LaneSums:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scenarios.moe.counting import Counted
+from dynpipe_ds import CountedForwards
 from scenarios.moe.placing import Lanes
 from scenarios.moe.sharded.batch import Experts, LayerBatch, LayerState, Planner, Reroute, Summed, Travelled
 from scenarios.moe.sharded.chains import Load, Visit, pieces_of, run_chains, summing_chain
@@ -174,7 +174,9 @@ class Sharing:
             raise PartnerGaveUpError("a rank that shares the experts has given the batch up")
         gradients, agg_bytes, seconds = found
         hidden_s = max(0.0, seconds - state.agg.waited_s)
+        state.times.agg_s = seconds
         if state.trans is not None:
+            state.times.trans_s = state.trans.seconds
             seconds, hidden_s = seconds + state.trans.seconds, hidden_s + state.trans.hidden_s
         times = state.times if self.device.type == "cpu" else None
         travelled = Travelled(trans_bytes, agg_bytes, seconds, hidden_s)
@@ -208,7 +210,7 @@ class Sharing:
         self._unposted = list(self._states.values())
         for state in self._unposted:
             state.agg, state.lanes, state.rows, state.plan = None, None, self._no_rows(), None
-            state.num_forwards, state.times, state.counted = 0, LaneTimes(), Counted()
+            state.num_forwards, state.times, state.counted = 0, LaneTimes(), CountedForwards()
             for sums in state.sums.values():
                 sums.clear()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
-from scenarios.moe.placing import Constants, Lanes, LayerModel, Sample, fitted
+from scenarios.moe.placing import Constants, Lanes, LayerModel, Link, Sample, fitted
 from scenarios.moe.placing.traffic import as_lanes, count_rows
 from tests.scenarios.placing.cases import any_owner, constants, skewed
 
@@ -60,6 +60,86 @@ def test_noise_is_averaged() -> None:
         assert LayerModel(found).seconds(lanes, loads) == pytest.approx(
             LayerModel(TRUE).seconds(lanes, loads), rel=0.05
         )
+
+
+APART = replace(
+    TRUE, trans=Link(byte_s=3e-9, message_s=2e-4, start_s=1e-3),
+    agg_link=Link(byte_s=5e-9, message_s=3e-4, start_s=2e-3), sum_s=4e-3, fixed_s=6e-3,
+)  # fmt: skip
+
+
+def sparse(true: Constants, seed: int, noise: float = 0.0) -> Sample:
+    """A layer with few copies, or none, one part after the other; each part is told with noise, and so is the whole."""
+    draw = np.random.default_rng(seed)
+    owner = np.array(Lanes.static(4, 8).owner)
+    moved = draw.random(owner.shape) < draw.choice([0.0, 0.05, 0.2, 0.7])
+    owner[moved] = draw.integers(0, 4, owner.shape)[moved]
+    lanes, loads = as_lanes(owner), skewed(4, 8, seed)
+    told = LayerModel(true).predict(lanes, loads)
+    rows = count_rows(owner, loads.astype(float))
+
+    def near(seconds: float) -> float:
+        return seconds * max(0.0, draw.normal(1.0, noise))
+
+    row_s = (true.forward_row_s, true.forward_share), (true.backward_s, 1 - true.forward_share)
+    forward, backward = (
+        tuple(map(near, rows.computed * each + rows.lanes * true.lane_s * share)) for each, share in row_s
+    )
+    parts = [near(seconds) for seconds in (told.all_to_all_s, told.trans_s, told.agg_s)]
+    return Sample(
+        lanes=lanes, loads=tuple(map(tuple, loads.tolist())), forward_s=forward, backward_s=backward,
+        all_to_all_s=parts[0] or None, trans_s=parts[1] or None, agg_s=parts[2] or None,
+        layer_s=sum(parts) + max(forward) + max(backward) + near(true.fixed_s),
+    )  # fmt: skip
+
+
+def test_exchanges_weights_sums_and_what_is_fixed_have_constants_of_their_own() -> None:
+    found = fitted(constants(), [sparse(APART, seed) for seed in range(16)])
+    assert_alike(found, APART, 1e-5)
+    for theirs, ours in ((APART.trans, found.trans), (APART.agg_link, found.agg_link)):
+        assert asdict(ours) == pytest.approx(asdict(theirs), rel=1e-4)
+    assert (found.sum_s, found.fixed_s) == pytest.approx((APART.sum_s, APART.fixed_s), rel=1e-4)
+
+
+def test_layers_are_predicted_within_5_percent_by_noisy_batches() -> None:
+    """Layers that were not measured; a tenth of noise in every part, and some batches ten times slower."""
+    samples = [sparse(APART, seed, 0.1) for seed in range(48)]
+    for disturbed in (3, 17, 31):
+        part = samples[disturbed]
+        samples[disturbed] = replace(part, agg_s=10 * (part.agg_s or 0.0), layer_s=10 * (part.layer_s or 0.0))
+    found = LayerModel(fitted(constants(), samples), overlapped=False)
+    for seed in range(60, 80):
+        unseen = sparse(APART, seed)
+        assert found.seconds(unseen.lanes, unseen.loads) == pytest.approx(unseen.layer_s, rel=0.05)
+
+
+def test_one_line_for_all_that_travels_would_not_do() -> None:
+    """What the constants of links were before: the exchanges' seconds of a byte for weights and sums as well."""
+    found = fitted(constants(), [replace(sparse(APART, seed), trans_s=None, agg_s=None) for seed in range(16)])
+    assert found.trans is None and found.agg_link is None
+    told = [(LayerModel(found, overlapped=False).seconds(each.lanes, each.loads), each.layer_s)
+            for each in (sparse(APART, seed) for seed in range(60, 80))]  # fmt: skip
+    assert np.mean([abs(ours - theirs) / theirs for ours, theirs in told if theirs]) > 0.05
+
+
+@pytest.mark.parametrize("noise", [0.3, 3.0])
+def test_no_constant_is_negative_whatever_is_measured(noise: float) -> None:
+    for seed in range(20):
+        found = fitted(constants(), [sparse(APART, 100 * seed + each, noise) for each in range(1 + seed % 7)])
+        links = [value for link in (found.trans_link, found.sums_link) for value in asdict(link).values()]
+        rest = [found.forward_row_s, found.backward_s, found.lane_s, found.byte_s, found.message_s, found.sum_s]
+        assert min(*links, *rest, found.fixed_s) >= 0
+
+
+def test_weights_that_always_travel_alike_scale_what_is_known_of_them() -> None:
+    """One placement, batch after batch: slower by the bytes', the messages' or the start's fault."""
+    lanes, loads = Lanes.parse("2x4 0@1:1"), ((9.0, 1.0, 1.0, 1.0),) * 2
+    known = replace(APART, trans=Link(byte_s=1e-9, message_s=1e-4, start_s=1e-3))
+    before_s = LayerModel(known).predict(lanes, loads).trans_s
+    found = fitted(known, [Sample(lanes=lanes, loads=loads, trans_s=3 * before_s)] * 2)
+    assert found.trans is not None
+    assert asdict(found.trans) == pytest.approx({"byte_s": 3e-9, "message_s": 3e-4, "start_s": 3e-3})
+    assert found.byte_s == known.byte_s and found.agg_link == known.agg_link
 
 
 def test_renewing_goes_part_of_the_way() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from scenarios.moe.placing import Constants, Lanes, LayerModel
+from scenarios.moe.placing import Constants, Lanes, LayerModel, Link
 from scenarios.moe.placing.columns import AGG_IN, AGG_OUT, COMPUTE, INBOUND, OUTBOUND, TRANS_IN, TRANS_OUT, Columns
 from scenarios.moe.placing.traffic import as_lanes, count_agg, count_rows, count_trans, held
 from tests.scenarios.placing.cases import any_owner, constants, skewed
@@ -53,6 +53,22 @@ def test_lanes_and_messages_cost_by_micro_batch() -> None:
     assert told.compute_s == pytest.approx(21 + 2 * 2 * 0.3)
     nothing = LayerModel(costs).predict(Lanes.static(2, 2), np.zeros((2, 2)))
     assert nothing.compute_s == 0
+
+
+def test_weights_and_sums_have_links_of_their_own() -> None:
+    """On top of equations 4 and 5: what starting takes if anything travels, and what any placement takes."""
+    costs = replace(
+        PLAIN, trans=Link(byte_s=0.25, message_s=2.0, start_s=3.0), agg_link=Link(byte_s=0.75, start_s=5.0),
+        sum_s=7.0, fixed_s=11.0, message_s=1.0,
+    )  # fmt: skip
+    told = LayerModel(costs).predict(Lanes.local(2, 2), LOADS)
+    assert told.all_to_all_s == 0, "no row travels, so there are no exchanges"
+    assert (told.trans_s, told.agg_s, told.fixed_s) == (3 + 2 + 25, 7 + 5 + 75, 11)
+    assert told.blocking_s == 18 + 30 + 87 + 11
+    static = LayerModel(costs).predict(Lanes.static(2, 2), LOADS)
+    assert (static.trans_s, static.agg_s) == (0, 7) and static.blocking_s == 40 + 4 + 21 + 7 + 11
+    with pytest.raises(ValueError, match="message_s=-1.0 must be 0 or more, and finite; measure them again"):
+        Link(byte_s=1.0, message_s=-1.0)
 
 
 def test_pieces_fill_a_chain_sooner() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from scenarios.moe.placing import PLANNERS, Lanes, LayerModel, check_planner, plan, reroute
+from scenarios.moe.placing import PLANNERS, Lanes, LayerModel, Link, check_planner, plan, reroute
 from scenarios.moe.placing.rivals import shadowed, subsets
 from scenarios.moe.placing.search import capped, thinned
 from scenarios.moe.placing.state import Candidates, State
@@ -21,6 +21,10 @@ MODELS = {
     "sums": LayerModel(constants(agg="sums")),
     "lanes": LayerModel(constants(agg="lanes", lane_s=1e-5)),
     "slow links": LayerModel(constants(byte_s=1e-8)),
+    "links of their own": LayerModel(constants(
+        trans=Link(byte_s=2e-10, start_s=1e-4), agg_link=Link(byte_s=1e-9, message_s=2e-5, start_s=3e-4), sum_s=2e-4,
+        fixed_s=1e-3,
+    )),
     "small experts": LayerModel(constants(expert_bytes=2.0**16)),
 }
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 
-class Counted:
-    """Forwards of one layer in one batch: of each micro-batch one counts.
+class CountedForwards:
+    """Forwards of one layer in one batch: of each micro-batch one counts. Make a new one for every batch.
 
     Reentrant checkpointing runs the first forward without gradients, so the repeated one counts. Without reentrance
     both have gradients. The first one counts then, outside of any backward.
@@ -16,7 +16,11 @@ class Counted:
         self._outside = False
 
     def once(self) -> bool:
-        """Whether the forward that runs counts; ask once in each."""
+        """Ask once in each forward.
+
+        Returns:
+            Whether the forward that runs counts; never without gradients.
+        """
         if not torch.is_grad_enabled():
             return False
         is_outside = torch._C._current_graph_task_id() == -1
