@@ -159,9 +159,7 @@ class Loading:
     def _regroup(self) -> None:
         """If layers are cut or compiled otherwise than those of the checkpoint, see it with the present ones."""
         self._regrouped: Regrouped | None = None
-        if not self._manifest.is_ours:
-            return
-        differs = self._manifest.wholes != self._stage.module.whole_layers()
+        differs = self._manifest.is_ours and self._manifest.wholes != self._stage.module.whole_layers()
         if differs or greatest(int(is_compiled_otherwise(self._manifest, self._stage)), self._stage.device):
             present = describe_layers(self._stage)
             if self._manifest.wholes[-1] == present[-1].whole:

@@ -56,7 +56,7 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 
 NEEDED: dict[str, Needed] = {
-    "deepspeed": _needed("init_distributed initialize load_ds_config"),
+    "deepspeed": _needed("DeepSpeedEngine init_distributed initialize load_ds_config"),
     ENGINE: _needed(
         # overridden, for the user to call
         "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy get_lr compile "

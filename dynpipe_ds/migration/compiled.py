@@ -168,10 +168,8 @@ def compiled_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if is_compiled_module(part):
             yield path, part
         for name, value in vars(part).items():
-            if is_compiled_function(value) and name not in ("forward", "get_compiler_config"):
-                yield f"{path}.{name}".lstrip("."), value
-        if not is_compiled_module(part) and is_compiled_function(vars(part).get("forward")):
-            yield f"{path}.forward".lstrip("."), vars(part)["forward"]
+            if is_compiled_function(value) and not (name == "forward" and is_compiled_module(part)):
+                yield ".".join(step for step in (path, name.removeprefix(CALL)) if step), value
 
 
 def why_bits_differ(recipe: Recipe) -> str | None:
