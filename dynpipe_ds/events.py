@@ -96,6 +96,7 @@ class Overhead:
         repacking_s: re-packing onto fewer or more ranks, from the decision to the next batch.
         snapshots_s: copying state for the case that a worker is lost: what training waited for, and on a CPU what the
             copying threads computed.
+        compiling_s: compiling layers in batches (``torch.compile``): the first time, and where layers arrive.
     """
 
     profiling_s: float = 0.0
@@ -103,3 +104,4 @@ class Overhead:
     migrating_s: float = 0.0
     repacking_s: float = 0.0
     snapshots_s: float = 0.0
+    compiling_s: float = 0.0

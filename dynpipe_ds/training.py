@@ -28,22 +28,23 @@ from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import current_clock
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.measure.profiler import Profiler
-from dynpipe_ds.messages.obstacles import check_cuts, obstructed_cuts
+from dynpipe_ds.messages.obstacles import check_cuts
 from dynpipe_ds.messages.traffic import digest
 from dynpipe_ds.migration.freeze import Change
 from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
+from dynpipe_ds.observing import Observing
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
 from dynpipe_ds.ranks.agreement import disagreement, same_everywhere, together
 from dynpipe_ds.repacking.repacker import Repacker
-from dynpipe_ds.reporting.monitor import write_profile, write_rebalance
+from dynpipe_ds.reporting.monitor import write_rebalance
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.snapshots.taking import Snapshots
 from dynpipe_ds.stage import Stage
 from dynpipe_ds.survive.landmarks import Landmarks
 from dynpipe_ds.survive.repeating import Repeating
 from dynpipe_ds.survive.survivor import Survivor
-from dynpipe_ds.telling import log, tell_all, warn
+from dynpipe_ds.telling import tell_all, warn
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class Training:
         config: the section; with fewer stages after re-packing.
         clock: which all seconds are read from.
         profiler: measures batches.
+        observing: takes in their profiles.
         repacker: goes on with fewer stages.
         snapshots: copies state into other workers' memory.
         landmarks: checkpoints that training can go back to in place.
@@ -87,6 +89,7 @@ class Training:
         self.clock = current_clock()
         self.overhead = Overhead()
         self.profiler = Profiler(stage, self.overhead, self.clock)
+        self.observing = Observing(self)
         self.repacker: Repacker = Repacker(self)
         self.survivor = Survivor(self)
         self.repeating = Repeating(self, self.survivor)
@@ -222,7 +225,7 @@ class Training:
         self.repeating.act_after()
         if is_profiled:
             with self.stage.guard.no_way_back(f"stages were balanced after batch {self.num_batches}"):
-                if self._finish_profile():
+                if self.observing.finish(self.last_profile, self._monitor):
                     self._balance()
                     self.repacker.repack_if_wanted()
         self.journal.batch(self.num_batches - 1, result, self.clock.now_s() - began_s)
@@ -235,44 +238,12 @@ class Training:
 
     def _run(self, run: Callable[[], T], *, is_profiled: bool) -> T:
         try:
-            result = self.profiler.run(run, self.num_batches, self.last_profile) if is_profiled else run()
+            result = self.profiler.run(run, self.num_batches, self.last_profile, is_profiled=is_profiled)
         except BatchRefused:
             self.stage.pipeline.drop_batch()
             self.stage.pipeline.kept.forget(self.num_batches)
             raise
         return result
-
-    def _finish_profile(self) -> bool:
-        """Agree on the profile of the batch; false if some rank measured nonsense."""
-        try:
-            measured = self.profiler.finish(self.num_batches - 1, self.last_profile)
-        except ValueError as error:  # the same on every rank: all read the same numbers
-            self.warn_once(f"a batch's profile is left out, since its numbers can't be true ({error})", "profile")
-            return False
-        seconds = measured.seconds
-        with self.clock.work("observe") as noting:
-            self.balancer.forbid(obstructed_cuts(measured.obstacles, self.stage.partition[-1]))
-            if seconds.move_s > 0:  # a clock that jumped back is no cost
-                self.balancer.record_cost(seconds.move_s)
-            believed = self.balancer.unequal_workers
-            self.balancer.observe(measured.profile, seconds.own_s + seconds.gather_s)
-            self._tell_speeds(believed)
-            has_order = self.balancer.ordering.order is not None
-            write_profile(
-                self._monitor, measured.profile, self.stage.pipeline.num_samples, has_planned_order=has_order
-            )
-            self._note(measured.profile, has_planned_order=has_order)
-        self.profiler.count_noting(noting.seconds)
-        return True
-
-    def _note(self, measured: PipelineProfile, *, has_planned_order: bool) -> None:
-        """Tell the journal what was measured, and what decisions rest on."""
-        smoothed = self.balancer.smoothed()
-        assert smoothed is not None, "a batch was just observed"
-        self.journal.profile(
-            measured, smoothed, order="planned" if has_planned_order else "1F1B", speeds=self.balancer.speeds,
-            pinned=self.balancer.pinned,
-        )
 
     def _about(self) -> dict[str, Any]:
         """What the journal tells of the job first."""
@@ -281,12 +252,6 @@ class Training:
             "num_ranks": dist.get_world_size(), "device": self.stage.device.type,
             "settings": self.config.model_dump(mode="json", exclude_defaults=True),
         }  # fmt: skip
-
-    def _tell_speeds(self, believed: list[str]) -> None:
-        """Log once which workers are slow, when that is believed otherwise than before."""
-        told = self.balancer.unequal_workers
-        if told != believed and self.stage.pipeline.rank == 0:
-            log.info("dynamic_pipeline: workers after batch %d: %s", self.num_batches, ", ".join(told) or "all alike")
 
     def _balance(self) -> None:
         """Decide, agree, move; what fails on every rank together leaves training going on as before."""
@@ -419,6 +384,11 @@ class Training:
                 self.balancer.ordering.adopt(None, self.stage.partition)
             self.overhead.migrating_s += freezing.seconds
 
+    def layers_were_compiled(self) -> None:
+        """Let layers be measured anew; a worker that joins does by itself what the others did before."""
+        if self.num_batches and self.joined_with is None:
+            self.balancer.expect_change()
+
     def _changed_by_script(self) -> None:
         """What acts between batches is called by us and does it again; what a script does by itself it does not."""
         if not self.repeating.between:
@@ -462,7 +432,10 @@ class Training:
     def rebalance(self) -> RebalanceEvent | None:
         """Choose boundaries from the present profile and move to them, whatever the gain."""
         if not self.balancer.newest:
-            raise RuntimeError("there is no profile to rebalance from; train one batch first")
+            raise RuntimeError(
+                "there is no profile to rebalance from; train one batch first (one in which torch compiles layers does "
+                "not count)"
+            )
         with self.stage.guard.naming_lost_ranks("a partition was chosen"):
             plan: Plan | None = None
             failure: Exception | None = None

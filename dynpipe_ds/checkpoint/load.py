@@ -20,7 +20,7 @@ from dynpipe_ds.checkpoint.extras import restore, restore_attributes, stored_pro
 from dynpipe_ds.checkpoint.foreign import describe_model, infer_manifest
 from dynpipe_ds.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, named_parameters, parameter_key
 from dynpipe_ds.checkpoint.owned import Rows
-from dynpipe_ds.checkpoint.regroup import Regrouped, describe_layers, regrouped
+from dynpipe_ds.checkpoint.regroup import Regrouped, describe_layers, is_compiled_otherwise, regrouped
 from dynpipe_ds.checkpoint.save import COMMON_FILE, rank_file
 from dynpipe_ds.host.files import client_values, take_counters, take_settings, take_weights, take_worlds
 from dynpipe_ds.host.optimizer_files import (
@@ -34,7 +34,7 @@ from dynpipe_ds.host.optimizers.flat import FlatOptimizer
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.migration.transaction import MigrationError, Transaction
 from dynpipe_ds.placement import Placement, check_boundaries
-from dynpipe_ds.ranks.agreement import from_first, together
+from dynpipe_ds.ranks.agreement import from_first, greatest, together
 from dynpipe_ds.telling import log
 
 if TYPE_CHECKING:
@@ -157,9 +157,10 @@ class Loading:
             folder.verify(self._root / path, entry)
 
     def _regroup(self) -> None:
-        """If layers are cut into parts otherwise than those of the checkpoint, see it with the present ones."""
+        """If layers are cut or compiled otherwise than those of the checkpoint, see it with the present ones."""
         self._regrouped: Regrouped | None = None
-        if self._manifest.is_ours and self._manifest.wholes != self._stage.module.whole_layers():
+        differs = self._manifest.is_ours and self._manifest.wholes != self._stage.module.whole_layers()
+        if differs or greatest(int(is_compiled_otherwise(self._manifest, self._stage)), self._stage.device):
             present = describe_layers(self._stage)
             if self._manifest.wholes[-1] == present[-1].whole:
                 self._regrouped = regrouped(self._manifest, present)

@@ -1,17 +1,20 @@
-"""A checkpoint of a model whose layers are cut into parts otherwise: what it holds, by the layers of the present one.
+"""A checkpoint of a model whose layers are cut or compiled otherwise: what it holds, by the layers of the present one.
 
 A part has the tensors of its whole layer, by the same names (:mod:`dynpipe_ds.host.parts`). So for every tensor that is
 stored there is one present layer that owns it: of those that belong to the same whole layer the one with the module
-that the tensor is in.
+that the tensor is in. What ``torch.compile`` makes of a module puts a step of its own into names (``_orig_mod``), which
+counts for nothing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.checkpoint.manifest import LayerEntry, Manifest, parameter_key
+from dynpipe_ds.migration.compiled import WRAPPED
 from dynpipe_ds.ranks.agreement import gather
 
 if TYPE_CHECKING:
@@ -36,6 +39,30 @@ class PresentLayer:
     tensors: frozenset[str]
     modules: frozenset[str]
 
+    @cached_property
+    def by_plain_name(self) -> dict[str, str]:
+        """Names of tensors and paths of modules by what they are in a layer in which nothing is compiled."""
+        modules = sorted(self.modules, reverse=True)  # of a wrapper and what is in it, the wrapper comes last
+        return {plain_name(name): name for name in (*modules, *self.tensors)}
+
+    def name_of(self, stored: str) -> str:
+        """What a stored tensor or module is called here."""
+        return self.by_plain_name.get(plain_name(stored), stored)
+
+
+def plain_name(name: str) -> str:
+    """A name without the steps that ``torch.compile`` has put into it."""
+    return ".".join(step for step in name.split(".") if step != WRAPPED)
+
+
+def is_compiled_otherwise(manifest: Manifest, stage: Stage) -> bool:
+    """Whether tensors of a layer of this rank have other names than those stored, for no other reason."""
+    return any(
+        (here := frozenset(layer.state_dict())) != (there := manifest.layers[i].tensors.keys())
+        and frozenset(map(plain_name, here)) == frozenset(map(plain_name, there))
+        for i, layer in stage.local_layers().items() if i < len(manifest.layers)
+    )  # fmt: skip
+
 
 def describe_layers(stage: Stage) -> list[PresentLayer]:
     """All layers of the present model; collective over all ranks."""
@@ -59,12 +86,14 @@ class Regrouped:
     Args:
         stored: the manifest as written.
         manifest: the same, with the present layers and their parameters; its partition is still the stored one.
+        present: the layers of the present model.
         owner: the present layer that a tensor of a stored layer belongs to.
         sources: for each present layer the stored ones that it takes from.
     """
 
     stored: Manifest
     manifest: Manifest
+    present: Sequence[PresentLayer]
     owner: Callable[[int, str], int]
     sources: tuple[tuple[int, ...], ...]
 
@@ -75,8 +104,9 @@ class Regrouped:
             layer: its index.
             read: gives the content of a file.
         """
+        name_of = self.present[layer].name_of
         return {
-            key: value
+            name_of(key): value
             for source in self.sources[layer]
             if (file := self.stored.layers[source].file) is not None
             for key, value in read(file).items()
@@ -98,7 +128,7 @@ class Regrouped:
             for path, values in stored.get(source, {}).items():
                 if path and self.owner(source, f"{path}.") != layer:
                     continue
-                mine = found.setdefault(path, {})
+                mine = found.setdefault(self.present[layer].name_of(path), {})
                 for name, value in values.items():
                     part = self._part(layer, source, path, value)
                     mine[name] = _joined(mine[name], part) if name in mine else part
@@ -110,8 +140,9 @@ class Regrouped:
         known = self.stored.layers[source].tensors.keys() | self.stored.layers[source].trainable.keys()
         if not all(isinstance(name, str) and name in known for name in value):
             return value
-        mine = [name for name in value if self.owner(source, name) == layer]
-        return {name: value[name] for name in mine} if isinstance(value, dict) else type(value)(mine)
+        name_of = self.present[layer].name_of
+        mine = {name: name_of(name) for name in value if self.owner(source, name) == layer}
+        return {mine[name]: value[name] for name in mine} if isinstance(value, dict) else type(value)(mine.values())
 
 
 def _joined(first: Any, second: Any) -> Any:
@@ -145,12 +176,15 @@ def regrouped(manifest: Manifest, present: Sequence[PresentLayer]) -> Regrouped:
     sources: list[list[int]] = [[] for _ in present]
     for source, entry in enumerate(manifest.layers):
         for i in parts.get(manifest.wholes[source], []):
+            def of_layer(found: Mapping[str, Any], source: int = source, i: int = i) -> Plain:
+                return {present[i].name_of(k): value for k, value in found.items() if owner(source, k) == i}
+
             mine = replace(
                 layers[i],
                 file=layers[i].file or entry.file,
-                tensors=layers[i].tensors | {k: form for k, form in entry.tensors.items() if owner(source, k) == i},
-                trainable=layers[i].trainable | {k: on for k, on in entry.trainable.items() if owner(source, k) == i},
-                owned=layers[i].owned | {k: files for k, files in entry.owned.items() if owner(source, k) == i},
+                tensors=layers[i].tensors | of_layer(entry.tensors),
+                trainable=layers[i].trainable | of_layer(entry.trainable),
+                owned=layers[i].owned | of_layer(entry.owned),
             )
             layers[i] = mine
             sources[i].append(source)
@@ -159,7 +193,8 @@ def regrouped(manifest: Manifest, present: Sequence[PresentLayer]) -> Regrouped:
         if key is None:
             return None
         source, _, name = key.partition("/")
-        return parameter_key(owner(int(source), name), name)
+        layer = owner(int(source), name)
+        return parameter_key(layer, present[layer].name_of(name))
 
     changed = replace(
         manifest,
@@ -169,14 +204,15 @@ def regrouped(manifest: Manifest, present: Sequence[PresentLayer]) -> Regrouped:
         ),
         aliases={str(renamed(key)): str(renamed(source)) for key, source in manifest.aliases.items()},
     )
-    return Regrouped(manifest, changed, owner, tuple(map(tuple, sources)))
+    return Regrouped(manifest, changed, present, owner, tuple(map(tuple, sources)))
 
 
 def _nearness(layer: PresentLayer, key: str) -> int:
     """How much of a tensor's path a layer has: more than all of it where it has the tensor."""
-    if key in layer.tensors:
+    key, known = plain_name(key), layer.by_plain_name
+    if known.get(key) in layer.tensors:
         return len(key) + 1
     path = key.rpartition(".")[0]
-    while path and path not in layer.modules:
+    while path and known.get(path) not in layer.modules:
         path = path.rpartition(".")[0]
     return len(path)

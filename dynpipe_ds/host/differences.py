@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from dynpipe_ds.migration.compiled import compiled_parts, recipe_of, why_bits_differ
 from dynpipe_ds.telling import warn
 
 
@@ -17,10 +18,22 @@ def warn_of_differences(engine: Any) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if seeded else _dropout(engine))
     reasons = [*(reason for reason in found if reason is not None)][:1]
+    dist.all_gather_object(found, rounding_of_compiled(engine.local_layers()))
+    reasons += [reason for reason in found if reason is not None][:1]
     if engine.gradient_clipping() > 0 and engine.num_stages > 1:
         reasons.append(_clipping(engine))
     if reasons and engine.global_rank == 0:
         warn("losses of this run may differ from those of another one: " + "; ".join(reasons))
+
+
+def rounding_of_compiled(layers: Mapping[int, nn.Module]) -> str | None:
+    """Why compiled layers may round otherwise after a move; ``None`` if none does, or none is compiled."""
+    for index, layer in layers.items():
+        for path, compiled in compiled_parts(layer):
+            reason = why_bits_differ(recipe_of(compiled))
+            if reason is not None:
+                return f"{'.'.join(part for part in (f'layer {index}', path) if part)} is compiled with {reason}"
+    return None
 
 
 def _dropout(engine: Any) -> str | None:

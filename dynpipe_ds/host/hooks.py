@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.schedule import InferenceSchedule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
+from dynpipe_ds.host.compiling import check_arguments
 from dynpipe_ds.host.optimizers.native_adam import whole_lanes
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import planned
@@ -53,6 +54,9 @@ class Parts(Protocol):
 
     def optimizer_was_made(self) -> None:
         """Take note of an optimizer, which may be made late."""
+
+    def layers_were_compiled(self) -> None:
+        """Take note that layers take other times."""
 
     def before_step(self) -> None:
         """Get ready for the optimizer's step, in which parameters change."""
@@ -123,6 +127,20 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
                 self.dynamic.pipeline.forget_batch()
             self.set_dataiterator(training_iterator)
             raise
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's: compile every layer. Layers that move are compiled again where they arrive.
+
+        Args:
+            *args: arguments of ``DeepSpeedEngine.compile``.
+            **kwargs: its keyword arguments.
+
+        Raises:
+            ValueError: if some of them can't be given again on another rank, or would make gradients depend on the cut.
+        """
+        check_arguments(self, super().compile, args, kwargs)
+        super().compile(*args, **kwargs)
+        self.dynamic.layers_were_compiled()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         pipeline = self.dynamic.pipeline

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_SERIES, is_older
 from dynpipe_ds.host.names import hooks_never_called, missing_names
+from dynpipe_ds.migration.compiled import is_compiled_module, original_of
 
 
 class DeepSpeedVersionError(RuntimeError):
@@ -62,6 +63,9 @@ def check_version() -> None:
 def install(module_class: type, choose: Callable[[type, Any, Any], type]) -> None:
     """Make ``PipelineEngine(model=m, ...)`` an engine of another class whenever ``m`` is a ``module_class``.
 
+    One that ``torch.compile`` has wrapped is refused: DeepSpeed takes it for a model without stages, and its ranks then
+    send each other different layers until one of them crashes.
+
     Args:
         module_class: the pipeline module class that asks for it.
         choose: maps the class that was called, DeepSpeed's configuration (``None`` if none was given) and the model to
@@ -73,7 +77,17 @@ def install(module_class: type, choose: Callable[[type, Any, Any], type]) -> Non
             return object.__new__(cls)
         return object.__new__(choose(cls, kwargs.get("config_class"), kwargs["model"]))
 
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        model = kwargs.get("model")
+        if is_compiled_module(model) and isinstance(original_of(model), module_class):
+            raise ValueError(
+                f"torch.compile({type(original_of(model)).__name__}) is no pipeline for DeepSpeed, and can't be cut: "
+                "give deepspeed.initialize the module itself, and call engine.compile(), which compiles layer by layer"
+            )
+        return object.__new__(cls)
+
     PipelineEngine.__new__ = construct
+    deepspeed.DeepSpeedEngine.__new__ = refuse
 
 
 def init_distributed(backend: str | None = None) -> None:

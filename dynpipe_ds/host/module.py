@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
@@ -73,6 +74,8 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         self.parts: list[int] = []
         self._whole_layers: tuple[int, ...] | None = None
         self.twinned: list[int] = []  # a newcomer's: parameter groups that hold what single replicas of the job own
+        self._compiled: dict[int, Any] = {}  # function layers, as the recipe of compile() makes them
+        self._recipe: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of torch.compile
         self.owned: dict[int, tuple[str, ...]] = {}  # names of what single replicas own, by layer, once it is dynamic
         super().__init__(*args, **kwargs)
 
@@ -182,21 +185,47 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
 
     def _register_layer(self, layer: int) -> None:
         spec, module = self._layer_specs[layer], self._layers.get(layer)
-        if module is None:  # a function
-            self.forward_funcs.append(spec)
+        if module is None:
+            self.forward_funcs.append(self._function(layer))
         elif isinstance(spec, TiedLayerSpec):
             if spec.key in self.tied_modules:
                 self.add_module(str(layer), module)
             else:
                 self.tied_modules[spec.key] = module
                 self.tied_weight_attrs[spec.key] = spec.tied_weight_attr
-            self.forward_funcs.append(module if spec.forward_fn is None else partial(spec.forward_fn, module))
+            self.forward_funcs.append(
+                module if spec.forward_fn is None else self._as_compiled(partial(spec.forward_fn, module))
+            )
         else:
             if not isinstance(spec, LayerSpec):
                 self._layer_specs[layer] = module
             self.forward_funcs.append(module)
             self.fwd_map[str(layer)] = len(self.forward_funcs) - 1
             self.add_module(str(layer), module)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's: compile every layer, modules in place. Layers that arrive later are compiled like them.
+
+        Args:
+            *args: arguments of ``torch.compile``.
+            **kwargs: its keyword arguments.
+        """
+        super().compile(*args, **kwargs)
+        self._recipe = args, kwargs
+        self._compiled.clear()
+
+    def _function(self, layer: int) -> Any:
+        """A layer without a module, compiled once on this rank if layers are."""
+        if layer not in self._compiled:
+            self._compiled[layer] = self._as_compiled(self._layer_specs[layer])
+        return self._compiled[layer]
+
+    def _as_compiled(self, function: Any) -> Any:
+        if self._recipe is None:
+            return function
+        args, kwargs = self._recipe
+        options = kwargs.get("options")  # torch takes items out of it
+        return torch.compile(function, *args, **kwargs if options is None else {**kwargs, "options": dict(options)})
 
     # -- tied layers --------------------------------------------------------------------------
 

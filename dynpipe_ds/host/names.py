@@ -56,10 +56,10 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 
 NEEDED: dict[str, Needed] = {
-    "deepspeed": _needed("init_distributed initialize load_ds_config"),
+    "deepspeed": _needed("DeepSpeedEngine init_distributed initialize load_ds_config"),
     ENGINE: _needed(
         # overridden, for the user to call
-        "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy get_lr "
+        "train_batch eval_batch save_checkpoint load_checkpoint set_dataloader set_dataiterator destroy get_lr compile "
         # called
         "_exec_load_micro_batch _exec_forward_pass _exec_backward_pass _exec_reduce_grads _exec_optimizer_step "
         "_configure_basic_optimizer _backward_post_hook reset_activation_shape "
@@ -93,7 +93,7 @@ NEEDED: dict[str, Needed] = {
         ),
     ),
     MODULE: _needed(
-        "forward get_additional_losses ckpt_layer_path stage_owner _count_layer_params _is_checkpointable "
+        "forward compile get_additional_losses ckpt_layer_path stage_owner _count_layer_params _is_checkpointable "
         "_precompute_checkpointable_values _recursive_getattr _set_bounds",
         attributes=(
             "_grid _layer_specs _local_start _local_stop _num_layers _topo activation_checkpoint_func "

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from torch import nn
 
+from dynpipe_ds.host.compiling import check_sections
 from dynpipe_ds.host.coordinates import resized
 from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
@@ -77,13 +78,9 @@ class Pipeline:
         """Begin, after DeepSpeed's constructor.
 
         Raises:
-            ValueError: if activations are to be partitioned.
+            ValueError: if DeepSpeed's configuration asks for what can't be.
         """
-        if self.engine.is_pipe_partitioned or self.engine.is_grad_partitioned:
-            raise ValueError(
-                "dynamic_pipeline sends whole activations; with tensor parallelism set "
-                '"pipeline": {"pipe_partitioned": false, "grad_partitioned": false}'
-            )
+        check_sections(self.engine)
         self.slicing = Slicing(int(self.engine.micro_batch_size))
         self.data_replica = self.replica
         self.connect()

@@ -53,7 +53,7 @@ def layer_sizes(
 
 
 _LAYER_FIELDS = 10
-_STAGE_FIELDS = 15
+_STAGE_FIELDS = 16
 
 
 class BalancingSeconds(NamedTuple):
@@ -64,11 +64,13 @@ class BalancingSeconds(NamedTuple):
         move_s: planning and carrying out the last move, 0 if there was none; of all ranks, the slowest one's.
         own_s: recording the present batch and adding it up, and deciding by the profile before; of all ranks, the
             slowest one's.
+        compile_s: compiling layers in the present batch; of all ranks, the slowest one's.
     """
 
     gather_s: float = 0.0
     move_s: float = 0.0
     own_s: float = 0.0
+    compile_s: float = 0.0
 
 
 def gather_profile(
@@ -149,7 +151,7 @@ def gather_profile(
         link_s=tuple(_links_s(rows, num_stages)),
     )
     obstructing = {layer for layer, row in enumerate(table) if row[-1] > 0}
-    spent = BalancingSeconds(float(rows[:, 12].min()), float(rows[:, 13].max()), float(rows[:, 14].max()))
+    spent = BalancingSeconds(float(rows[:, 12].min()), *(float(rows[:, i].max()) for i in (13, 14, 15)))
     return profile, spent, obstructing
 
 

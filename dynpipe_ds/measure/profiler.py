@@ -10,13 +10,22 @@ from torch import nn
 
 from dynpipe_ds.events import Overhead
 from dynpipe_ds.measure.clock import Clock
+from dynpipe_ds.measure.compiling import compiled_so_far
 from dynpipe_ds.measure.gather import BalancingSeconds, LayerSizes, gather_profile, layer_sizes
 from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.measure.recorder import ActivationMeter, BatchRecorder
 from dynpipe_ds.messages.obstacles import agree_on_obstacles
+from dynpipe_ds.telling import warn
 
 # Sizes change rarely, and measuring them costs a Python call per saved tensor and parameter.
 _SIZES_EVERY = 10
+
+_FELL_BACK = (
+    "torch has compiled some code for as many cases as it may (recompile_limit), and runs other cases of it without "
+    "compiling: how layers of this rank round then depends on which others are here; raise "
+    "torch._dynamo.config.recompile_limit above the number of cases in the whole model (widths, shapes, training and "
+    "evaluation, frozen or not), on every rank"
+)
 
 T = TypeVar("T")
 
@@ -85,15 +94,30 @@ class Profiler:
         self._measure_sizes = True
         self._meter: ActivationMeter | None = None
         self._since = BalancingSeconds()
+        self._compile_s = 0.0
+        self._is_told = False
 
-    def run(self, run: Callable[[], T], batch: int, last: PipelineProfile | None) -> T:
-        """Run a batch with the recorder on, and with a meter of activations when their sizes are due.
+    def run(self, run: Callable[[], T], batch: int, last: PipelineProfile | None, *, is_profiled: bool) -> T:
+        """Run a batch, with the recorder on if it is profiled, and with a meter of activations when that is due.
 
         Args:
             run: runs it.
             batch: its number.
             last: the newest profile; ``None`` before the first one.
+            is_profiled: whether it is.
         """
+        before = compiled_so_far()
+        try:
+            return self._record(run, batch, last) if is_profiled else run()
+        finally:
+            after = compiled_so_far()
+            self._compile_s = after.seconds - before.seconds
+            self._overhead.compiling_s += self._compile_s
+            if after.falls_back and not self._is_told:
+                self._is_told = True
+                warn(_FELL_BACK)
+
+    def _record(self, run: Callable[[], T], batch: int, last: PipelineProfile | None) -> T:
         module = self._stage.module
         is_due = self._measure_sizes or last is None or last.batch // _SIZES_EVERY != batch // _SIZES_EVERY
         self._meter = ActivationMeter(module, self._clock) if is_due else None
@@ -125,7 +149,8 @@ class Profiler:
         profile, seconds, obstructing = gather_profile(
             times, sizes, activation_bytes, batch=batch, boundaries=stage.partition,
             names=stage.module.layer_names(), stage=stage.stage_id, device=stage.device,
-            spent=self._since._replace(own_s=self._since.own_s + own_s), obstacles=self.recorder.obstacles,
+            spent=self._since._replace(own_s=self._since.own_s + own_s, compile_s=self._compile_s),
+            obstacles=self.recorder.obstacles,
         )
         self.obstacles = agree_on_obstacles(obstructing, self.recorder.obstacles, self.obstacles)
         self._since = BalancingSeconds(gather_s=self._clock.now_s() - gathering_s)

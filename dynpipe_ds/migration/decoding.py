@@ -13,6 +13,13 @@ from torch import Tensor, nn
 
 from dynpipe_ds.functions import contents_of
 from dynpipe_ds.migration.callables import MAKERS, digest_of, full_name, named
+from dynpipe_ds.migration.compiled import (
+    compile_again,
+    compile_in_place,
+    is_compiled_function,
+    is_compiled_module,
+    original_of,
+)
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import Path, is_a, spell
 
@@ -158,10 +165,12 @@ class Decoder:
             mine = self._names.resolve(path)
         except LookupError:
             mine = _ABSENT
-        if node[0] != "object" or not isinstance(mine, nn.Module):
+        if node[0] not in ("object", "compiled_module") or not isinstance(mine, nn.Module):
             return self.decode(node, twin)
         if not self._names.claim(mine):  # a tied layer's twin has it, and the two have weights of their own
             return self.decode(node)
+        if node[0] == "compiled_module":
+            return self.decode(node, mine)
         if self.decode(node[2], mine) is not type(mine):
             here = type(mine).__qualname__
             self.lost.append(f"{spell(path)} is a {here} here, so it is not the layer's own any more")
@@ -177,6 +186,26 @@ class Decoder:
             raise DecodingError(f"{maker!r} is not among what may be called to make an object")
         made = maker(*self.decode(arguments))
         return self._fill(made, twin, number, state, items, pairs, False)
+
+    def _make_compiled(self, twin: Any, number: int, recipe: Any, original: Any) -> Any:
+        theirs = original_of(twin) if is_compiled_function(twin) else _ABSENT
+        made = self._objects[number] = compile_again(self.decode(original, theirs), self.decode(recipe))
+        return made
+
+    def _make_compiled_module(self, twin: Any, number: int, recipe: Any, original: Any, own: list[Any]) -> Any:
+        theirs = original_of(twin) if is_compiled_module(twin) else _ABSENT
+        arrived, arguments = self.decode(original, theirs), self.decode(recipe)
+        # The script's own wrapper stays the same object, as the module in it does.
+        made = twin if theirs is not _ABSENT and theirs is arrived else compile_again(arrived, arguments)
+        self._objects[number] = made
+        note(self._journal, made)
+        vars(made).update({key: self.decode(value, vars(made).get(key, _ABSENT)) for key, value in own})
+        return made
+
+    def _make_compiled_call(self, twin: Any, recipe: Any, node: Any) -> Any:
+        made = self.decode(node, twin)
+        compile_in_place(made, self.decode(recipe))
+        return made
 
     def _make_local(self, twin: Any, name: str) -> Any:
         if type(twin).__qualname__ != name:

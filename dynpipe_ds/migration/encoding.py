@@ -22,6 +22,14 @@ from torch import Tensor, nn
 
 from dynpipe_ds.functions import contents_of
 from dynpipe_ds.migration.callables import LOCKS, MAKERS, digest_of, elsewhere, full_name, how_made, named
+from dynpipe_ds.migration.compiled import (
+    CALL,
+    UnreadableError,
+    is_compiled_function,
+    is_compiled_module,
+    original_of,
+    recipe_of,
+)
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import ATOMS, Path, is_a
 
@@ -33,6 +41,7 @@ HOOK_TABLES = (
 
 _NEW, _NEW_EX = copyreg.__newobj__, copyreg.__newobj_ex__  # type: ignore[attr-defined]
 _INTERNAL = frozenset(vars(nn.Module()))
+_OF_WRAPPER = _INTERNAL - {"training", "_parameters", "_buffers", "_modules"}  # the others are the original's
 _WITHOUT_FORM = (types.GeneratorType, types.CoroutineType, torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 
@@ -222,6 +231,8 @@ class Encoder:
         node = self._named(obj) or (elsewhere(obj) if is_builtin else None)
         if node is not None:
             return node
+        if is_compiled_function(obj):
+            return ("compiled", self._remember(obj, path), *self._compiled(obj, path))
         name = obj.__qualname__
         self._build(path, f"the {'function' if callable(obj) and not isinstance(obj, type) else 'class'} {name}")
         if isinstance(obj, types.FunctionType):
@@ -235,8 +246,30 @@ class Encoder:
 
     def _object(self, obj: Any, path: str) -> Any:
         found = self._names.part(obj) if isinstance(obj, nn.Module) else None
-        node = self._made_anew(obj, path)
-        return node if found is None else ("part", found, node)
+        node = self._compiled_module(obj, path) if is_compiled_module(obj) else self._made_anew(obj, path)
+        if found is not None:
+            node = ("part", found, node)
+        call = vars(obj).get(CALL) if isinstance(obj, nn.Module) else None
+        return node if call is None else ("compiled_call", self._recipe(call, path), node)
+
+    # -- what torch.compile made: what it was given, since no code travels ---------------------
+
+    def _recipe(self, compiled: Any, path: str) -> Any:
+        before, self._may_build = self._may_build, False  # the template's backend may be another one
+        try:
+            return self.encode(recipe_of(compiled), f"{path} (torch.compile)")
+        except UnreadableError as error:
+            raise CantCarryError(str(error), path) from error
+        finally:
+            self._may_build = before
+
+    def _compiled(self, compiled: Any, path: str) -> tuple[Any, Any]:
+        return self._recipe(compiled, path), self.encode(original_of(compiled), path)
+
+    def _compiled_module(self, module: nn.Module, path: str) -> Any:
+        recipe, original = self._recipe(module, path), self.encode(original_of(module), f"{path}._orig_mod".lstrip("."))
+        own = [(key, self._of_module(table, key, path)) for key, table in vars(module).items() if key in _OF_WRAPPER]
+        return ("compiled_module", self._remember(module, path), recipe, original, own)
 
     def _made_anew(self, obj: Any, path: str) -> Any:
         cls = type(obj)
@@ -281,7 +314,8 @@ class Encoder:
 
     def _filled(self, obj: Any, path: str) -> Any:
         """An object that the template has, with the attributes that it has here."""
-        return self._made(obj, path, ("object", self._class(type(obj), path), None), vars(obj), None, None)
+        state = {key: value for key, value in vars(obj).items() if key != CALL}
+        return self._made(obj, path, ("object", self._class(type(obj), path), None), state, None, None)
 
     def _class(self, cls: type, path: str) -> Any:
         """A class of which the template has the instance, if it has no name."""
