@@ -47,6 +47,7 @@ CHECKED: dict[str, list[str]] = {
     "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE] * 6,
     "docs/survive.md": [NAMES, NAMES],
+    "docs/trainers.md": ["tests/hf/test_trainers_page.py"] * 2,
     "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
 

@@ -117,16 +117,9 @@ class Everything:
 
 def write_example(root: Path) -> tuple[str, ...]:
     """The script of docs/huggingface.md and its arguments: a GPT-2 with a tokenizer of bytes, and a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     script, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (root / "train.py").write_text(script, encoding="utf-8")
-    letters = {letter: i for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    tiny.write("gpt2", root / "bytes", vocab_size=len(letters))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(root / "bytes")
+    tiny.write_with_bytes(root / "bytes")
     (root / "text.txt").write_text("\n".join(f"{n} and {n} is {2 * n}" for n in range(20)))
     return tuple(str(root / part) for part in ("train.py", "bytes", "text.txt", "tuned"))
 

@@ -55,6 +55,19 @@ def write(name: str, folder: Path, *, max_shard: str = "20KB", **changes: Any) -
     return folder
 
 
+def write_with_bytes(folder: Path, **changes: Any) -> Path:
+    """Save a GPT-2 with a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: i for i, letter in enumerate(["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    write("gpt2", folder, vocab_size=len(letters), **changes)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
 def write_llama_moe(folder: Path, **changes: Any) -> Path:
     """Save random weights under the names that LLaMA-MoE's files have."""
     from safetensors.torch import save_file
