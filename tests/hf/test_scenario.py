@@ -188,7 +188,8 @@ def test_adapters_are_told_at_the_start(folders: dict[str, Path]) -> None:
     (["model.lora.r=4", "+model.lora.target_modules=[query]"], "peft refuses this adapter"),
     (["model.lora.path=nowhere"], "nowhere holds no adapter_config.json"),
     (["model.lora.r=4", "+model.lora.use_dora=true"], r"LoraConfig\(use_dora=True\) is not supported"),
-    (["model.lora.r=4", "model.path=mixtral", "scenario=moe_continual", "scenario.expert_weights=sharded"],
+    (["model.lora.r=4", "+model.lora.target_modules=[q_proj]", "model.path=mixtral", "scenario=moe_continual",
+      "scenario.expert_weights=sharded"],
      "model.lora trains LoRA adapters of rank 4 and leaves experts .* set scenario.expert_weights=replicated"),
 ])  # fmt: skip
 def test_adapters_that_do_not_fit_are_refused(
