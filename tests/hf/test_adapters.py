@@ -179,6 +179,18 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path], changes: dict[st
         causal_lm_layers(folders["llama, by default"], adapter=lora(**changes))
 
 
+def test_live_models_are_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With a remedy that works: the folders of both."""
+    model = original(folders["llama, by default"], lora())
+    with pytest.raises(ValueError, match="not a live PeftModelForCausalLM: give the folder of the model below, and"):
+        causal_lm_layers(model)
+    with pytest.raises(ValueError, match="not a live LlamaForCausalLM: save it with save_pretrained and give that"):
+        causal_lm_layers(model.unload())
+    with pytest.raises(ValueError, match="a peft.LoraConfig or a folder with one, not a PeftModelForCausalLM"):
+        causal_lm_layers(folders["llama, by default"], adapter=model)
+    assert len(causal_lm_layers(folders["llama, by default"], adapter=model.peft_config["default"])) == 6
+
+
 def test_other_refusals(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"target_modules matches lm_head, which is tied: .* leave it out"):
         causal_lm_layers(folders["llama tied"], adapter=lora(target_modules=["lm_head", "q_proj"]))

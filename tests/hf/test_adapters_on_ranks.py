@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'dynpipe_ds[peft]'")
 
+from dynpipe_ds import DynamicPipelineModule  # noqa: E402
 from tests.distributed.configs import TORCH_ADAMW  # noqa: E402
+from tests.distributed.models import Block, Embed, Head, Run, base_config, loss_fn  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.distributed.test_shapes import Case, Outcome, train  # noqa: E402
 from tests.hf import tiny  # noqa: E402
 from tests.hf.on_ranks import (  # noqa: E402
     BF16_ZERO1,
@@ -72,6 +78,62 @@ def test_adapters_move_with_equal_bits(tmp_path: Path) -> None:
     results = run_ranks(train_all, 2, jobs, timeout_s=300)
     for index, one in enumerate(jobs):
         check(one, [rank[0][index] for rank in results])
+
+
+# -- live modules that peft has wrapped -------------------------------------------------------
+
+
+def on_blocks() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights="gaussian", lora_dropout=0.1)
+
+
+class Wrapping(nn.Module):
+    """Builds a model of peft inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = peft.get_peft_model(Block(32), on_blocks())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def wrapped_layers() -> list[Any]:
+    """A live ``PeftModel``, one inside a layer, and a live module that has got adapters."""
+    return [
+        LayerSpec(Embed), peft.get_peft_model(Block(16), on_blocks()), LayerSpec(Wrapping),
+        peft.inject_adapter_in_model(on_blocks(), Block(24)), LayerSpec(Block, 40), LayerSpec(Head),
+    ]  # fmt: skip
+
+
+WRAPPED = Case(wrapped_layers, 2, (0, 3, 6), {1: (0, 1, 6), 2: (0, 5, 6), 4: (0, 2, 6)}, num_batches=5)
+
+
+def train_wrapped(_rank: int) -> tuple[Outcome, Outcome, str, int]:
+    outcomes = train(WRAPPED, {}), train(WRAPPED, WRAPPED.moves)
+    module = DynamicPipelineModule(wrapped_layers(), num_stages=2, loss_fn=loss_fn)
+    refused = ""
+    try:
+        deepspeed.initialize(
+            model=peft.get_peft_model(module, on_blocks()), config=base_config(Run(num_stages=2), 1)
+        )
+    except ValueError as error:
+        refused = str(error)
+    return *outcomes, refused, sum("lora_" in name for name, _ in module.named_parameters())
+
+
+def test_live_layers_that_peft_has_wrapped_move() -> None:
+    """Such a layer is one like any other; the pipeline as a whole can't be wrapped."""
+    by_rank = run_ranks(train_wrapped, 2)
+    whole = [{k: v for rank in by_rank for k, v in rank[way].digest.items()} for way in (0, 1)]
+    static, moved = by_rank[0][:2]
+    assert static.losses == moved.losses and len(set(static.losses)) == WRAPPED.num_batches
+    assert whole[0] == whole[1] and len(whole[0]) == 6
+    assert by_rank[0][0].digest.keys() != by_rank[0][1].digest.keys(), "nothing has moved"
+    for *_, refused, adapters in by_rank:
+        assert adapters > 0
+        assert refused.startswith("PeftModel around DynamicPipelineModule is no pipeline for DeepSpeed")
+        assert "wrap layers one by one before it gets them" in refused
 
 
 @pytest.mark.exhaustive
