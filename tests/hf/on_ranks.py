@@ -208,8 +208,8 @@ def check_same_bits(job: Job, runs: Runs) -> None:
     """No bit differs between the runs, nor between replicas; layers have moved."""
     static = runs[0]["static"]
     assert len(set(static.losses)) == job.num_batches
-    layers = {}
-    for way in runs[0].keys() - {"further"}:
+    layers: dict[str, set[tuple[str, str]]] = {}
+    for way in (way for way in runs[0] if way != "further"):  # the first is static
         first = GOES_ON_AT if way == "resumed" else 0
         for rank in runs:
             assert rank[way].losses == static.losses[first:] and rank[way].evaluated == static.evaluated, way
