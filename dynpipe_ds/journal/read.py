@@ -201,10 +201,13 @@ class Journal:
     # -- what follows -------------------------------------------------------------------------
 
     def compiled_after(self, move: RebalanceEvent) -> float:
-        """Seconds that layers took to compile where a move has brought them: in the first batch after it.
+        """What layers took to compile where a move has brought them: in the first batch after it.
 
         Args:
             move: one of :attr:`moves`.
+
+        Returns:
+            Seconds of the slowest rank; 0 where nothing was compiled.
         """
         return sum(each.seconds for each in self.compiled if each.batch == move.batch)
 
