@@ -69,6 +69,7 @@ class Observing:
     def _leave_out(self, seconds: BalancingSeconds) -> None:
         """A batch in which layers were compiled says nothing of what they take; the next one is profiled."""
         self._num_left_out += 1
+        self._run.journal.compiled(self._run.num_batches - 1, seconds.compile_s)
         self._run.profiler.sizes_changed()  # those of this batch are left out, too
         if self._pipeline.rank == 0:
             log.info(

@@ -283,6 +283,7 @@ def build_contender(
     scenario = build_scenario(settings.scenario, settings.scenario_settings)
     scenario.check_replicas(max(1, dist.get_world_size() // num_stages))  # a worker that is to join is alone yet
     start = settings.dynamic_partition_method if dynamic else None
+    torch.manual_seed(settings.seed)  # new adapters follow from it
     with silence():
         module = DynamicPipelineModule(
             layers=build_layers(scenario, settings.model),

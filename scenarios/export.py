@@ -1,6 +1,7 @@
 """Keep the trained model of a finished run: ``run.export=folder``.
 
-With ``model=hf`` the folder is one that ``from_pretrained`` of ``transformers`` loads. Of the shared GPT it holds
+With ``model=hf`` the folder is one that ``from_pretrained`` of ``transformers`` loads; with ``model.lora`` it
+holds the adapters alone, for ``PeftModel.from_pretrained``. Of the shared GPT it holds
 
     model.json       the model's settings, the scenario, and the names of the other files
     layer_000.pt     the weights of the first layer of the pipeline, and so on: a dict, written by ``torch.save``

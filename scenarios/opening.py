@@ -45,7 +45,9 @@ def _model(settings: Settings) -> str:
     model = settings.model
     halves = ", each cut into attention and MLP" if model.split_blocks is True else ""
     if isinstance(model, PretrainedModel):
-        return f"{type(model.config).__name__.removesuffix('Config')} of {model.path}, {model.depth} blocks{halves}"
+        kind = type(model.config).__name__.removesuffix("Config")
+        adapters = "" if model.adapters is None else f", {model.adapters}"
+        return f"{kind} of {model.path}, {model.depth} blocks{halves}{adapters}"
     assert isinstance(model, GPTConfig)
     return f"GPT, {model.depth} blocks{halves}, hidden {model.hidden}, {model.seq_len} tokens"
 

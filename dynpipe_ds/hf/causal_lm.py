@@ -86,6 +86,8 @@ def causal_lm_layers(
     """
     folder = PretrainedFolder(model) if isinstance(model, str | Path) else model
     config = folder.config if isinstance(folder, PretrainedFolder) else folder
+    if isinstance(config, nn.Module):
+        raise ValueError(_refused(config))
     if not isinstance(folder, PretrainedFolder):
         folder = None
     if router_loss_weight is not None and not 0 <= router_loss_weight < math.inf:
@@ -102,6 +104,18 @@ def causal_lm_layers(
     if folder is not None:
         _check(layers, folder)
     return split_layers(layers) if split_blocks else layers
+
+
+def _refused(model: Any) -> str:
+    """Why a live model is not cut."""
+    name = type(model).__name__
+    remedy = "save it with save_pretrained and give that folder, whose weights each stage reads for itself"
+    if hasattr(model, "peft_config"):
+        remedy = (
+            "give the folder of the model below, and adapter=model.peft_config['default'] for new adapters; or save "
+            "these with save_pretrained and give adapter=that folder"
+        )
+    return f"causal_lm_layers takes a model folder or a configuration, not a live {name}: {remedy}"
 
 
 def _list_layers(family: Family, args: tuple[Any, ...], of_blocks: dict[str, Any]) -> list[LayerSpec]:

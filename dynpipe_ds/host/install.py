@@ -16,10 +16,11 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_DEEPSPEED, TESTED_SERIES, is_older
 from dynpipe_ds.host.names import hooks_never_called, missing_names
-from dynpipe_ds.migration.compiled import is_compiled_module, original_of
+from dynpipe_ds.migration.compiled import is_compiled_module
 
 
 class DeepSpeedVersionError(RuntimeError):
@@ -63,8 +64,8 @@ def check_version() -> None:
 def install(module_class: type, choose: Callable[[type, Any, Any], type]) -> None:
     """Make ``PipelineEngine(model=m, ...)`` an engine of another class whenever ``m`` is a ``module_class``.
 
-    One that ``torch.compile`` has wrapped is refused: DeepSpeed takes it for a model without stages, and its ranks then
-    send each other different layers until one of them crashes.
+    One that ``torch.compile`` or ``peft`` has wrapped is refused: DeepSpeed takes it for a model without stages, and
+    its ranks then send each other different layers until one of them crashes.
 
     Args:
         module_class: the pipeline module class that asks for it.
@@ -79,15 +80,26 @@ def install(module_class: type, choose: Callable[[type, Any, Any], type]) -> Non
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("model")
-        if is_compiled_module(model) and isinstance(original_of(model), module_class):
-            raise ValueError(
-                f"torch.compile({type(original_of(model)).__name__}) is no pipeline for DeepSpeed, and can't be cut: "
-                "give deepspeed.initialize the module itself, and call engine.compile(), which compiles layer by layer"
-            )
+        parts = model.modules() if isinstance(model, nn.Module) else ()
+        pipeline = next((part for part in parts if isinstance(part, module_class)), None)
+        if pipeline is not None:
+            raise ValueError(_refused(model, pipeline))
         return object.__new__(cls)
 
     PipelineEngine.__new__ = construct
     deepspeed.DeepSpeedEngine.__new__ = refuse
+
+
+def _refused(wrapped: Any, pipeline: nn.Module) -> str:
+    """Why a pipeline module inside another module can't be trained."""
+    name = type(pipeline).__name__
+    what, remedy = (
+        (f"torch.compile({name})", "call engine.compile(), which compiles layer by layer")
+        if is_compiled_module(wrapped)
+        else (f"{type(wrapped).__name__} around {name}", "wrap layers one by one before it gets them")
+    )
+    rule = "is no pipeline for DeepSpeed, and can't be cut"
+    return f"{what} {rule}: give deepspeed.initialize the module itself, and {remedy}"
 
 
 def init_distributed(backend: str | None = None) -> None:

@@ -37,6 +37,19 @@ class BatchTold:
 
 
 @dataclass(frozen=True)
+class CompiledTold:
+    """A batch in which layers were compiled (``torch.compile``), so that its profile was left out.
+
+    Attributes:
+        batch: its number, from 0; the first one after a move has that of the move.
+        seconds: that compiling took on the slowest rank.
+    """
+
+    batch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ProfileTold:
     """What was measured in a profiled batch.
 
@@ -80,6 +93,7 @@ class Journal:
             (seconds since 1970) and ``settings``, the keys of the section that are not as by default.
         batches: those told, in order.
         profiles: the same of profiled batches.
+        compiled: batches in which layers were compiled.
         moves: changes of partition.
         repacks: re-packings.
         resumed_at: batches at which a process went on.
@@ -100,6 +114,7 @@ class Journal:
         self.about: dict[str, Any] = {}
         self.batches: list[BatchTold] = []
         self.profiles: list[ProfileTold] = []
+        self.compiled: list[CompiledTold] = []
         self.moves: list[RebalanceEvent] = []
         self.repacks: list[RepackEvent] = []
         self.resumed_at: list[int] = []
@@ -149,6 +164,7 @@ class Journal:
         return {
             "begin": _nothing, "end": _nothing, "start": self._take_start, "batch": self._take_batch,
             "profile": self._take_profile,
+            "compiled": lambda told: self.compiled.append(CompiledTold(told["batch"], told["seconds"])),
             "move": lambda told: self.moves.append(_event(RebalanceEvent, told)),
             "repack": lambda told: self.repacks.append(_event(RepackEvent, told)),
         }  # fmt: skip
@@ -161,6 +177,7 @@ class Journal:
             self._forget()
         self.batches = [each for each in self.batches if each.batch < batch]
         self.profiles = [each for each in self.profiles if each.batch < batch]
+        self.compiled = [each for each in self.compiled if each.batch < batch]
         self.moves = [each for each in self.moves if each.batch <= batch]
         self.repacks = [each for each in self.repacks if each.batch <= batch]
         if batch and has_more:
@@ -182,6 +199,17 @@ class Journal:
         self.pinned = tuple(told.get("pinned", self.pinned))
 
     # -- what follows -------------------------------------------------------------------------
+
+    def compiled_after(self, move: RebalanceEvent) -> float:
+        """What layers took to compile where a move has brought them: in the first batch after it.
+
+        Args:
+            move: one of :attr:`moves`.
+
+        Returns:
+            Seconds of the slowest rank; 0 where nothing was compiled.
+        """
+        return sum(each.seconds for each in self.compiled if each.batch == move.batch)
 
     @property
     def is_empty(self) -> bool:

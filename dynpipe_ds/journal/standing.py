@@ -41,7 +41,11 @@ def standing(journal: Journal) -> dict[str, Any]:
         "is_late": not journal.has_ended and batch_s is not None and journal.silent_s > 60 + _LATE * batch_s,
         "num_ranks": journal.about.get("num_ranks"), "num_layers": len(journal.about.get("layers", ())),
         **(_of_profile(profile) if profile is not None else {}),
-        "moves": [{**asdict(move), "seconds": move.seconds} for move in journal.moves],
+        "moves": [
+            {**asdict(move), "seconds": move.seconds, "compiling_s": journal.compiled_after(move)}
+            for move in journal.moves
+        ],
+        "compiling_s": sum(each.seconds for each in journal.compiled),
         "repacks": [{**asdict(repack), "seconds": repack.seconds} for repack in journal.repacks],
         "resumed_at": journal.resumed_at,
     }  # fmt: skip

@@ -181,11 +181,14 @@ def _sparkline(values: Sequence[float], columns: int) -> str:
 def _moves(now: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
     """The newest changes of partition and of the number of workers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    names = ("after batch", "from", "to", "predicted gain", *(("MiB", "took") if width >= _NARROW else ()))
+    compiles = any(move["compiling_s"] for move in now["moves"])
+    more_names = ("MiB", "took", *["compiled"] * compiles) if width >= _NARROW else ()
+    names = ("after batch", "from", "to", "predicted gain", *more_names)
     for name in names:
         table.add_column(name, justify="left" if name in ("from", "to") else "right", overflow="fold")
     for move in now["moves"][-_NEWEST_MOVES:]:
-        more = [f"{move['bytes_moved'] / 2**20:.1f}", _seconds(move["seconds"])] if width >= _NARROW else []
+        compiled = [_seconds(move["compiling_s"])] if compiles else []
+        more = [f"{move['bytes_moved'] / 2**20:.1f}", _seconds(move["seconds"]), *compiled] if width >= _NARROW else []
         boundaries = (_spaced(move[key]) for key in ("before", "after"))
         table.add_row(str(move["batch"]), *boundaries, f"{move['predicted_gain']:.1%}", *more)
     count = len(now["moves"])
@@ -194,6 +197,8 @@ def _moves(now: Mapping[str, Any], width: int) -> Iterator[RenderableType]:
     )
     yield Panel(table if count else Text("layers are where they were", style="dim"),
                 title=title, title_align="left", border_style="dim")  # fmt: skip
+    if now["compiling_s"]:
+        yield Text(f"torch.compile took {_seconds(now['compiling_s'])} in profiled batches", style="dim")
     for repack in now["repacks"]:
         old, new = (len(repack[key]) - 1 for key in ("before", "after"))
         yield Text(f"re-packed after batch {repack['batch']} from {old} to {new} stages: {repack['reason']}")

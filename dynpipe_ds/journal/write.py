@@ -86,6 +86,18 @@ class JournalWriter:
         self._told |= rarely
         self._write("profile", values)
 
+    def compiled(self, batch: int, seconds: float) -> None:
+        """Note that ``torch.compile`` compiled layers in a batch, whose profile is left out.
+
+        Args:
+            batch: its number.
+            seconds: that it took on the slowest rank.
+        """
+        if self._writes:
+            self.flush()
+            self._start(batch)
+            self._write("compiled", {"batch": batch, "seconds": float(f"{seconds:.6g}")})
+
     def moved(self, event: RebalanceEvent) -> None:
         """Note a change of partition.
 

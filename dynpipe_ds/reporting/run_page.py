@@ -253,18 +253,25 @@ def _stages(page: Page, profiles: Sequence[ProfileTold]) -> None:
     )
 
 
+_WHAT_COMPILED = " Compiled: seconds of torch.compile on the slowest rank, where moved layers first ran."
+
+
 def _moves(page: Page, journal: Journal) -> None:
     page.heading("Changes of partition")
     if not journal.moves:
         page.text("Layers stayed where they were.")
     else:
-        rows = [["after batch", "boundaries before", "after", "predicted gain", "moved", "took"]]
-        for move in journal.moves:
+        compiled = [journal.compiled_after(move) for move in journal.moves]
+        more = ["compiled"] if any(compiled) else []
+        rows = [["after batch", "boundaries before", "after", "predicted gain", "moved", "took", *more]]
+        for move, compiled_s in zip(journal.moves, compiled, strict=True):
             moved = f"{move.bytes_moved / 2**20:,.1f} MiB"
             gain = f"{move.predicted_gain:.1%}" if move.predicted_gain else UNKNOWN
-            rows.append([str(move.batch), spaced(move.before), spaced(move.after), gain, moved, shown_s(move.seconds)])
+            row = [str(move.batch), spaced(move.before), spaced(move.after), gain, moved, shown_s(move.seconds)]
+            rows.append([*row, shown_s(compiled_s)] if more else row)
         page.table(rows, words=(1, 2))
-        page.text("Predicted gain: by how much the slowest stage was to get shorter.", small=True)
+        gain = "Predicted gain: by how much the slowest stage was to get shorter."
+        page.text(gain + _WHAT_COMPILED * len(more), small=True)
     for repack in journal.repacks:
         page.text(f"{str(repack)[:1].upper()}{str(repack)[1:]}.")
     orders = [(order, next(group).batch) for order, group in groupby(journal.profiles, key=lambda each: each.order)]

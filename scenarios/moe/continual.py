@@ -68,6 +68,11 @@ class ContinualTraining(Scenario):
                 "Mixtral or LLaMA-MoE, or take scenario=moe"
             )
         self._num_experts = model.num_experts
+        if self.is_sharded and model.adapters is not None:
+            raise ValueError(
+                f"model.lora trains {model.adapters} and leaves experts as they are, so replicas can't share their "
+                "training out: set scenario.expert_weights=replicated"
+            )
         if self.is_sharded:
             self._balancing = self._balancing_of(model)
         return model.layers(router_loss_weight=self.aux_weight, experts=SharedStacks if self.is_sharded else None)

@@ -56,6 +56,15 @@ def test_what_is_shown(dynpipe: Command) -> None:
     assert max(map(len, done.out.splitlines())) <= 100
 
 
+def test_what_layers_take_to_compile_where_they_arrive(dynpipe: Command) -> None:
+    Job(Path("first"), compiles={0: 4.0, 16: 1.25}).write(range(20))
+    shown = words(dynpipe("watch", "first").out)
+    assert "MiB took compiled" in shown and "12.5% 3.0 210 ms 1.25 s" in shown
+    assert "torch.compile took 5.25 s in profiled batches" in shown
+    Job(Path("second")).write(range(20))
+    assert "compile" not in dynpipe("watch", "second").out
+
+
 def test_it_fits_a_narrow_terminal(dynpipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(Path("first")).write(range(200))
     monkeypatch.setenv("COLUMNS", "50")

@@ -16,6 +16,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 
 from dynpipe_ds import DynamicPipelineModule
+from dynpipe_ds.journal import read_journal
 from tests.distributed.compiled import (
     BACKEND,
     BY_ENGINE,
@@ -196,11 +197,12 @@ def test_a_checkpoint_of_deepspeeds_class_with_compiled_layers(tmp_path: Path) -
 # -- what compiling costs ----------------------------------------------------------------------
 
 
-def profiled(_rank: int) -> Any:
+def profiled(_rank: int, journal: str) -> Any:
     """Layers of a kind that the other stage has not compiled yet arrive there."""
     case = Case(
         lambda: [LayerSpec(Embed), LayerSpec(Block), LayerSpec(Block), LayerSpec(Holding), LayerSpec(Head)], 2,
-        (0, 2, 5), {}, config={**ADAMW, "dynamic_pipeline": {**BY_HAND, "profile_every": 1}},
+        (0, 2, 5), {},
+        config={**ADAMW, "dynamic_pipeline": {**BY_HAND, "profile_every": 1, "journal": journal}},
     )  # fmt: skip
     engine, batches, seen = make(case), data(0, 4), []
     for batch in range(6):
@@ -213,14 +215,18 @@ def profiled(_rank: int) -> Any:
     return seen, engine.dynamic.balancer._costs.state_dict()[-1][1], engine.overhead.migrating_s
 
 
-def test_a_batch_that_compiles_tells_nothing_of_layers() -> None:
-    first, second = run_ranks(profiled, 2)
+def test_a_batch_that_compiles_tells_nothing_of_layers(tmp_path: Path) -> None:
+    first, second = run_ranks(profiled, 2, str(tmp_path))
     compiled_s, batches = zip(*first[0], strict=True)
     assert batches == (None, 1, 2, 3, 3, 5) == tuple(batch for _, batch in second[0])
     assert compiled_s[4] > 0 and second[0][0][0] > 0, "nothing was compiled, so it shows nothing"
     assert all(seconds == 0 for i, seconds in enumerate(compiled_s) if i not in (0, 4))
     for _, cost_s, migrating_s in (first, second):  # what arriving costs is a cost of the move
         assert cost_s >= compiled_s[4] and cost_s > migrating_s
+    journal = read_journal(tmp_path)
+    assert [each.batch for each in journal.compiled] == [0, 4] and [move.batch for move in journal.moves] == [4]
+    slowest_s = max(compiled_s[4], second[0][4][0])
+    assert journal.compiled_after(journal.moves[0]) == pytest.approx(slowest_s, rel=1e-3)
 
 
 def move_often(_rank: int) -> Any:

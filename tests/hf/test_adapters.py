@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'dynpipe_ds[peft]'")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
-from dynpipe_ds.hf import causal_lm_layers, causal_lm_loss  # noqa: E402
+from dynpipe_ds.hf import causal_lm_layers  # noqa: E402
 from dynpipe_ds.host.differences import find_dropout  # noqa: E402
 from tests.hf import tiny  # noqa: E402
 
@@ -76,15 +76,7 @@ def test_same_bits_as_peft(folders: dict[str, Path], case: str, split_blocks: bo
     theirs = original(folders[case], lora(**changes)).train()
     assert peft.get_peft_model_state_dict(theirs).keys() == adapters_of(layers).keys()
     peft.set_peft_model_state_dict(theirs, {name: part.clone() for name, part in adapters_of(layers).items()})
-    inputs, labels = next(tiny.batches(3, padded=True))
-    named = dict(zip(("input_ids", "attention_mask", "position_ids"), inputs, strict=True))
-    expected = theirs(**named, labels=labels)
-    output = tiny.run(specs, layers, inputs)
-    loss = causal_lm_loss(output, labels)
-    assert torch.equal(output[0] if isinstance(output, tuple) else output, expected.logits)
-    assert torch.equal(loss, expected.loss)
-    loss.backward()
-    expected.loss.backward()
+    tiny.run_both(specs, layers, theirs, padded=True)
     named_by_peft = dict(theirs.named_parameters())
     found = {name.replace(".default", ""): p.grad for name, p in named_by_peft.items() if p.requires_grad}
     trained = [p for layer in dict.fromkeys(layers) for p in layer.parameters() if p.requires_grad]
@@ -185,6 +177,18 @@ def test_folders_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path:
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         causal_lm_layers(folders["llama, by default"], adapter=lora(**changes))
+
+
+def test_live_models_are_refused_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With a remedy that works: the folders of both."""
+    model = original(folders["llama, by default"], lora())
+    with pytest.raises(ValueError, match="not a live PeftModelForCausalLM: give the folder of the model below, and"):
+        causal_lm_layers(model)
+    with pytest.raises(ValueError, match="not a live LlamaForCausalLM: save it with save_pretrained and give that"):
+        causal_lm_layers(model.unload())
+    with pytest.raises(ValueError, match="a peft.LoraConfig or a folder with one, not a PeftModelForCausalLM"):
+        causal_lm_layers(folders["llama, by default"], adapter=model)
+    assert len(causal_lm_layers(folders["llama, by default"], adapter=model.peft_config["default"])) == 6
 
 
 def test_other_refusals(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

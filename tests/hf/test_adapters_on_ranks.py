@@ -5,17 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'dynpipe_ds[hf]'")
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'dynpipe_ds[peft]'")
 
+from dynpipe_ds import DynamicPipelineModule  # noqa: E402
 from tests.distributed.configs import TORCH_ADAMW  # noqa: E402
+from tests.distributed.models import Block, Embed, Head, Run, base_config, loss_fn  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
+from tests.distributed.test_shapes import Case, Outcome, train  # noqa: E402
 from tests.hf import tiny  # noqa: E402
-from tests.hf.adapters_on_ranks import Adapted, train_adapters  # noqa: E402
-from tests.hf.on_ranks import BF16_ZERO1, Job  # noqa: E402
+from tests.hf.on_ranks import (  # noqa: E402
+    BF16_ZERO1,
+    Job,
+    Runs,
+    check_same_bits,
+    check_written,
+    logits_by,
+    train_all,
+)
 
 ZERO1 = {**TORCH_ADAMW, "zero_optimization": {"stage": 1}}
 ALL = {"target_modules": "all-linear", "init_lora_weights": "gaussian", "lora_dropout": 0.1}
@@ -32,49 +45,28 @@ def job(root: Path, name: str, stages: int, settings: dict[str, Any], **changes:
                checkpoint_interval=1 if name == "gemma2" else 0)  # fmt: skip
 
 
-def check(one: Job, ranks: list[dict[str, Adapted]]) -> None:
+def check(one: Job, runs: Runs) -> None:
     """Losses, weights and optimizer state are equal in all runs; peft computes the logits from what was saved."""
-    runs = {way: [rank[way] for rank in ranks] for way in ranks[0]}
-    static = runs["static"][0].losses
-    assert len(set(static)) == one.num_batches
-    for way, first in (("static", 0), ("moved", 0), ("resumed", 3)):
-        assert all(rank.losses == static[first:] for rank in runs[way]), way
-    layers = {way: {item for rank in ran for item in rank.layers.items()} for way, ran in runs.items()}
-    assert layers["static"] == layers["moved"] == layers["resumed"]
-    assert len(layers["static"]) == len(one.layers()), "replicas have different weights"
-    held = [[rank.layers.keys() for rank in runs[way]] for way in ("static", "moved")]
-    assert held[0] != held[1], "adapters have moved"
-    kept = [layer for rank in runs["static"] for layer in rank.kept_bytes]
+    check_same_bits(one, runs)
+    check_written(one, runs)
+    kept = [layer for rank in runs for layer in rank["static"].gradients]
     size = 2 if "bf16" in one.settings else 4
-    assert any(trained for trained, _, _ in kept), "adapters are among them"
+    assert any(trained for trained, _, _ in kept), "no adapters are among them"
     for trained, elements, gradient_bytes in kept:  # a profile knows that frozen weights have no gradients
         assert gradient_bytes == trained * size and trained < elements
-    logits = runs["moved"][-1].logits
-    assert logits is not None and one.save_to is not None
-    assert torch.equal(logits, saved_logits(one))
-    further = runs["further"][-1].logits
-    assert further is not None and torch.equal(logits, further)
-    assert not (one.save_to / "model.safetensors").exists() and (one.save_to / "tokenizer_config.json").is_file()
+    logits, further = (runs[-1][way].logits for way in ("moved", "further"))
+    assert logits is not None and further is not None and torch.equal(logits, further)
+    assert one.save_to is not None and not (one.save_to / "model.safetensors").exists()
+    model = peft.PeftModel.from_pretrained(base_of(one), one.save_to, autocast_adapter_dtype=False)
+    assert torch.equal(logits_by(model, one), logits)
+    assert not torch.equal(logits_by(base_of(one), one), logits), "the adapters have learned nothing"
 
 
-def saved_logits(one: Job) -> torch.Tensor:
-    """What peft computes with the model's own folder and the adapters that were saved."""
+def base_of(one: Job) -> Any:
     import transformers
 
     dtype = torch.bfloat16 if "bf16" in one.settings else torch.float32
-    base = transformers.AutoModelForCausalLM.from_pretrained(one.folder, dtype=dtype)
-    model = peft.PeftModel.from_pretrained(base, one.save_to, autocast_adapter_dtype=False).eval()
-    # The engine hands back the output of the last of the three micro-batches.
-    inputs, _ = [pair for _, pair in zip(range(3), tiny.batches(9, padded=one.padded), strict=False)][-1]
-    named = dict(zip(("input_ids", "attention_mask", "position_ids"), inputs, strict=True)) if one.padded else {
-        "input_ids": inputs
-    }
-    with torch.no_grad():
-        logits = model(**named).logits.float()
-        with model.disable_adapter():
-            assert not torch.equal(model(**named).logits.float(), logits), "the adapters have learned nothing"
-    found: torch.Tensor = logits
-    return found
+    return transformers.AutoModelForCausalLM.from_pretrained(one.folder, dtype=dtype)
 
 
 def test_adapters_move_with_equal_bits(tmp_path: Path) -> None:
@@ -83,9 +75,65 @@ def test_adapters_move_with_equal_bits(tmp_path: Path) -> None:
         job(tmp_path, "gpt2", 2, BF16_ZERO1),
         job(tmp_path, "gemma2", 2, ZERO1),
     ]
-    results = run_ranks(train_adapters, 2, jobs, timeout_s=300)
+    results = run_ranks(train_all, 2, jobs, timeout_s=300)
     for index, one in enumerate(jobs):
-        check(one, [rank[index] for rank in results])
+        check(one, [rank[0][index] for rank in results])
+
+
+# -- live modules that peft has wrapped -------------------------------------------------------
+
+
+def on_blocks() -> Any:
+    return peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights="gaussian", lora_dropout=0.1)
+
+
+class Wrapping(nn.Module):
+    """Builds a model of peft inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = peft.get_peft_model(Block(32), on_blocks())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def wrapped_layers() -> list[Any]:
+    """A live ``PeftModel``, one inside a layer, and a live module that has got adapters."""
+    return [
+        LayerSpec(Embed), peft.get_peft_model(Block(16), on_blocks()), LayerSpec(Wrapping),
+        peft.inject_adapter_in_model(on_blocks(), Block(24)), LayerSpec(Block, 40), LayerSpec(Head),
+    ]  # fmt: skip
+
+
+WRAPPED = Case(wrapped_layers, 2, (0, 3, 6), {1: (0, 1, 6), 2: (0, 5, 6), 4: (0, 2, 6)}, num_batches=5)
+
+
+def train_wrapped(_rank: int) -> tuple[Outcome, Outcome, str, int]:
+    outcomes = train(WRAPPED, {}), train(WRAPPED, WRAPPED.moves)
+    module = DynamicPipelineModule(wrapped_layers(), num_stages=2, loss_fn=loss_fn)
+    refused = ""
+    try:
+        deepspeed.initialize(
+            model=peft.get_peft_model(module, on_blocks()), config=base_config(Run(num_stages=2), 1)
+        )
+    except ValueError as error:
+        refused = str(error)
+    return *outcomes, refused, sum("lora_" in name for name, _ in module.named_parameters())
+
+
+def test_live_layers_that_peft_has_wrapped_move() -> None:
+    """Such a layer is one like any other; the pipeline as a whole can't be wrapped."""
+    by_rank = run_ranks(train_wrapped, 2)
+    whole = [{k: v for rank in by_rank for k, v in rank[way].digest.items()} for way in (0, 1)]
+    static, moved = by_rank[0][:2]
+    assert static.losses == moved.losses and len(set(static.losses)) == WRAPPED.num_batches
+    assert whole[0] == whole[1] and len(whole[0]) == 6
+    assert by_rank[0][0].digest.keys() != by_rank[0][1].digest.keys(), "nothing has moved"
+    for *_, refused, adapters in by_rank:
+        assert adapters > 0
+        assert refused.startswith("PeftModel around DynamicPipelineModule is no pipeline for DeepSpeed")
+        assert "wrap layers one by one before it gets them" in refused
 
 
 @pytest.mark.exhaustive
@@ -100,4 +148,4 @@ def test_more_adapters(
     tmp_path: Path, name: str, stages: int, ranks: int, settings: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     one = job(tmp_path, name, stages, settings, **changes)
-    check(one, [rank[0] for rank in run_ranks(train_adapters, ranks, [one], timeout_s=300)])
+    check(one, [rank[0][0] for rank in run_ranks(train_all, ranks, [one], timeout_s=300)])

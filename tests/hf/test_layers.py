@@ -70,17 +70,7 @@ def test_same_bits_as_the_original(folders: dict[str, Path], case: str, dtype: t
     original = transformers.AutoModelForCausalLM.from_pretrained(folders[case], dtype=dtype).train()
     specs = causal_lm_layers(folders[case], dtype=dtype, attention_mask=padded, position_ids=padded)
     layers = tiny.build(specs)
-    inputs, labels = next(tiny.batches(3, padded=padded))
-    named = dict(zip(("input_ids", "attention_mask", "position_ids"), inputs, strict=True)) if padded else {
-        "input_ids": inputs
-    }
-    expected = original(**named, labels=labels)
-    output = tiny.run(specs, layers, inputs)
-    loss = causal_lm_loss(output, labels)
-    assert torch.equal(output[0] if isinstance(output, tuple) else output, expected.logits)
-    assert torch.equal(loss, expected.loss)
-    loss.backward()
-    expected.loss.backward()
+    tiny.run_both(specs, layers, original, padded=padded)
     ours = gradients(layers)
     theirs = {name: parameter.grad for name, parameter in original.named_parameters()}
     assert ours.keys() == theirs.keys() and len(theirs) > 10

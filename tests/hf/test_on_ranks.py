@@ -19,14 +19,20 @@ from scenarios.pretrained import PretrainedModel  # noqa: E402
 from tests.distributed.configs import TORCH_ADAMW  # noqa: E402
 from tests.distributed.ranks import run_ranks  # noqa: E402
 from tests.hf import tiny  # noqa: E402
-from tests.hf.on_ranks import BF16_ZERO1, Job, Trained, train_all  # noqa: E402
+from tests.hf.on_ranks import (  # noqa: E402
+    BF16_ZERO1,
+    Job,
+    Runs,
+    Trained,
+    check_same_bits,
+    check_written,
+    logits_by,
+    train_all,
+)
 from tests.scenarios import exactness  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 TO = {"gpt2": 8, "llama": 6, "mixtral": 6, "llama_moe": 6, "qwen2": 6, "qwen3": 6, "gemma2": 7, "gemma3_text": 7}
-
-Runs = list[tuple[Trained, Trained]]
-
 
 def moves(name: str, stages: int) -> dict[int, tuple[int, ...]]:
     last = TO[name]
@@ -37,20 +43,15 @@ def moves(name: str, stages: int) -> dict[int, tuple[int, ...]]:
 
 def check(job: Job, runs: Runs) -> None:
     """No bit differs between the runs; each rank has read the bytes of its own layers and no other."""
-    static, moved = [rank[0] for rank in runs], [rank[1] for rank in runs]
-    for rank in (*static, *moved):
-        assert rank.losses == static[0].losses and rank.evaluated == static[0].evaluated
-        assert rank.bytes_read == rank.own_bytes
-    assert len(set(static[0].losses)) == job.num_batches
-    layers = [{item for rank in run for item in rank.layers.items()} for run in (static, moved)]
-    assert layers[0] == layers[1]
-    assert len(layers[0]) == len(job.layers()), "replicas have different weights"
+    check_same_bits(job, runs)
+    static = [rank["static"] for rank in runs]
+    assert all(run.bytes_read == run.own_bytes for rank in runs for run in rank.values())
     replicas = len(runs) // job.stages
     whole = sum(spec.build().num_bytes() for spec in causal_lm_layers(job.folder))
     assert sum(rank.bytes_read for rank in static) == replicas * whole
     assert max(rank.bytes_read for rank in static) < 0.7 * whole
-    loads = [[{item for rank in run for item in loads_of(rank, batch)} for batch in range(job.num_batches)]
-             for run in (static, moved)]  # fmt: skip
+    loads = [[{item for rank in runs for item in loads_of(rank[way], batch)} for batch in range(job.num_batches)]
+             for way in ("static", "moved")]  # fmt: skip
     assert loads[0] == loads[1]
 
 
@@ -62,11 +63,8 @@ def check_saved(job: Job, runs: Runs, dtype: torch.dtype) -> None:
     """Transformers loads what was saved, and computes the logits that the pipeline did."""
     import transformers
 
+    check_written(job, runs)
     assert job.save_to is not None
-    messages = {rank[1].refused for rank in runs}
-    assert len(messages) == 1 and "exists and is not an empty folder: give another name" in messages.pop()
-    assert (job.save_to / "tokenizer_config.json").is_file() == (job.folder / "tokenizer_config.json").is_file()
-    assert not list(job.save_to.parent.glob(".*.partial"))
     before, after = (weights_in(folder) for folder in (job.folder, job.save_to))
     kept = [name for name, weight in after.items() if torch.equal(weight, before[name].to(weight.dtype))]
     assert len(kept) < len(after) / 10, "little was trained"  # norms keep 1 in bf16
@@ -75,15 +73,8 @@ def check_saved(job: Job, runs: Runs, dtype: torch.dtype) -> None:
         return
     model, info = transformers.AutoModelForCausalLM.from_pretrained(job.save_to, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.dtype == dtype
-    # The engine hands back the output of the last of the three micro-batches.
-    inputs, _ = [pair for _, pair in zip(range(3), tiny.batches(9, padded=job.padded), strict=False)][-1]
-    named = dict(zip(("input_ids", "attention_mask", "position_ids"), inputs, strict=True)) if job.padded else {
-        "input_ids": inputs
-    }
-    logits = runs[-1][1].logits
-    assert logits is not None
-    with torch.no_grad():
-        assert torch.equal(model.eval()(**named).logits.float(), logits)
+    logits = runs[-1]["moved"].logits
+    assert logits is not None and torch.equal(logits_by(model, job), logits)
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -145,7 +136,7 @@ def trained(root: Path) -> Everything:
 def test_stages_load_and_move_without_a_trace(trained: Everything) -> None:
     for job, runs in zip(trained.jobs, trained.runs, strict=True):
         check(job, runs)
-    for batch in trained.runs[0][0][1].loads:
+    for batch in trained.runs[0][0]["moved"].loads:
         assert all(sum(load) == 3 * 2 * 2 * tiny.LENGTH for load in batch.values()) and batch
 
 

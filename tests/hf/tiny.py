@@ -128,6 +128,26 @@ def batches(replica: int, *, padded: bool) -> Iterator[tuple[Any, Tensor]]:
         yield (ids, mask, positions), ids.masked_fill(mask == 0, -100)
 
 
+def named(inputs: Any) -> dict[str, Tensor]:
+    """The inputs of a micro-batch as a model of transformers takes them."""
+    parts = inputs if isinstance(inputs, tuple) else (inputs,)
+    return dict(zip(("input_ids", "attention_mask", "position_ids"), parts, strict=False))
+
+
+def run_both(specs: list[Any], layers: list[Any], original: Any, *, padded: bool) -> None:
+    """Run layers, and the model that they are the layers of, forward and backward: logits and loss have equal bits."""
+    from dynpipe_ds.hf import causal_lm_loss
+
+    inputs, labels = next(batches(3, padded=padded))
+    expected = original(**named(inputs), labels=labels)
+    output = run(specs, layers, inputs)
+    loss = causal_lm_loss(output, labels)
+    assert torch.equal(output[0] if isinstance(output, tuple) else output, expected.logits)
+    assert torch.equal(loss, expected.loss)
+    loss.backward()
+    expected.loss.backward()
+
+
 def run(specs: list[Any], layers: list[Any], inputs: Any) -> Any:
     """Pass inputs through built layers, as ``PipelineModule`` does."""
     for spec, layer in zip(specs, layers, strict=True):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dynpipe_ds.journal import Journal, find_journals, read_journal
+from dynpipe_ds.journal.standing import standing
 from dynpipe_ds.journal.write import JournalWriter
 from tests.journal.told import NAMES, Job
 
@@ -40,6 +41,17 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [profile.limiting_stage for profile in journal.profiles] == [0] * 6 + [1] * 4
     assert journal.last_profile == job.profile(18, halves=True)
     assert journal.silent_s < 60 and not journal.num_unreadable
+
+
+def test_what_layers_take_to_compile(tmp_path: Path) -> None:
+    """Of the first batch after a move is what arrived; a process that goes on forgets later ones."""
+    Job(tmp_path, compiles={0: 4.0, 16: 1.25, 18: 2.0}).write(range(20))
+    journal = read_journal(tmp_path)
+    assert [(each.batch, each.seconds) for each in journal.compiled] == [(0, 4.0), (16, 1.25), (18, 2.0)]
+    assert [journal.compiled_after(move) for move in journal.moves] == [1.25]
+    assert standing(journal)["compiling_s"] == 7.25 and standing(journal)["moves"][0]["compiling_s"] == 1.25
+    Job(tmp_path, moved_at=19).write(range(17, 19))
+    assert [each.batch for each in read_journal(tmp_path).compiled] == [0, 16]
 
 
 def test_only_the_first_rank_writes_and_none_without_a_folder(tmp_path: Path) -> None:

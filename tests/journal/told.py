@@ -25,6 +25,7 @@ class Job:
         frozen_at: from which batch on the first four layers have no backward.
         moved_at: after how many batches layers move.
         settings: keys of the section.
+        compiles: seconds that layers are compiled in some batches, which have no profile.
     """
 
     folder: Path
@@ -33,6 +34,7 @@ class Job:
     boundaries: tuple[int, ...] = (0, 4, 8)
     better: tuple[int, ...] = (0, 5, 8)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    compiles: Mapping[int, float] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
         return {
@@ -76,7 +78,9 @@ class Job:
         writer = JournalWriter(str(self.folder), self.about) if writer is None else writer
         with patch("torch.distributed.get_rank", return_value=rank):
             for batch in batches:
-                if batch % profile_every == 0:
+                if batch in self.compiles:
+                    writer.compiled(batch, self.compiles[batch])
+                elif batch % profile_every == 0:
                     order = "planned" if batch >= self.moved_at else "1F1B"
                     smoothed = self.profile(batch, halves=True)
                     writer.profile(self.profile(batch), smoothed, order=order, speeds=None, pinned=())

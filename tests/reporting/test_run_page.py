@@ -46,6 +46,13 @@ def test_what_it_says(journal: Journal) -> None:
     assert "&quot;min_gain&quot;" in text and "read from" in text
 
 
+def test_what_layers_take_to_compile_where_they_arrive(tmp_path: Path) -> None:
+    Job(tmp_path, compiles={0: 4.0, 16: 1.25}).write(range(30))
+    text = run_page(read_journal(tmp_path)).render()
+    assert cells(text, "Changes of partition")[0][-2:] == ["210 ms", "1.25 s"]
+    assert "Compiled: seconds of torch.compile on the slowest rank" in text
+
+
 def test_a_batch_under_other_partitions_and_orders(journal: Journal) -> None:
     """As ``predict_batches`` says; the shortest stands out."""
     rows = cells(run_page(journal).render(), "A batch under other partitions and orders")
