@@ -52,6 +52,7 @@ def compare(case: Case) -> list[tuple[Any, Any]]:
     return by_rank
 
 
+@pytest.mark.exhaustive
 def test_every_way_to_compile() -> None:
     by_rank = compare(KINDS)
     parts = {i: n for rank in by_rank for i, n in rank[0][1][0].items()}
@@ -189,6 +190,7 @@ def load_deepspeeds(_rank: int, folder: str) -> Any:
     return [float(engine.train_batch(batches)), float(ours.train_batch(again))]
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_deepspeeds_class_with_compiled_layers(tmp_path: Path) -> None:
     for theirs, ours in run_ranks(load_deepspeeds, 2, str(tmp_path)):
         assert theirs == ours
