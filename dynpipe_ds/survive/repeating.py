@@ -93,12 +93,12 @@ class Repeating:
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
-        kept = self._run.stage.pipeline.kept
-        everyone = gather((self._num_done, self._result, kept.counters))
-        done, result, _ = max(everyone, key=lambda told: told[0])
+        kept, checkpoints = self._run.stage.pipeline.kept, self._run.checkpoints
+        everyone = gather((self._num_done, self._result, checkpoints.last, kept.counters))
+        done, result, checkpoint, _ = max(everyone, key=lambda told: told[0])
         if done > self._num_done:
-            self._num_done, self._result = done, result
-        for _, _, counters in everyone:
+            self._num_done, self._result, checkpoints.last = done, result, checkpoint
+        for *_, counters in everyone:
             for batch, numbers in counters.items():
                 known = kept.counters.setdefault(batch, numbers)
                 kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])

@@ -95,6 +95,7 @@ class Outcome:
         noticed_at: when it first knew that a rank was lost, in seconds since 1970; empty if it never did.
         num_opened: how often data was read again.
         held: descriptors of the process after each batch.
+        saved: the newest checkpoint that it knows of at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -108,6 +109,7 @@ class Outcome:
     noticed_at: list[float] = field(default_factory=list)
     num_opened: int = 0
     held: list[int] = field(default_factory=list)
+    saved: str | None = None
 
     def went_on_at(self, killed_at: float) -> float:
         """When it came back from the longest of the batches that were not over when a rank was killed."""
@@ -211,7 +213,7 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
             outcome.error = str(error)
             return outcome
     outcome.state, outcome.num_stages, outcome.partition = digest(engine), engine.num_stages, engine.partition
-    outcome.num_steps = engine.global_steps
+    outcome.num_steps, outcome.saved = engine.global_steps, engine.last_checkpoint
     return outcome
 
 
