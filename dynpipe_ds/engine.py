@@ -215,7 +215,7 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         Returns:
             The function.
         """
-        self._need_training("data_at").pipeline.open_at = open_at
+        self._need_training("data_at").pipeline.reading.open_at = open_at
         return open_at
 
     @in_ordinary_mode

@@ -209,6 +209,7 @@ class Training:
         return self.repeating.between_batches(action)
 
     def _train_batch(self, run: Callable[[], T]) -> T:
+        self.survivor.begin_batch()
         self.repacker.let_in(self.survivor.wanted_stages)
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
@@ -241,7 +242,7 @@ class Training:
             result = self.profiler.run(run, self.num_batches, self.last_profile, is_profiled=is_profiled)
         except BatchRefused:
             self.stage.pipeline.drop_batch()
-            self.stage.pipeline.kept.forget(self.num_batches)
+            self.stage.pipeline.reading.kept.forget(self.num_batches)
             raise
         return result
 

@@ -93,7 +93,7 @@ class Repeating:
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
-        kept, checkpoints = self._run.stage.pipeline.kept, self._run.checkpoints
+        kept, checkpoints = self._run.stage.pipeline.reading.kept, self._run.checkpoints
         everyone = gather((self._num_done, self._result, checkpoints.last, kept.counters))
         done, result, checkpoint, _ = max(everyone, key=lambda told: told[0])
         if done > self._num_done:
@@ -132,7 +132,7 @@ class Repeating:
         number, pipeline = self._run.num_batches, self._run.stage.pipeline
         pipeline.take_counters(number)
         pipeline.note_counters(number)
-        return pipeline.kept.batch(number)
+        return pipeline.reading.kept.batch(number)
 
     def act_before(self) -> None:
         """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""
