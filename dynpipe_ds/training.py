@@ -209,11 +209,10 @@ class Training:
         return self.repeating.between_batches(action)
 
     def _train_batch(self, run: Callable[[], T]) -> T:
-        self.survivor.begin_batch()
         self.repacker.let_in(self.survivor.wanted_stages)
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
-        self.landmarks.begin_batch()
+        self.repeating.begin_batch()
         self.repeating.act_before()
         self.stage.pipeline.begin_batch()
         is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()

@@ -166,7 +166,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
     def _next_batch(self) -> Any:
         reading = self.dynamic.pipeline.reading
         # What is kept is the loader's, so that a batch that was broken off is cut from its first sample on again.
-        return reading.slicing.next(partial(reading.kept.next, super()._next_batch))
+        return reading.slicing.next(partial(reading.next, super()._next_batch))
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.

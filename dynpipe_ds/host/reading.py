@@ -11,6 +11,9 @@ from dynpipe_ds.host.kept_data import KeptData
 from dynpipe_ds.host.rereading import OpenAt, Position, deal, opened, position_of
 from dynpipe_ds.host.slicing import Slicing
 
+FOR_EVER = 2**62
+"""A batch that never comes."""
+
 
 class Reading:
     """One rank's data.
@@ -137,6 +140,28 @@ class Reading:
         if num_micro_batches > self.kept.num_evaluated:
             self.behind.fall_behind(iterator, num_micro_batches - self.kept.num_evaluated)
 
+    @property
+    def lacks_replicas(self) -> bool:
+        """Whether some of the replicas for which data is made are gone, and the others train their micro-batches."""
+        return self._num_replicas < self.num_sources
+
+    def next(self, read: Callable[[], Any]) -> Any:
+        """A micro-batch that this rank trains, or evaluates.
+
+        Args:
+            read: reads one from the user's iterator.
+
+        Raises:
+            ValueError: if it is of a replica that is gone, and can't be read.
+        """
+        batch = self.kept.present_batch
+        if batch is not None and self.is_of_others and not self.kept.reads_again(batch):  # it reads from now on
+            source = self.since(batch, FOR_EVER, None)
+            if source is None:
+                raise ValueError("this rank is to train micro-batches of lost replicas; say by engine.data_at how")
+            self.kept.read_again(source, batch, batch, FOR_EVER)
+        return self.kept.next(read)
+
     def begin(self) -> None:
         """Take note that a training batch is about to read."""
         if self.before is not None and not self.kept.is_evaluating:
@@ -149,6 +174,8 @@ class Reading:
         Raises:
             ValueError: if there is none, or it ends before.
         """
+        if self.is_of_others:
+            return
         if self._engine.data_iterator is None:
             raise ValueError(
                 f"stage {self._engine.stage_id} would become the last of the pipeline and read labels, but was given "
@@ -162,7 +189,7 @@ class Reading:
         Args:
             num_batches: how many.
         """
-        if num_batches:
+        if num_batches and not self.is_of_others:
             self.behind.fall_behind(self._engine.data_iterator, num_batches * self.num_loaded)
 
     # -- reading again ------------------------------------------------------------------------

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynpipe_ds.host.reading import FOR_EVER
 from dynpipe_ds.host.rereading import Position
 from dynpipe_ds.migration.transport import exchange_bytes
 from dynpipe_ds.ranks.agreement import gather, together
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
-
-
-_FOR_EVER = 2**62
 
 
 class SnapshotError(RuntimeError):
@@ -60,7 +58,7 @@ def share_data(
         )
 
     def open_source() -> None:
-        end = _FOR_EVER if is_other else until
+        end = FOR_EVER if is_other else until
         source = pipeline.reading.since(first, end, position) if pipeline.rank in again else None
         if source is not None:
             kept.read_again(source, first, first if kept_from is None else kept_from, end)

@@ -125,6 +125,11 @@ class Repeating:
 
     # -- around a batch -----------------------------------------------------------------------
 
+    def begin_batch(self) -> None:
+        """A batch is about to begin, with all ranks that there are for it."""
+        self._survivor.begin_batch()
+        self._run.landmarks.begin_batch()
+
     def keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""
         if not self._run.snapshots.is_on:

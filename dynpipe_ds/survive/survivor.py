@@ -66,6 +66,7 @@ class Survivor:
                 asks for what can't be.
         """
         heartbeat = self._stage.guard.heartbeat
+        self._has_looked_at_data = False  # workers that join are asked, too
         if not self._run.config.survive.enabled or dist.get_world_size() == 1:
             return
         if heartbeat is None:
@@ -226,7 +227,6 @@ class Survivor:
         """If this rank reads data from now on, let its iterator be where the others' are."""
         reading = self._stage.pipeline.reading
         if reading.is_here and self._was_reading is False:
-            if not reading.is_of_others:
-                reading.missed(missed)
-                reading.catch_up()
+            reading.missed(missed)
+            reading.catch_up()
             self._was_reading = True

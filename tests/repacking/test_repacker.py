@@ -37,7 +37,7 @@ class Stage:
         self.pipeline: Any = SimpleNamespace(
             ranks_of=lambda stage: (stage,), micro_batch_size=4, num_micro_batches=4,
             reading=SimpleNamespace(
-                is_here=stage_id == 0, catch_up=lambda: self.calls.append(("start reading",)),
+                is_here=stage_id == 0, lacks_replicas=False, catch_up=lambda: self.calls.append(("start reading",)),
             ),
             check_micro_batches=lambda number: None,
             set_micro_batches=lambda number: self.calls.append(("micro-batches", number)),

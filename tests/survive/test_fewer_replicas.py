@@ -120,5 +120,5 @@ def test_where_it_is_not_wanted_or_data_cant_be_read_all_end(
 @pytest.mark.exhaustive
 def test_fewer_replicas_before_fewer_stages_need_the_data_of_all_from_the_start() -> None:
     job = replace(JOBS["2x2 adamw"], fewer="first", rereads="")
-    with pytest.raises(RankFailure, match='survive.fewer_replicas = "first": the data of a lost replica can\'t be read'):
+    with pytest.raises(RankFailure, match='"first": the data of a lost replica can\'t be read'):
         run_job(job, {})
