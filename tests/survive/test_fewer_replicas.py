@@ -14,7 +14,7 @@ from tests.distributed.ranks import RankFailure, run_ranks
 from tests.faults.points import Point
 from tests.once import Once
 from tests.survive.harness import NUM_BATCHES, Job, Outcome, run_job, train
-from tests.survive.test_survive import FORWARD, Undisturbed
+from tests.survive.test_survive import BEGINNING, FORWARD, Undisturbed
 
 OPTIMIZERS = {"adamw": ADAMW, "zero1": {**ADAMW, **ZERO}, "bf16": {**ADAMW, **BF16_FP32_SUMS}}
 SIZES = {"1x2": (2, 2), "1x3": (3, 3), "2x2": (4, 2), "2x3": (6, 3), "3x2": (6, 2)}
@@ -94,13 +94,13 @@ def test_one_rank_is_left_and_the_newest_checkpoint(
 ) -> None:
     """A rank and the holder of its copy are lost at once."""
     kill_at(
-        name, undisturbed(name), dict.fromkeys(victims, FORWARD), tmp_path, size=(1, 1), saves=True
+        name, undisturbed(name), dict.fromkeys(victims, BEGINNING), tmp_path, size=(1, 1), saves=True
     )
 
 
 @pytest.mark.exhaustive
 def test_one_replica_is_lost_after_another(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    faults = {0: FORWARD, 2: replace(FORWARD, call=FORWARD.call + 60)}
+    faults = {0: FORWARD, 2: BEGINNING}
     kill_at("1x3 zero1", undisturbed("1x3 zero1"), faults, tmp_path, size=(1, 1))
 
 
