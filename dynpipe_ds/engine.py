@@ -208,10 +208,9 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         An iterator that has ``state_dict`` and ``load_state_dict`` can go back by itself. For others, give this.
 
         Args:
-            open_at: called with the number of a batch, counted from 0, and of a data-parallel replica, as they were
-                counted when the job began. Also called for replicas that are lost, whose data others read. Gives an
-                iterable of micro-batches of the size that the JSON asks for, from the first one of that batch on, as
-                that replica reads them: the same values as the first time.
+            open_at: called with the number of a batch, counted from 0, and of a data-parallel replica, as counted when
+                the job began, lost ones included. Gives an iterable of micro-batches of the size that the JSON asks
+                for, from the first one of that batch on, as that replica reads them: the same values each time.
 
         Returns:
             The function.
