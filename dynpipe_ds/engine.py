@@ -208,14 +208,14 @@ class DynamicPipelineEngine(PipelineEngine):  # type: ignore[misc]
         An iterator that has ``state_dict`` and ``load_state_dict`` can go back by itself. For others, give this.
 
         Args:
-            open_at: called with the number of a batch, counted from 0, and of a data-parallel replica. Gives an
-                iterable of micro-batches of the size that the JSON asks for, from the first one of that batch on, as
-                that replica reads them: the same values as the first time.
+            open_at: called with the number of a batch, counted from 0, and of a data-parallel replica, as counted when
+                the job began, lost ones included. Gives an iterable of micro-batches of the size that the JSON asks
+                for, from the first one of that batch on, as that replica reads them: the same values each time.
 
         Returns:
             The function.
         """
-        self._need_training("data_at").pipeline.open_at = open_at
+        self._need_training("data_at").pipeline.reading.open_at = open_at
         return open_at
 
     @in_ordinary_mode

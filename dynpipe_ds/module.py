@@ -66,7 +66,7 @@ class DynamicPipelineModule(MovableModule):
             args, kwargs = (), alone(args, kwargs)
         super().__init__(*args, **kwargs)
         if self.newcomer is not None:
-            self._grid.data_parallel_size = self.newcomer.job["num_replicas"]  # until DeepSpeed has read sizes by it
+            self._grid.data_parallel_size = self.newcomer.job["num_sources"]  # until DeepSpeed has read sizes by it
 
     # -- the first partition ------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
@@ -77,6 +78,7 @@ class Run(Protocol):
         stage: what is here of the model.
         balancer: decides.
         profiler: measures.
+        checkpoints: saves and loads.
         config: the section.
         snapshots: copies state into other workers' memory.
         landmarks: checkpoints that training can go back to in place.
@@ -89,6 +91,7 @@ class Run(Protocol):
     stage: Stage
     balancer: Balancer
     profiler: Profiler
+    checkpoints: Checkpoints
     config: DynamicPipelineConfig
     snapshots: Snapshots
     landmarks: Landmarks

@@ -212,7 +212,7 @@ class Training:
         self.repacker.let_in(self.survivor.wanted_stages)
         self.notice_frozen_layers()
         self.snapshots.begin_batch()
-        self.landmarks.begin_batch()
+        self.repeating.begin_batch()
         self.repeating.act_before()
         self.stage.pipeline.begin_batch()
         is_profiled, began_s = self.profiling and self._wants_profile(), self.clock.now_s()
@@ -241,7 +241,7 @@ class Training:
             result = self.profiler.run(run, self.num_batches, self.last_profile, is_profiled=is_profiled)
         except BatchRefused:
             self.stage.pipeline.drop_batch()
-            self.stage.pipeline.kept.forget(self.num_batches)
+            self.stage.pipeline.reading.kept.forget(self.num_batches)
             raise
         return result
 

@@ -1,6 +1,6 @@
 """What snapshots in a neighbour's memory cost: the same model without them and with them, window by window in turns.
 
-python -m benchmarks.faults.snapshots [--rounds 24 --window 20 --models 8x256x128 --ranks 2 --quick]
+python -m benchmarks.faults.snapshots [--minutes 7 --rounds 24 --window 10 --models 8x256x128 --ranks 2 --quick]
 
 *auto*: the smallest interval that costs less than 3% by the library's own accounting; *every 5*: one every five
 batches. Threads of one engine's last copy may still run while the next engine computes, which is little with windows of
@@ -29,6 +29,8 @@ WITHOUT = "none"
 SURVIVE: dict[str, dict[str, Any]] = {
     WITHOUT: {}, "auto": {"enabled": True}, "every 5": {"enabled": True, "snapshot_every": 5},
 }
+_LEAST_ROUNDS = 6
+"""Each kind of engine is then once in each place of a round."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {}, "bf16, ZeRO-1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
 }
@@ -59,6 +61,13 @@ def build(kind: str, model: str, optimizer: str) -> Any:
     return engine
 
 
+def is_over(until_s: float) -> bool:
+    """Whether the first rank finds that the time is over; the same on every rank."""
+    over = torch.tensor(now_s() > until_s)
+    dist.broadcast(over, src=0)
+    return bool(over)
+
+
 def measure(model: str, optimizer: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and CPU seconds of every engine's windows, its own accounting, and whether all have the same losses."""
     length = int(model.split("x")[2])
@@ -70,7 +79,10 @@ def measure(model: str, optimizer: str, options: argparse.Namespace) -> dict[str
     losses: dict[str, list[float]] = {kind: [] for kind in engines}
     before_s = dict.fromkeys(engines, 0.0)
     kinds = list(engines)
+    until_s = now_s() + 60 * options.minutes / len(OPTIMIZERS) / len(options.models)
     for number in range(1 + options.rounds):  # the first window warms up
+        if number > _LEAST_ROUNDS and is_over(until_s):
+            break
         shift = number // 2 % len(kinds)
         order = kinds[shift:] + kinds[:shift]
         for kind in order if number % 2 == 0 else reversed(order):
@@ -127,8 +139,9 @@ def run_rank(send: Send, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--window", type=int, default=20, help="batches")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which no round is begun, of all together")
+    parser.add_argument("--rounds", type=int, default=24, help="at most")
+    parser.add_argument("--window", type=int, default=10, help="batches")
     parser.add_argument("--models", nargs="+", default=["8x256x128"], help="blocks x hidden x length")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, a smaller model")
@@ -137,7 +150,7 @@ def main() -> None:
     options = parser.parse_args()
     force(options)
     if options.quick:
-        options.rounds, options.window, options.models = 6, 10, ["8x128x64"]
+        options.rounds, options.models = _LEAST_ROUNDS, ["8x128x64"]
     found = environment()
     [values] = on_ranks(options.ranks, run_rank, options)
     report({"environment": found} | values, options.out)

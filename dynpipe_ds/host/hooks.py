@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
@@ -95,10 +95,10 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         Returns:
             What DeepSpeed's returns: the mean loss, with ``return_logits`` also the logits.
         """
-        pipeline = self.dynamic.pipeline
-        kept = pipeline.kept
-        if len(args) < 5 and pipeline.slicing.loader_size != self.micro_batch_size:
-            kwargs.setdefault("num_micro_batches", pipeline.num_loaded)
+        reading = self.dynamic.pipeline.reading
+        kept = reading.kept
+        if len(args) < 5 and reading.num_of_source != self.micro_batches:
+            kwargs.setdefault("num_micro_batches", reading.num_of_source)
 
         def evaluate() -> Any:
             kept.again()
@@ -111,9 +111,9 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             try:
                 result = self.dynamic.surviving(evaluate)
             except BatchRefused:
-                pipeline.note_evaluated(data_iter, self.micro_batches if number is None else number)
+                reading.note_evaluated(data_iter, self.micro_batches if number is None else number)
                 raise
-            pipeline.note_evaluated(data_iter, self.micro_batches if number is None else number)
+            reading.note_evaluated(data_iter, self.micro_batches if number is None else number)
             return result
 
     def _evaluate(self, run: Callable[[], Any]) -> Any:
@@ -143,28 +143,30 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
         self.dynamic.layers_were_compiled()
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        pipeline = self.dynamic.pipeline
+        pipeline, reading = self.dynamic.pipeline, self.dynamic.pipeline.reading
         to_run = planned(pipe_schedule, pipeline.order_for)
+        trains = not isinstance(to_run, InferenceSchedule)
         begin(self, to_run)
-        if not isinstance(to_run, InferenceSchedule):
-            pipeline.begin_reading()
-        pipeline.slicing.begin(None if isinstance(to_run, InferenceSchedule) else self.micro_batch_size)
+        if trains:
+            reading.begin()
+        reading.slicing.begin(self.micro_batch_size if trains else None)
         order: Order | None = getattr(to_run, "order", None)
         if self.module.recorder is not None:
             self.module.recorder.follow(order, self.stage_id)
         pipeline.in_flight.begin(order.late[self.stage_id] if order is not None and order.late else None)
         try:
-            super()._exec_schedule(to_run)
+            with pipeline.counting_as_dealt() if trains else nullcontext():
+                super()._exec_schedule(to_run)
             refuse_together(self)  # in evaluation; in training it was done before the step
         except BatchRefused:  # of anything else nobody knows how far others have read
-            pipeline.note_read(pipeline.slicing.num_read(pipe_schedule.micro_batches))
+            reading.note_read(reading.slicing.num_read(pipe_schedule.micro_batches))
             raise
-        pipeline.note_read(pipeline.slicing.num_read(pipe_schedule.micro_batches))
+        reading.note_read(reading.slicing.num_read(pipe_schedule.micro_batches))
 
     def _next_batch(self) -> Any:
-        pipeline = self.dynamic.pipeline
+        reading = self.dynamic.pipeline.reading
         # What is kept is the loader's, so that a batch that was broken off is cut from its first sample on again.
-        return pipeline.slicing.next(partial(pipeline.kept.next, super()._next_batch))
+        return reading.slicing.next(partial(reading.next, super()._next_batch))
 
     def set_dataloader(self, loader: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the loader.
@@ -173,7 +175,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             loader: gives micro-batches.
         """
         super().set_dataloader(loader)
-        self.dynamic.pipeline.keep_loader(loader)
+        self.dynamic.pipeline.reading.keep_loader(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """As DeepSpeed's; stages that read nothing remember the iterator.
@@ -182,7 +184,7 @@ class Hooks(PipelineEngine):  # type: ignore[misc]
             iterator: gives micro-batches.
         """
         super().set_dataiterator(iterator)
-        self.dynamic.pipeline.keep_iterator(iterator)
+        self.dynamic.pipeline.reading.keep_iterator(iterator)
 
     def destroy(self) -> None:
         """As DeepSpeed's; the process groups are then this engine's no more."""

@@ -101,6 +101,19 @@ class KeptData:
         return self._evaluated is not None
 
     @property
+    def present_batch(self) -> int | None:
+        """The training batch that is under way; ``None`` between batches, and where nothing is kept."""
+        return self._batch
+
+    def reads_again(self, number: int) -> bool:
+        """Whether a batch is read from another source than the user's iterator.
+
+        Args:
+            number: of the batch.
+        """
+        return self._again is not None and number < self._again_until
+
+    @property
     def num_evaluated(self) -> int:
         """Micro-batches that this rank has read for the present evaluation."""
         return len(self._evaluated or ())
@@ -135,8 +148,9 @@ class KeptData:
         """
         if self._batch is None:
             return read() if self._evaluated is None else self._next_evaluated(self._evaluated, read)
-        if self._again is not None and self._batch < self._again_until:
+        if self.reads_again(self._batch):
             again = self._again
+            assert again is not None
             read = lambda: next(again)  # noqa: E731
             if self._batch < self._kept_from:
                 return read()

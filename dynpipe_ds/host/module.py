@@ -76,6 +76,7 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         self.twinned: list[int] = []  # a newcomer's: parameter groups that hold what single replicas of the job own
         self._compiled: dict[int, Any] = {}  # function layers, as the recipe of compile() makes them
         self._recipe: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of torch.compile
+        self.offsets: dict[int, int] = {}  # micro-batches of the present batch that are seeded as others
         self.owned: dict[int, tuple[str, ...]] = {}  # names of what single replicas own, by layer, once it is dynamic
         super().__init__(*args, **kwargs)
 
@@ -317,7 +318,8 @@ class MovableModule(PipelineModule):  # type: ignore[misc]
         return any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
 
     def _block(self, start: int, stop: int) -> Any:
-        offset, first_layer, wholes = self.micro_offset + 1, self._local_start, self.whole_layers()
+        first_layer, wholes = self._local_start, self.whole_layers()
+        offset = self.offsets.get(int(self.micro_offset), int(self.micro_offset)) + 1
 
         def run(*inputs: Any) -> Any:
             x = inputs[0] if len(inputs) == 1 else inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,18 +13,16 @@ from torch import nn
 
 from dynpipe_ds.host.compiling import check_sections
 from dynpipe_ds.host.coordinates import resized
-from dynpipe_ds.host.data_position import DataPosition, LateLoader, RandomStreams, random_streams, set_random_streams
+from dynpipe_ds.host.data_position import RandomStreams, random_streams, set_random_streams
 from dynpipe_ds.host.gradient_norm import GradientNorm, clip_gradients, sums_of_squares
 from dynpipe_ds.host.halves import InFlight
-from dynpipe_ds.host.kept_data import KeptData
 from dynpipe_ds.host.optimizers import twins as owned_groups
 from dynpipe_ds.host.optimizers.flat import stage_optimizer
 from dynpipe_ds.host.optimizers.groups import ParameterGroups, add_copies, agree_on_groups, check_scheduler
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
 from dynpipe_ds.host.order import OrderFor, ordered
 from dynpipe_ds.host.owned import OwnedGradients
-from dynpipe_ds.host.rereading import OpenAt, Position, opened, position_of
-from dynpipe_ds.host.slicing import Slicing
+from dynpipe_ds.host.reading import Reading
 from dynpipe_ds.host.wires import wires
 from dynpipe_ds.messages.channels import Channels
 from dynpipe_ds.messages.traffic import Traffic, traffic_in_line, traffic_of
@@ -35,7 +33,7 @@ Copies = list[tuple[nn.Parameter, nn.Parameter]]
 
 
 class Pipeline:
-    """One rank's engine: its place among the ranks, its optimizer, its data, and what DeepSpeed caches of its layers.
+    """One rank's engine: its place among the ranks, optimizer and micro-batches, what DeepSpeed caches of its layers.
 
     Args:
         engine: DeepSpeed's, with its module; nothing of it is used before its constructor is through.
@@ -43,25 +41,16 @@ class Pipeline:
 
     Attributes:
         engine: as given, for parts of this folder.
-        data: where this stage is in the data.
-        kept: what it has read since a moment that training may go back to.
+        reading: what this rank trains on.
         order_for: which order a training batch runs in place of what :meth:`run_order` said, the same on every rank.
         in_flight: micro-batches of the present batch.
         owned: gradients of what this replica owns.
         channels: what carries activations and gradients.
-        slicing: the data in micro-batches of another size than the loader's.
-        open_at: opens the data at a batch, if the user has said how.
-        data_replica: whose data the user's iterators give.
-        before_reading: called once, when the next training batch has its iterator and has read nothing.
     """
 
     def __init__(self, engine: Any, tied_copies: Copies) -> None:
         self.engine = engine
-        self.data = DataPosition()
-        self.kept = KeptData()
-        self.open_at: OpenAt | None = None
-        self.data_replica = 0
-        self.before_reading: Callable[[], object] | None = None
+        self.reading = Reading(engine)
         self._order: Order | None = None
         self.order_for: OrderFor = lambda m, s: ordered(self._order, m, s)
         self.in_flight = InFlight()
@@ -70,7 +59,6 @@ class Pipeline:
         self._groups: ParameterGroups | None = None
         self._norm: GradientNorm | None = None
         self.channels: Channels
-        self.slicing: Slicing
         self._traffic: tuple[Order, Traffic] | None = None
         self._before: tuple[dict[str, int], RandomStreams]
 
@@ -81,8 +69,7 @@ class Pipeline:
             ValueError: if DeepSpeed's configuration asks for what can't be.
         """
         check_sections(self.engine)
-        self.slicing = Slicing(int(self.engine.micro_batch_size))
-        self.data_replica = self.replica
+        self.reading.start()
         self.connect()
         self.measure_norm(layer_of, num_layers)
 
@@ -354,11 +341,6 @@ class Pipeline:
         """Samples of a micro-batch."""
         return int(self.engine.micro_batch_size)
 
-    @property
-    def num_loaded(self) -> int:
-        """Micro-batches that a training batch takes from the user's loader, which go on to have the JSON's size."""
-        return self.num_micro_batches * self.micro_batch_size // self.slicing.loader_size
-
     def check_micro_batches(self, num_micro_batches: int) -> None:
         """Refuse a number of micro-batches that can't be.
 
@@ -374,27 +356,26 @@ class Pipeline:
                 f"num_micro_batches = {num_micro_batches}: must part the {num_samples} samples of a batch on each "
                 f"replica evenly; give one of their divisors"
             )
-        if self.reads_data and num_micro_batches != self.num_micro_batches:
-            self.slicing.check()
+        if self.reading.is_here and num_micro_batches != self.num_micro_batches:
+            self.reading.slicing.check()
 
-    def set_micro_batches(self, num_micro_batches: int) -> None:
-        """Run the next batches in another number of micro-batches, which then have fewer or more samples each.
+    def set_micro_batches(self, num_micro_batches: int, size: int | None = None) -> None:
+        """Run the next batches in another number of micro-batches.
 
         DeepSpeed divides the loss by it, and the rest follows: buffers are as many as the order needs, and each batch
         announces anew what crosses a boundary.
 
         Args:
             num_micro_batches: M, checked.
+            size: samples of each; ``None``: as many in all as now.
         """
         engine = self.engine
-        size = self.num_micro_batches * self.micro_batch_size // num_micro_batches
+        size = self.num_micro_batches * self.micro_batch_size // num_micro_batches if size is None else size
         engine._config.gradient_accumulation_steps = engine.micro_batches = num_micro_batches
         engine._config.train_micro_batch_size_per_gpu = engine.micro_batch_size = size
         if hasattr(engine.optimizer, "gradient_accumulation_steps"):  # ZeRO keeps a number of its own
             engine.optimizer.gradient_accumulation_steps = num_micro_batches
         self._order, self._traffic = None, None
-
-    # -- its data -----------------------------------------------------------------------------
 
     def micro_batch_counters(self) -> dict[str, int]:
         """What seeds and accumulation follow from, by name."""
@@ -406,17 +387,31 @@ class Pipeline:
         Args:
             batch: its number; all before it is done.
         """
-        self.kept.counters[batch] = self.micro_batch_counters()
+        self.reading.kept.counters[batch] = self.micro_batch_counters()
 
     def take_counters(self, batch: int) -> None:
         """Let a batch that is repeated begin with the counters that it had, if they are known."""
-        if batch in self.kept.counters:
-            self.set_micro_batch_counters(self.kept.counters[batch])
+        if batch in self.reading.kept.counters:
+            self.set_micro_batch_counters(self.reading.kept.counters[batch])
 
     def set_micro_batch_counters(self, counters: Mapping[str, int]) -> None:
         """Go on from what :meth:`micro_batch_counters` gave; more is left alone."""
         self.engine.module.micro_offset = counters["micro_offset"]
         self.engine.micro_steps = counters["micro_steps"]
+
+    @contextmanager
+    def counting_as_dealt(self) -> Iterator[None]:
+        """Let the micro-batches of a training batch be counted, and seeded, as on the replicas that they are of."""
+        module = self.engine.module
+        base = int(module.micro_offset)
+        # It is raised before a micro-batch runs.
+        module.offsets = offsets = self.reading.offsets(base + 1)
+        try:
+            yield
+        finally:
+            module.offsets = {}
+        if offsets:
+            module.micro_offset = max(offsets.values())
 
     @property
     def num_steps(self) -> int:
@@ -433,71 +428,6 @@ class Pipeline:
         """Samples that a batch has, over all micro-batches and replicas."""
         return int(self.engine.train_batch_size())
 
-    @property
-    def reads_data(self) -> bool:
-        """Whether this stage takes micro-batches from the user's iterators."""
-        return bool(self.engine.is_first_stage() or self.engine.is_last_stage())
-
-    def keep_loader(self, loader: Any) -> None:
-        """Remember a loader that this stage does not read; DeepSpeed has it already."""
-        if not self.reads_data:
-            self.engine.data_iterator = LateLoader(loader)
-
-    def keep_iterator(self, iterator: Any) -> None:
-        """Remember an iterator that this stage does not read; bring one that it reads to where the others' are."""
-        if self.reads_data:
-            self.data.catch_up(iterator)
-        else:
-            self.engine.data_iterator = iterator
-
-    def note_read(self, num_micro_batches: int) -> None:
-        """Keep count of micro-batches that other stages have read from the present iterator."""
-        if self.kept.is_evaluating:  # which may be tried again, with this rank as one that reads
-            return
-        if self.kept.is_first_time() and not self.reads_data:
-            self.data.fall_behind(self.engine.data_iterator, num_micro_batches)
-
-    def note_evaluated(self, iterator: Any, num_micro_batches: int) -> None:
-        """Keep count of what an evaluation that is over has read elsewhere and not here.
-
-        Args:
-            iterator: of the evaluation.
-            num_micro_batches: that it had.
-        """
-        if num_micro_batches > self.kept.num_evaluated:
-            self.data.fall_behind(iterator, num_micro_batches - self.kept.num_evaluated)
-
-    def position(self) -> Position | None:
-        """Where the present iterator is; ``None`` if it can't go back there."""
-        iterator = self.engine.data_iterator
-        return position_of(iterator, self.data.behind(iterator))
-
-    def begin_reading(self) -> None:
-        """Take note that a training batch is about to read."""
-        if self.before_reading is not None and not self.kept.is_evaluating:
-            self.before_reading()
-            self.before_reading = None
-
-    @property
-    def is_other_replica(self) -> bool:
-        """Whether this rank trains other data than the user's iterators give."""
-        return self.data_replica != self.replica
-
-    def data_since(self, batch: int, until: int, position: Position | None) -> Iterator[Any] | None:
-        """The micro-batches of earlier batches once more, as this replica reads them.
-
-        Args:
-            batch: the first one.
-            until: behind the last one.
-            position: of the iterator when that batch began.
-
-        Returns:
-            ``None`` if they can't be read again.
-        """
-        if self.open_at is not None:
-            return opened(self.open_at, batch, self.replica)
-        return None if position is None else position.read((until - batch) * self.num_loaded)
-
     def run_batch(self) -> torch.Tensor:
         """Train a batch as DeepSpeed does, on what is kept or on the present iterator's micro-batches.
 
@@ -506,16 +436,3 @@ class Pipeline:
         """
         loss: torch.Tensor = PipelineEngine.train_batch(self.engine)
         return loss
-
-    def start_reading(self) -> None:
-        """Bring the present iterator to where the other stages' are.
-
-        Raises:
-            ValueError: if there is none, or it ends before.
-        """
-        if self.engine.data_iterator is None:
-            raise ValueError(
-                f"stage {self.stage_id} would become the last of the pipeline and read labels, but was given no data "
-                "iterator; pass data_iter to train_batch on every rank, or keep the last stage"
-            )
-        self.data.catch_up(self.engine.data_iterator)

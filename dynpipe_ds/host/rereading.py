@@ -8,13 +8,15 @@ was.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dynpipe_ds.host.data_position import same_random_streams
+from dynpipe_ds.host.dealing import Hand
 
 OpenAt = Callable[[int, int], Iterable[Any]]
-"""``open_at(batch, replica)``: micro-batches as a replica reads them, from the first one of a batch on."""
+"""``open_at(batch, replica)``: micro-batches as a replica of the job's start reads them, from the first one of a batch
+on."""
 
 
 class Position:
@@ -76,3 +78,22 @@ def opened(open_at: OpenAt, batch: int, replica: int) -> Iterator[Any]:
     """
     with same_random_streams():
         return iter(open_at(batch, replica))
+
+
+def deal(streams: Mapping[int, Iterator[Any]], now: Callable[[], tuple[tuple[Hand, ...], int]]) -> Iterator[Any]:
+    """Micro-batches of several sources, batch by batch.
+
+    Args:
+        streams: of each source, from the first micro-batch of the same batch on.
+        now: what is trained here of every source, and how many micro-batches each has; asked for each batch.
+    """
+    while True:
+        hands, each = now()
+        for hand in hands:
+            for number in range(each):
+                try:
+                    value = next(streams[hand.source])
+                except StopIteration:
+                    return
+                if hand.first <= number < hand.stop:
+                    yield value

@@ -64,14 +64,15 @@ def renumber(
     return came
 
 
-def in_rank_order(pipeline: Pipeline, rows: Sequence[Sequence[T]]) -> list[T]:
-    """Members of a pipeline of another length by the ranks that they will have.
+def in_rank_order(pipeline: Pipeline, rows: Sequence[Sequence[T]], num_replicas: int) -> list[T]:
+    """Members of a pipeline of another size by the ranks that they will have.
 
     Args:
-        pipeline: as it is, with as many ranks in each stage.
+        pipeline: as it is.
         rows: members of each stage, by their places in it.
+        num_replicas: of each stage.
     """
-    topology = resized(pipeline.topology, {"pipe": len(rows)})
+    topology = resized(pipeline.topology, {"pipe": len(rows), "data": num_replicas})
     ranks = [topology.get_axis_list(axis="pipe", idx=stage) for stage in range(len(rows))]
     placed: dict[int, T] = {}
     for row, of_stage in zip(rows, ranks, strict=True):

@@ -98,11 +98,11 @@ class Doorway:
                 )
 
     def _told(self, doors: list[list[Any]]) -> dict[str, Any]:
-        module = self._run.stage.module
+        module, pipeline = self._run.stage.module, self._run.stage.pipeline
         return {
-            "doors": doors, "num_stages": module.num_stages, "num_replicas": module.replica.count,
+            "doors": doors, "num_stages": module.num_stages, "num_sources": pipeline.reading.num_sources,
             "owned": [[layer, list(names)] for layer, names in module.owned.items()],
-            "twinned": self._run.stage.pipeline.twinned, "versions": self._papers["versions"],
+            "twinned": pipeline.twinned, "versions": self._papers["versions"],
         }
 
     def close(self) -> None:

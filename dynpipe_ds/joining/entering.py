@@ -87,7 +87,8 @@ class Entering:
         module.surroundings.replica = module.replica
         renew_replicas(pipeline)
         renew_data(pipeline)
-        pipeline.data_replica = pipeline.replica
+        pipeline.reading.source = pipeline.replica
+        pipeline.reading.num_sources = self._newcomer.job["num_sources"]
         pipeline.measure_norm(self._stage.module.layer_of_parameter, len(module.layer_names()))
         self._stage.guard.start()
         return client

@@ -72,8 +72,8 @@ class Growing:
         return self._doorway.addresses[rank], self._doorway.token
 
     def num_waiting(self) -> int:
-        """How many workers fit and wait; the same on every rank."""
-        if self._doorway is None:
+        """How many workers fit and wait, and can be let in; the same on every rank."""
+        if self._doorway is None or self._stage.pipeline.reading.lacks_replicas:
             return 0
         door = self._doorway.door
         return from_first(lambda: 0 if door is None else len(door.waiting()))
@@ -92,6 +92,11 @@ class Growing:
             raise RepackError(
                 f"re-packing from {stage.num_stages} to {num_stages} stages needs workers that join; set "
                 '"dynamic_pipeline": {"elastic": {"enabled": true}} and start them with dynpipe join'
+            )
+        if stage.pipeline.reading.lacks_replicas:
+            raise RepackError(
+                "workers can't join where replicas were lost: the others train their micro-batches; restart from a "
+                "checkpoint to have as many replicas as before"
             )
         if stage.optimizer is None:
             raise RepackError("layers can't move without an optimizer to tell: make it before the pipeline grows")

@@ -107,8 +107,8 @@ class Shrink:
 
     def _try(self) -> None:
         stage = self._stage
-        if self.stays and self._staying[-1] == stage.stage_id and not stage.pipeline.reads_data:
-            stage.pipeline.start_reading()
+        if self.stays and self._staying[-1] == stage.stage_id and not stage.pipeline.reading.is_here:
+            stage.pipeline.reading.catch_up()
         self.world.check()
 
     def leave(self, last_words: Callable[[], None], end: Callable[[], NoReturn]) -> NoReturn:

@@ -380,9 +380,9 @@ class Repacker:
             staying: former stages that are left, ascending.
         """
         self._known_to_go = set()  # ranks are numbered anew
-        self._count_stages_anew(self._of_each(tuple(staying)))
         self.giving_back.find_nodes()
         self.growing.start()
+        self._count_stages_anew(self._of_each(tuple(staying)))  # last: it must not be done twice
 
     def _renew(self) -> None:
         self.giving_back.find_nodes()

@@ -32,6 +32,13 @@ class SurviveConfig(Section):
         rule='null, a number of bytes >= 1 or a size such as "16GiB"',
         example='"16GiB"',
     )
+    fewer_replicas: Literal["last", "first", "never"] = key(
+        "last",
+        "When to go on with fewer data-parallel replicas: \"last\": where there can't be as many; \"first\": rather "
+        "than with fewer stages; \"never\". The data of lost replicas is read by engine.data_at.",
+        rule='"last", "first" or "never"',
+        example='"first"',
+    )
     silent_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = key(
         30.0,
         "Seconds that workers wait for each other before they ask who is silent. One that does not answer for five "

@@ -117,7 +117,8 @@ class _Restoring:
         self._inventory = _everything(run)
         held = [s for s in self._inventory if s.batch == batch]
         self._boundaries = tuple(boundaries or (held[0].boundaries if held else run.stage.partition))
-        self._same_stages = bool(held) and held[0].num_stages == run.stage.num_stages
+        now = run.stage.num_stages, run.stage.module.replica.count
+        self._same_stages = bool(held) and (held[0].num_stages, held[0].num_replicas) == now
         self._journal: Journal = []
 
     def carry_out(self, until: int) -> None:

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dynpipe_ds.host.reading import FOR_EVER
 from dynpipe_ds.host.rereading import Position
 from dynpipe_ds.migration.transport import exchange_bytes
 from dynpipe_ds.ranks.agreement import gather, together
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
-
-
-_FOR_EVER = 2**62
 
 
 class SnapshotError(RuntimeError):
@@ -41,13 +39,13 @@ def share_data(
     Raises:
         SnapshotError: on every rank, if nobody has them.
     """
-    pipeline, kept = run.stage.pipeline, run.stage.pipeline.kept
-    wanted, is_other = range(first, until), pipeline.is_other_replica
-    has_all = all(kept.num_read(b) == pipeline.num_loaded for b in wanted)
+    pipeline, kept = run.stage.pipeline, run.stage.pipeline.reading.kept
+    wanted, is_other = range(first, until), pipeline.reading.is_of_others
+    has_all = all(kept.num_read(b) == pipeline.reading.num_loaded for b in wanted)
     # Every rank that read data then has read all of these, whichever batch it has come to itself: one that lacks
     # some reads from now on, and its iterator is behind them.
-    lacks = pipeline.reads_data and (is_other or not all(kept.num_read(b) for b in wanted))
-    can = pipeline.open_at is not None or (position is not None and not is_other)
+    lacks = pipeline.reading.is_here and (is_other or not all(kept.num_read(b) for b in wanted))
+    can = pipeline.reading.open_at is not None or (position is not None and not is_other)
     told = gather((pipeline.replica, lacks, has_all and not is_other, can, is_other))
     givers = {replica: rank for rank, (replica, _, has, _, _) in reversed(list(enumerate(told))) if has}
     lacking = [rank for rank, (_, lacks, _, _, _) in enumerate(told) if lacks]
@@ -60,8 +58,8 @@ def share_data(
         )
 
     def open_source() -> None:
-        end = _FOR_EVER if is_other else until
-        source = pipeline.data_since(first, end, position) if pipeline.rank in again else None
+        end = FOR_EVER if is_other else until
+        source = pipeline.reading.since(first, end, position) if pipeline.rank in again else None
         if source is not None:
             kept.read_again(source, first, first if kept_from is None else kept_from, end)
 

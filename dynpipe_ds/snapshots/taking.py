@@ -46,6 +46,7 @@ class Snapshots:
     Attributes:
         store: the copies that are here.
         num_changes: how often the script has changed what going back would not repeat.
+        micro_batches: of the last batch; another number is a change by the script.
     """
 
     def __init__(self, run: Run, extra: Callable[[], Mapping[str, Any]]) -> None:
@@ -63,7 +64,7 @@ class Snapshots:
         self._last: int | None = None
         self._blocked_s = self._cost_s = 0.0
         self._batches_s: deque[float] = deque(maxlen=_BATCHES)
-        self._data_bytes = self._micro_batches = 0
+        self._data_bytes = self.micro_batches = 0
         self._told: set[str] = set()
 
     # -- beginning and end --------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Snapshots:
         self._node = node
         seat = Seat(pipeline.stage_id, pipeline.replica)
         if seat != self._seat:
-            pipeline.kept.forget_streams()
+            pipeline.reading.kept.forget_streams()
         self._seat = seat
         holders, rank = neighbours(nodes), pipeline.rank
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
@@ -155,7 +156,7 @@ class Snapshots:
             self.pause()
             self._take_note(self._courier.outcomes())
             self.store.forget()
-            self._run.stage.pipeline.kept.start_afresh()
+            self._run.stage.pipeline.reading.kept.start_afresh()
             self._last = None
             self.changed()
 
@@ -179,8 +180,8 @@ class Snapshots:
             return
         self._take_note(self._courier.outcomes())
         batch, count = self._run.num_batches, int(self._run.stage.pipeline.engine.micro_batches)
-        if count != self._micro_batches:  # by the script, which would not do it again
-            is_first, self._micro_batches = not self._micro_batches, count
+        if count != self.micro_batches:  # by the script, which would not do it again
+            is_first, self.micro_batches = not self.micro_batches, count
             self.changed()
             self.num_changes -= is_first
         if batch < self._next:
@@ -207,7 +208,7 @@ class Snapshots:
         if self._courier is not None:
             self._finish_local()
             self._batches_s.append(seconds)
-            self._data_bytes = self._run.stage.pipeline.kept.num_bytes(self._run.num_batches - 1)
+            self._data_bytes = self._run.stage.pipeline.reading.kept.num_bytes(self._run.num_batches - 1)
 
     def inventory(self) -> list[Snapshot]:
         """The copies that are here and of use."""
@@ -303,7 +304,7 @@ class Snapshots:
             if accelerator.is_synchronous():
                 self._blocked(outcome.cpu_s)
             if outcome.is_complete:
-                self._run.stage.pipeline.kept.forget_before(outcome.batch)
+                self._run.stage.pipeline.reading.kept.forget_before(outcome.batch)
                 continue
             if outcome.problem:
                 self.tell("dropped", f"the snapshot of batch {outcome.batch} was dropped ({outcome.problem})")
@@ -311,7 +312,7 @@ class Snapshots:
 
     def _bound_data(self, batch: int) -> None:
         """Keep micro-batches no longer than they can be afforded, where no snapshot comes to cover them."""
-        kept, limit = self._run.stage.pipeline.kept, self.store.max_bytes
+        kept, limit = self._run.stage.pipeline.reading.kept, self.store.max_bytes
         if limit is not None and kept.num_bytes() > 2 * limit // _DATA_SHARE:
             kept.forget_before(batch)
             self._floor = max(self._floor, batch)

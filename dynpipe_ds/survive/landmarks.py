@@ -96,7 +96,7 @@ class Landmarks:
         pipeline = self._run.stage.pipeline
 
         def look_at_data() -> None:
-            mark.position = pipeline.position()
+            mark.position = pipeline.reading.position()
 
         buffer = io.BytesIO()
         try:
@@ -104,10 +104,10 @@ class Landmarks:
             look_at_data()
         except Exception as error:  # noqa: BLE001 - objects of the user's may raise anything; training goes on
             mark.problem = f"{type(error).__name__}: {error}"
-        mark.state, pipeline.before_reading = buffer.getvalue(), look_at_data
+        mark.state, pipeline.reading.before = buffer.getvalue(), look_at_data
 
     def _count(self) -> None:
-        self._run.stage.pipeline.kept.count_from(min((mark.batch for mark in self._known), default=None))
+        self._run.stage.pipeline.reading.kept.count_from(min((mark.batch for mark in self._known), default=None))
 
     def _groups(self) -> Groups:
         optimizer = self._run.stage.optimizer

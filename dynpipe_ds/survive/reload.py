@@ -38,7 +38,7 @@ def reload(run: Run, until: int, why: SnapshotError) -> Landmark:
     Raises:
         CantGoOnError: on every rank, with the same text, if it can't be.
     """
-    kept = run.stage.pipeline.kept
+    kept = run.stage.pipeline.reading.kept
     kept.stop_reading_again()
     run.snapshots.store.forget()
     mark, problem = run.landmarks.newest_common()

@@ -93,12 +93,12 @@ class Repeating:
 
     def share_results(self) -> None:
         """Let what some ranks have done between batches be done on all."""
-        kept = self._run.stage.pipeline.kept
-        everyone = gather((self._num_done, self._result, kept.counters))
-        done, result, _ = max(everyone, key=lambda told: told[0])
+        kept, checkpoints = self._run.stage.pipeline.reading.kept, self._run.checkpoints
+        everyone = gather((self._num_done, self._result, checkpoints.last, kept.counters))
+        done, result, checkpoint, _ = max(everyone, key=lambda told: told[0])
         if done > self._num_done:
-            self._num_done, self._result = done, result
-        for _, _, counters in everyone:
+            self._num_done, self._result, checkpoints.last = done, result, checkpoint
+        for *_, counters in everyone:
             for batch, numbers in counters.items():
                 known = kept.counters.setdefault(batch, numbers)
                 kept.counters[batch] = max(known, numbers, key=lambda each: each["micro_offset"])
@@ -125,6 +125,11 @@ class Repeating:
 
     # -- around a batch -----------------------------------------------------------------------
 
+    def begin_batch(self) -> None:
+        """A batch is about to begin, with all ranks that there are for it."""
+        self._survivor.begin_batch()
+        self._run.landmarks.begin_batch()
+
     def keeping_data(self) -> AbstractContextManager[None]:
         """Keep what the batch reads while training may have to go back before it."""
         if not self._run.snapshots.is_on:
@@ -132,7 +137,7 @@ class Repeating:
         number, pipeline = self._run.num_batches, self._run.stage.pipeline
         pipeline.take_counters(number)
         pipeline.note_counters(number)
-        return pipeline.kept.batch(number)
+        return pipeline.reading.kept.batch(number)
 
     def act_before(self) -> None:
         """Let what acts between batches do so; a snapshot was taken before, from which it would act again."""

@@ -79,8 +79,9 @@ def test_points_are_grouped_and_late_ones_counted() -> None:
         {"test": "b", "outcome": "passed", "point": "saving: x", "victim": 3, "detection_s": 2.5, "next_batch_s": 6.0},
         {"test": "c", "outcome": "failed"},
     ]
-    text = points.text(tests)
+    text = points.text(tests, ["saving: x", "saving: y"])
     assert "3 tests, 1 failed; 2 kills" in text and "FAILED: c" in text
     assert "until detection: 1 times" in text and "next batch: 1 times" in text
     assert "| saving | 2 | 1.50 | 2.50 | 2.25 | 3.50 |" in text
     assert "| last | 1 | 2.50 | 2.50 | 3.50 | 3.50 |" in text
+    assert "Not measured, since no rank came by or the time was over: saving: y." in text

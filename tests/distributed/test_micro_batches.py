@@ -144,8 +144,8 @@ def refuse(_rank: int, run: Run) -> list[str]:
     attempt(0)
     attempt(2 if rank else 4)
     if rank:
-        engine.dynamic.pipeline.slicing.begin(None)
-        engine.dynamic.pipeline.slicing.next(lambda: (torch.zeros(2, 3), torch.zeros(3)))
+        engine.dynamic.pipeline.reading.slicing.begin(None)
+        engine.dynamic.pipeline.reading.slicing.next(lambda: (torch.zeros(2, 3), torch.zeros(3)))
     attempt(8)
     engine.train_batch(batches)
     attempt(8)

@@ -58,7 +58,7 @@ def wipe(engine: Any, rank: int, wiped: int | None) -> None:
         for layer in engine.local_layers().values():
             for parameter in layer.parameters():
                 parameter.data.fill_(7.0)
-        engine.dynamic.pipeline.kept.forget_before(10**9)
+        engine.dynamic.pipeline.reading.kept.forget_before(10**9)
 
 
 def going_back(
@@ -262,7 +262,7 @@ def held(_rank: int, run: Run) -> list[tuple[Any, ...]]:
     train(engine, batches, EVERY + 1)
     engine.dynamic.snapshots.pause()
     overhead = engine.overhead.snapshots_s
-    kept = engine.dynamic.pipeline.kept
+    kept = engine.dynamic.pipeline.reading.kept
     train(engine, batches, 1)
     inventory = engine.dynamic.snapshots.inventory()
     return [(s.batch, s.owner, s.is_whole, s.is_complete, s.num_bytes) for s in inventory] + [(overhead, kept.oldest)]

@@ -132,8 +132,8 @@ def trained(rank: int, run: Run, order: str, fault: str | None) -> tuple[list[fl
             text, took_s = str(caught.value), time.monotonic() - began
             assert isinstance(caught.value.__cause__, torch.OutOfMemoryError if fails else type(None))
             assert torch.equal(torch.get_rng_state(), streams)
-            if not engine.dynamic.pipeline.reads_data:
-                engine.dynamic.pipeline.data.catch_up(given)
+            if not engine.dynamic.pipeline.reading.is_here:
+                engine.dynamic.pipeline.reading.behind.catch_up(given)
                 assert not list(given), "other stages have read all of it"
         losses.append(float(engine.train_batch(iter(micro_batches))))
     for module in engine.local_layers().values():

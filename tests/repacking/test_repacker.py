@@ -35,8 +35,10 @@ class Stage:
         self.partition, self.stage_id, self.device = partition, stage_id, CPU
         self.guard = Guard(self.calls)
         self.pipeline: Any = SimpleNamespace(
-            ranks_of=lambda stage: (stage,), reads_data=stage_id == 0,
-            start_reading=lambda: self.calls.append(("start reading",)), micro_batch_size=4, num_micro_batches=4,
+            ranks_of=lambda stage: (stage,), micro_batch_size=4, num_micro_batches=4,
+            reading=SimpleNamespace(
+                is_here=stage_id == 0, lacks_replicas=False, catch_up=lambda: self.calls.append(("start reading",)),
+            ),
             check_micro_batches=lambda number: None,
             set_micro_batches=lambda number: self.calls.append(("micro-batches", number)),
         )

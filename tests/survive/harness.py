@@ -20,7 +20,7 @@ NUM_BATCHES = 10
 KILL_FROM = 2  # the batch from which on points count
 SAVE_EVERY = 2
 NOTICED = Point("a loss is noticed", "dynpipe_ds.survive.survivor:Survivor.go_on")
-FIRST = {2: (0, 2, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
+FIRST = {1: (0, 8), 2: (0, 2, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Job:
         save_every: batches between checkpoints.
         rereads: how data can be read again: ``"data_at"``, ``"state"`` of the iterator, or not at all.
         acts: whether something acts between batches.
+        fewer: the key ``survive.fewer_replicas``.
     """
 
     num_ranks: int = 4
@@ -58,6 +59,7 @@ class Job:
     save_every: int = SAVE_EVERY
     rereads: str = ""
     acts: bool = False
+    fewer: str = "last"
 
     @property
     def num_stages(self) -> int:
@@ -69,7 +71,9 @@ class Job:
         """How it trains: with dropout."""
         section = {
             "enabled": True, "rebalance_every": "never", **self.section,
-            "survive": {"enabled": True, "snapshot_every": self.every, "silent_s": self.silent_s},
+            "survive": {
+                "enabled": True, "snapshot_every": self.every, "silent_s": self.silent_s, "fewer_replicas": self.fewer,
+            },
         }
         if self.spares:
             section["elastic"] = {"enabled": True, "door_file": os.environ[DOOR]}
@@ -95,6 +99,9 @@ class Outcome:
         noticed_at: when it first knew that a rank was lost, in seconds since 1970; empty if it never did.
         num_opened: how often data was read again.
         held: descriptors of the process after each batch.
+        saved: the newest checkpoint that it knows of at the end.
+        replicas: of each stage at the end.
+        weights: of its layers at the end, by name.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -108,6 +115,9 @@ class Outcome:
     noticed_at: list[float] = field(default_factory=list)
     num_opened: int = 0
     held: list[int] = field(default_factory=list)
+    saved: str | None = None
+    replicas: int = 0
+    weights: dict[str, Any] = field(default_factory=dict)
 
     def went_on_at(self, killed_at: float) -> float:
         """When it came back from the longest of the batches that were not over when a rank was killed."""
@@ -211,7 +221,12 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
             outcome.error = str(error)
             return outcome
     outcome.state, outcome.num_stages, outcome.partition = digest(engine), engine.num_stages, engine.partition
-    outcome.num_steps = engine.global_steps
+    outcome.saved = engine.last_checkpoint
+    outcome.num_steps, outcome.replicas = engine.global_steps, engine.grid.get_data_parallel_world_size()
+    outcome.weights = {
+        f"{layer}.{name}": parameter.detach().double().numpy()
+        for layer, module in engine.local_layers().items() for name, parameter in module.named_parameters()
+    }
     return outcome
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynpipe_ds.survive.seats import CantGoOnError, seated, without_stages
+from dynpipe_ds.survive.seats import CantGoOnError, Fewer, seated, without_stages
 
 
 @pytest.mark.parametrize(("staying", "pinned", "expected"), [
@@ -68,3 +68,35 @@ def test_fewer_ranks_than_replicas_are_refused_by_name() -> None:
 def test_no_stage_is_left() -> None:
     with pytest.raises(CantGoOnError, match="no stage is left"):
         seated([(0,), (1,)], set())
+
+
+@pytest.mark.parametrize(("stages", "lost", "fewer", "rows", "origins", "leftover"), [
+    ([(0, 1)], {0}, Fewer((1,)), ((1,),), (0,), ()),
+    ([(0, 1, 2)], {1}, Fewer((2, 1)), ((0, 2),), (0,), ()),
+    ([(0, 1, 2)], {1}, Fewer((1,)), ((0,),), (0,), (2,)),  # two can't share its batch out
+    (S2R2, {0, 1, 2}, Fewer((1,)), ((3,),), (1,), ()),
+    (S2R2, {1}, Fewer((1,)), ((2, 3),), (1,), (0,)),  # as many replicas are better
+    (S2R2, {1}, Fewer((1,), is_first=True), ((0,), (2,)), (0, 1), (3,)),
+    (S2R2, {0, 1}, Fewer((1,), is_first=True), ((3,), (2,)), (0, 1), ()),
+    (S2R3, {5}, Fewer((2, 1), is_first=True), ((0, 1), (3, 4)), (0, 1), (2,)),
+])  # fmt: skip
+def test_fewer_replicas(
+    stages: list[tuple[int, ...]], lost: set[int], fewer: Fewer, rows: tuple[tuple[int, ...], ...],
+    origins: tuple[int, ...], leftover: tuple[int, ...],
+) -> None:
+    living = {rank for row in stages for rank in row} - lost
+    assert seated(stages, living, reads_any=True, fewer=fewer) == (rows, origins, leftover)
+
+
+def test_layers_that_do_not_fit_into_fewer_stages_stay_with_fewer_replicas() -> None:
+    found = seated(S2R2, {0, 2, 3}, reads_any=True, fewer=Fewer((1,)), fits=lambda seating: len(seating.rows) == 2)
+    assert found == (((0,), (2,)), (0, 1), (3,))
+
+
+@pytest.mark.parametrize(("reads_any", "fewer", "remedy"), [
+    (False, Fewer((1,)), "say by engine.data_at how to read other data"),
+    (True, Fewer(why_not='set survive.fewer_replicas to "last"'), 'set survive.fewer_replicas to "last"'),
+])  # fmt: skip
+def test_why_there_are_no_fewer_replicas(reads_any: bool, fewer: Fewer, remedy: str) -> None:
+    with pytest.raises(CantGoOnError, match=f"1 ranks are left for 2 replicas; .*or next time {remedy}"):
+        seated(S2R2, {2}, reads_any=reads_any, fewer=fewer)

@@ -191,7 +191,7 @@ AGAIN = {
     name: Point(name, target, call=call) for name, target, call in (
         ("before the meeting", "dynpipe_ds.ranks.meeting:Meeting.meet", 1),
         ("before the world", "dynpipe_ds.host.world:World.regroup", 1),
-        ("in the new world", "dynpipe_ds.survive.survivor:make_heartbeat", 1),
+        ("in the new world", "dynpipe_ds.survive.forming:make_heartbeat", 1),
         ("before going back", "dynpipe_ds.survive.survivor:restore", 1),
         ("while going back", "dynpipe_ds.snapshots.restore:exchange_bytes", 1),
         ("while layers are taken in", "dynpipe_ds.module:DynamicPipelineModule.install", 2),
