@@ -17,7 +17,14 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import PlannedOrder, activation_caps, plan_batch, plan_on_partition, worker_bytes_of_1f1b
+from dynpipe_ds.planning import (
+    PlannedOrder,
+    activation_caps,
+    least_seconds,
+    plan_batch,
+    plan_on_partition,
+    worker_bytes_of_1f1b,
+)  # fmt: skip
 from dynpipe_ds.planning.planner import EFFORT, num_computations
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
@@ -229,7 +236,8 @@ class Orders:
         return here_s if now is None else now[0], there_s
 
     def together(
-        self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
+        self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int],
+        varying: Sequence[PipelineProfile] = (),
     ) -> OrderedBatch:
         """The best partition and order.
 
@@ -237,6 +245,7 @@ class Orders:
             profile: with halves.
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
+            varying: batches that the profile is the mean of, with halves, if layers vary.
         """
         starts = list(dict.fromkeys(map(tuple, candidates)))
         effort = int(min(EFFORT, max(0.0, self.effort)))
@@ -244,6 +253,7 @@ class Orders:
             found = plan_batch(
                 profile, starts, worker_bytes=self._caps(profile, *starts), pinned=pinned,
                 speeds=self._speeds.values, allow_empty=self._config.allow_empty_stages, effort=effort,
+                varying=varying,
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             for cuts in starts:
@@ -253,7 +263,8 @@ class Orders:
         noted = {starts[0]: found.present, found.placement.boundaries: found.planned}
         for cuts, planned in noted.items():
             self._note(profile, cuts, planned)
-        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds)
+        more_s = {starts[0]: found.varying_s[1], found.placement.boundaries: found.varying_s[0]}
+        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds + more_s[one.boundaries])
 
     def again(self, profile: PipelineProfile, found: OrderedBatch) -> tuple[float, float] | None:
         """Seconds of a batch as it runs now, and as was found by an earlier profile; nothing is searched.
@@ -282,6 +293,21 @@ class Orders:
             there = OrderedBatch(cuts, order, timetable.makespan_s(workload) * self.correction)
         self._known[cuts] = there
         return present_s, there.seconds
+
+    def least_s(self, profile: PipelineProfile, boundaries: Sequence[int]) -> float:
+        """Seconds that a batch takes at least in any order that keeps the memory of the workers, if one does.
+
+        Args:
+            profile: with halves.
+            boundaries: S + 1 layer indices.
+        """
+        cuts = tuple(boundaries)
+        workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values)
+        try:
+            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+        except ValueError:
+            caps = None
+        return least_seconds(workload, caps)
 
     def _usual_s(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> float:
         return simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
