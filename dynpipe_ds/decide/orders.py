@@ -94,6 +94,7 @@ class Orders:
         self._excess: dict[bool, deque[float]] = {kind: deque(maxlen=_NEWEST) for kind in (False, True)}
         self._start: tuple[int, ...] | None = None
         self._worker_bytes = 0
+        self._candidates: list[tuple[int, ...]] = []  # of the last search of both: what they hold, its plan may hold
         self.effort = float(FIRST_EFFORT)
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self.spent, self.gain = 0, 0.0
@@ -247,7 +248,7 @@ class Orders:
             pinned: cuts that no partition may have.
             varying: batches that the profile is the mean of, with halves, if layers vary.
         """
-        starts = list(dict.fromkeys(map(tuple, candidates)))
+        self._candidates = starts = list(dict.fromkeys(map(tuple, candidates)))
         effort = int(min(EFFORT, max(0.0, self.effort)))
         try:
             found = plan_batch(
@@ -283,7 +284,7 @@ class Orders:
             there = OrderedBatch(cuts, None, self._usual_s(profile, cuts))
         else:
             assert isinstance(order, Order), "written down when it was kept"
-            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+            caps = activation_caps(profile, cuts, self._caps(profile, *self._candidates, cuts))  # as it was found
             workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values, late=order.late)
             if order.num_micro_batches != workload.num_micro_batches:
                 return None
@@ -427,8 +428,9 @@ class Orders:
             "order": None if self.order is None else str(self.order), "effort": self.effort,
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
-            "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
-            "ran_on": self._ran_on, "spent": self.spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
+            "worker_bytes": self._worker_bytes, "candidates": self._candidates, "newest_batch": self._newest_batch,
+            "rates": list(self._rates), "ran_on": self._ran_on, "spent": self.spent, "looked_at": self._looked_at,
+            "batch_s": self._batch_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -445,6 +447,7 @@ class Orders:
             self._excess[kind] = deque(values, maxlen=_NEWEST)
         self._start = None if state.get("start") is None else tuple(state["start"])
         self._worker_bytes = state.get("worker_bytes", 0)
+        self._candidates = [tuple(cuts) for cuts in state.get("candidates", ())]
         self._newest_batch = state.get("newest_batch", -1)
         self._ran_on = tuple(state.get("ran_on", ()))
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
