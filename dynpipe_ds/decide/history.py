@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import HISTORY, SURE, noise_of
 from dynpipe_ds.decide.speeds import Speeds
+from dynpipe_ds.decide.window import Window
 from dynpipe_ds.measure.profile import PipelineProfile, Smoothing, smooth
-from dynpipe_ds.planning import least_seconds
-from dynpipe_ds.simulation import Workload, predicted_batches_s
+from dynpipe_ds.simulation import predicted_batches_s
 
 _USUAL = 3  # batches whose median a change is one from
+
+_TRIED_ON = 8  # batches at most, where layers vary
 
 _PLANNED_FOR = 16
 """Newest batches in which a gain of planned orders is looked for: each takes two bounds."""
@@ -70,6 +72,7 @@ class History:
         self._config = config
         self.speeds = Speeds(config.stage_speeds)
         self.has_changed, self.num_comparable = False, 0
+        self._window = Window(config.profile_batches)
         self._measured: deque[PipelineProfile] = deque(maxlen=HISTORY)  # of as many stages as now, backwards whole
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
@@ -93,12 +96,14 @@ class History:
         if has_news:
             self._convert()
         self._kept.clear()
+        self._window.observe(self.seconds_until[-1])
         self.num_comparable = min(HISTORY, self.num_comparable + 1)
         self.has_changed = self._sees_change(profile.boundaries)
 
     def expect_change(self) -> None:
         """Layers take other times from now on: what was measured before tells nothing of them."""
         self.speeds.expect_change()
+        self._window.restart()
         self.num_comparable = 0
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
@@ -128,7 +133,22 @@ class History:
             return None
         if self.has_changed:
             return self._profiles[-1]
+        if self.varies:
+            return self._combined(self._num_varying, "mean")
         return self._combined(len(self._newest), self._config.smoothing)
+
+    @property
+    def varies(self) -> bool:
+        """Whether 'auto' plans for what many batches have in common, see :class:`Window`."""
+        return self._num_varying > 0
+
+    @property
+    def _num_varying(self) -> int:
+        return (self._config.rebalance_every == "auto" and not self.has_changed and self._window.many) or 0
+
+    def varying(self) -> list[PipelineProfile]:
+        """Those of them that plans are tried on, of a worker of speed 1; none where layers do not vary."""
+        return self._comparable(self._num_varying)[:: max(1, self._num_varying // _TRIED_ON)] if self.varies else []
 
     def _least(self) -> PipelineProfile:
         """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
@@ -179,7 +199,7 @@ class History:
 
     def ordered_gains(
         self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile],
-        profile: PipelineProfile, gain: float,
+        least_s: Callable[[PipelineProfile, Sequence[int]], float], profile: PipelineProfile, gain: float,
     ) -> Gains:
         """What a partition would have saved of each batch, in planned orders.
 
@@ -190,14 +210,12 @@ class History:
             present: boundaries.
             planned: other ones.
             fill: adds halves of backwards to a profile of whole ones.
+            least_s: seconds that any order takes at least on a partition.
             profile: that the prediction was made by, with halves.
             gain: predicted by it.
         """
         profiles = [*map(fill, [*self._comparable(_PLANNED_FOR), self._least()]), profile]
-        before, after = (
-            [least_seconds(Workload.from_profile(p, cut, speeds=self.speeds.values)) for p in profiles]
-            for cut in (present, planned)
-        )
+        before, after = ([least_s(each, cut) for each in profiles] for cut in (present, planned))
         *by_batch, sure, predicted = Gains.shares(before, after)
         more = gain - predicted
         return Gains([each + more for each in by_batch], sure + more)
@@ -238,6 +256,7 @@ class History:
         return {
             "profiles": list(self._profiles), "num_newest": len(self._newest), "speeds": self.speeds.state_dict(),
             "has_changed": self.has_changed, "num_comparable": self.num_comparable,
+            "window": self._window.state_dict(),
             **measured,
         }  # fmt: skip
 
@@ -262,6 +281,7 @@ class History:
         newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
         self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
         self.num_comparable = state.get("num_comparable", len(profiles))
+        self._window.load_state_dict(state.get("window", {}))
         self._kept.clear()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.evidence import SURE, confirming_batches, evidence_for, noise_of
@@ -103,6 +104,9 @@ def judge(
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":
         rebalance, reason = _pays(config, gains, noise, saved_s, cost_s, history.num_comparable)
+        if not rebalance and prospect is not None and history.varies and saved_s > cost_s:
+            shown = _saves_on_average(config, gains.by_batch)
+            rebalance, reason = shown is not None, shown or reason
         if not rebalance and saved_s / num_batches >= 2.0 * cost_s > 0:  # a mistake costs less than another wait
             shown = _is_shown(config, gains.by_batch[-num_unseen:], noise, num_unseen)
             rebalance, reason = shown is not None, shown or reason
@@ -132,6 +136,14 @@ def _pays(
         seen = median(gains.by_batch[-evidence:]) if gains.by_batch else 0.0
         return False, f"gain {seen:.1%} not yet beyond min_gain and the noise of {noise:.1%}"
     return True, f"pays: {money}; gain confirmed by {num_batches} batches"
+
+
+def _saves_on_average(config: DynamicPipelineConfig, gains: Sequence[float]) -> str | None:
+    """Whether a plan is better on average where layers vary: by more than the error of that average."""
+    mean = fmean(gains)
+    if mean <= max(config.min_gain, noise_of(gains) / math.sqrt(len(gains))):
+        return None
+    return f"gain {mean:.1%} on average of {len(gains)} batches, which vary"
 
 
 def _is_shown(config: DynamicPipelineConfig, gains: Sequence[float], noise: float, num_unseen: int) -> str | None:

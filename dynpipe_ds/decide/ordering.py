@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -212,7 +213,7 @@ class Ordering:
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
         """
-        return self._orders.together(profile, candidates, pinned)
+        return self._orders.together(profile, candidates, pinned, list(map(self.fill, self._history.varying())))
 
     def prospect(self, plan: Plan, profile: PipelineProfile) -> Prospect | None:
         """What a plan promises under planned orders.
@@ -234,8 +235,10 @@ class Ordering:
     def _prospect(self, plan: Plan, profile: PipelineProfile, present_s: float, planned_s: float) -> Prospect:
         gain = 1.0 - planned_s / present_s if present_s else 0.0
         gains = self._history.ordered_gains(
-            profile.boundaries, plan.boundaries, self._halves.fill, profile, gain
+            profile.boundaries, plan.boundaries, self._halves.fill, self._orders.least_s, profile, gain
         )
+        if self._history.varies:
+            planned_s = present_s * (1.0 - fmean(gains.by_batch))
         return Prospect(present_s, planned_s, gains)
 
     def choose(self, profile: PipelineProfile | None, boundaries: Sequence[int]) -> Order | None:

@@ -17,7 +17,14 @@ from typing import Any
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.planning import PlannedOrder, activation_caps, plan_batch, plan_on_partition, worker_bytes_of_1f1b
+from dynpipe_ds.planning import (
+    PlannedOrder,
+    activation_caps,
+    least_seconds,
+    plan_batch,
+    plan_on_partition,
+    worker_bytes_of_1f1b,
+)  # fmt: skip
 from dynpipe_ds.planning.planner import EFFORT, num_computations
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
@@ -87,6 +94,7 @@ class Orders:
         self._excess: dict[bool, deque[float]] = {kind: deque(maxlen=_NEWEST) for kind in (False, True)}
         self._start: tuple[int, ...] | None = None
         self._worker_bytes = 0
+        self._candidates: list[tuple[int, ...]] = []  # of the last search of both: what they hold, its plan may hold
         self.effort = float(FIRST_EFFORT)
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self.spent, self.gain = 0, 0.0
@@ -229,7 +237,8 @@ class Orders:
         return here_s if now is None else now[0], there_s
 
     def together(
-        self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int]
+        self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int],
+        varying: Sequence[PipelineProfile] = (),
     ) -> OrderedBatch:
         """The best partition and order.
 
@@ -237,13 +246,15 @@ class Orders:
             profile: with halves.
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
+            varying: batches that the profile is the mean of, with halves, if layers vary.
         """
-        starts = list(dict.fromkeys(map(tuple, candidates)))
+        self._candidates = starts = list(dict.fromkeys(map(tuple, candidates)))
         effort = int(min(EFFORT, max(0.0, self.effort)))
         try:
             found = plan_batch(
                 profile, starts, worker_bytes=self._caps(profile, *starts), pinned=pinned,
                 speeds=self._speeds.values, allow_empty=self._config.allow_empty_stages, effort=effort,
+                varying=varying,
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             for cuts in starts:
@@ -253,7 +264,8 @@ class Orders:
         noted = {starts[0]: found.present, found.placement.boundaries: found.planned}
         for cuts, planned in noted.items():
             self._note(profile, cuts, planned)
-        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds)
+        more_s = {starts[0]: found.varying_s[1], found.placement.boundaries: found.varying_s[0]}
+        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds + more_s[one.boundaries])
 
     def again(self, profile: PipelineProfile, found: OrderedBatch) -> tuple[float, float] | None:
         """Seconds of a batch as it runs now, and as was found by an earlier profile; nothing is searched.
@@ -272,7 +284,7 @@ class Orders:
             there = OrderedBatch(cuts, None, self._usual_s(profile, cuts))
         else:
             assert isinstance(order, Order), "written down when it was kept"
-            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+            caps = activation_caps(profile, cuts, self._caps(profile, *self._candidates, cuts))  # as it was found
             workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values, late=order.late)
             if order.num_micro_batches != workload.num_micro_batches:
                 return None
@@ -282,6 +294,21 @@ class Orders:
             there = OrderedBatch(cuts, order, timetable.makespan_s(workload) * self.correction)
         self._known[cuts] = there
         return present_s, there.seconds
+
+    def least_s(self, profile: PipelineProfile, boundaries: Sequence[int]) -> float:
+        """Seconds that a batch takes at least in any order that keeps the memory of the workers, if one does.
+
+        Args:
+            profile: with halves.
+            boundaries: S + 1 layer indices.
+        """
+        cuts = tuple(boundaries)
+        workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values)
+        try:
+            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+        except ValueError:
+            caps = None
+        return least_seconds(workload, caps)
 
     def _usual_s(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> float:
         return simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
@@ -401,8 +428,9 @@ class Orders:
             "order": None if self.order is None else str(self.order), "effort": self.effort,
             "chosen_for": self._chosen_for,
             "excess": {kind: list(values) for kind, values in self._excess.items()}, "start": self._start,
-            "worker_bytes": self._worker_bytes, "newest_batch": self._newest_batch, "rates": list(self._rates),
-            "ran_on": self._ran_on, "spent": self.spent, "looked_at": self._looked_at, "batch_s": self._batch_s,
+            "worker_bytes": self._worker_bytes, "candidates": self._candidates, "newest_batch": self._newest_batch,
+            "rates": list(self._rates), "ran_on": self._ran_on, "spent": self.spent, "looked_at": self._looked_at,
+            "batch_s": self._batch_s,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -419,6 +447,7 @@ class Orders:
             self._excess[kind] = deque(values, maxlen=_NEWEST)
         self._start = None if state.get("start") is None else tuple(state["start"])
         self._worker_bytes = state.get("worker_bytes", 0)
+        self._candidates = [tuple(cuts) for cuts in state.get("candidates", ())]
         self._newest_batch = state.get("newest_batch", -1)
         self._ran_on = tuple(state.get("ran_on", ()))
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from dynpipe_ds.partition.problem import Problem
 
-MOST_AT_ONCE = 512
-"""Partitions of one round: beyond, NumPy gains nothing by doing more at once."""
+MOST_AT_ONCE = 600
+"""Partitions of one round, which are all where there are 24 stages: beyond, NumPy gains nothing by more at once."""
 
 Cuts = tuple[int, ...]
 
 
 def neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
     """Partitions with one cut, or a run of neighbouring cuts, one group further left or right.
+
+    Where there are too many runs, those of some lengths: long ones matter, too, since a layer that goes from the first
+    stage to the last moves all cuts.
 
     Args:
         problem: says which partitions are allowed.
@@ -23,14 +27,23 @@ def neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
         At most :data:`MOST_AT_ONCE`, if there are so few with one cut moved.
     """
     inner = problem.num_stages - 1
-    longest_run = max(1, min(inner, MOST_AT_ONCE // (2 * max(1, inner))))
+    lengths = _lengths(inner)
     for first in range(1, inner + 1):
-        for end in range(first + 1, min(first + longest_run, inner + 1) + 1):
+        for end in (first + length for length in lengths if first + length <= inner + 1):
             for shift in (-1, 1):
                 moved = (*cuts[:first], *(cut + shift for cut in cuts[first:end]), *cuts[end:])
                 # Only the stages at both ends of the run change their size; all may change their layers.
                 if _allowed(problem, moved, first - 1, end):
                     yield moved
+
+
+@cache
+def _lengths(inner: int) -> tuple[int, ...]:
+    """Lengths of runs: all, or as many as there may be, from 1 to S - 1 in equal ratios."""
+    if inner * (inner + 1) <= MOST_AT_ONCE:
+        return tuple(range(1, inner + 1))
+    count = max(1, MOST_AT_ONCE // (2 * inner))
+    return tuple(sorted({round(inner ** (i / max(1, count - 1))) for i in range(count)}))
 
 
 def own_cuts(problem: Problem, boundaries: tuple[int, ...] | None) -> Cuts | None:

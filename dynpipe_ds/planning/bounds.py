@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,36 +13,53 @@ from dynpipe_ds.simulation.workload import FloatArray
 IntArray = npt.NDArray[np.int64]
 
 
-def least_seconds(workload: Workload) -> float:
+def least_seconds(workload: Workload, caps: Sequence[int] | None = None) -> float:
     """Seconds that a batch takes at least, in whatever order.
 
     Args:
         workload: what every stage has to do.
+        caps: S most bytes of activations; None: as many as there are.
 
     Returns:
-        A lower bound of the makespan: that of a stage which waits for nothing after its first forward.
+        A lower bound of the makespan: that of a stage which waits for nothing but what it can't be without.
     """
     weight_s = np.minimum(workload.weight_s, workload.backward_s)
     input_s = workload.backward_s - weight_s  # in whatever order: what a split adds is left out
-    awaited_s, weights_s = (
-        table.mean(axis=1) * workload.num_micro_batches for table in (workload.forward_s + input_s, weight_s)
-    )
+    count = workload.num_micro_batches
+    awaited_s, weights_s = (table.mean(axis=1) * count for table in (workload.forward_s + input_s, weight_s))
+    ahead = np.full(workload.num_stages, count)
+    if caps is not None:
+        ahead = num_ahead(np.array(caps), np.array(workload.activation_bytes), count)
     return float(
         bounds(
             workload.forward_s.min(axis=1), input_s.min(axis=1), awaited_s, weights_s,
             workload.activation_link_s.min(axis=1), np.array(workload.frozen_boundaries),
+            gradient_link_s=workload.gradient_link_s.min(axis=1), ahead_s=ahead * workload.forward_s.max(axis=1),
         )
     )
 
 
+def num_ahead(caps: IntArray, activation_bytes: IntArray, num_micro_batches: int) -> IntArray:
+    """Forwards that a stage has room for before its first backward.
+
+    Args:
+        caps: most bytes of activations, ``(..., S)``.
+        activation_bytes: of a micro-batch, ``(..., S)``.
+        num_micro_batches: M.
+    """
+    return np.minimum(caps // np.maximum(activation_bytes, 1), num_micro_batches)
+
+
 def bounds(
     forward_s: FloatArray, input_s: FloatArray, awaited_s: FloatArray, weights_s: FloatArray,
-    activation_link_s: FloatArray, frozen_boundaries: IntArray,
+    activation_link_s: FloatArray, frozen_boundaries: IntArray, *, gradient_link_s: FloatArray, ahead_s: FloatArray,
 ) -> FloatArray:
     """The bound of many pipelines; stages are the last axis.
 
-    A stage can't begin before the first micro-batch has come to it. Then it has all its work to do; or all but its
-    weight gradients, after which its last gradient passes through the stages before it.
+    A stage can't begin before the first micro-batch has come to it, nor its first backward before the gradient of that
+    has come back from the last stage. Until then it is idle when it has computed as many forwards as it has room for.
+    It has all its work to do; or all but its weight gradients, after which its last gradient passes through the stages
+    before it.
 
     Args:
         forward_s: least forward seconds of a micro-batch, ``(..., S)``.
@@ -49,6 +68,8 @@ def bounds(
         weights_s: all seconds of its weight gradients.
         activation_link_s: least seconds of a message over every boundary, ``(S - 1,)``.
         frozen_boundaries: ``(...)``.
+        gradient_link_s: as for activations.
+        ahead_s: most seconds of the forwards that a stage has room for before its first backward, ``(..., S)``.
 
     Returns:
         ``(...)`` seconds.
@@ -56,9 +77,16 @@ def bounds(
     trains = np.arange(forward_s.shape[-1]) >= frozen_boundaries[..., None]
     head_s = _before(forward_s + np.append(activation_link_s, 0.0))
     tail_s = _before(np.where(trains, input_s, 0.0))
-    return np.asarray((head_s + awaited_s + np.maximum(weights_s, tail_s)).max(axis=-1))
+    returns_s = forward_s + _behind(forward_s + input_s + np.append(0.0, activation_link_s + gradient_link_s))
+    idle_s = np.where(trains, np.maximum(returns_s - ahead_s, 0.0), 0.0)
+    return np.asarray((head_s + idle_s + awaited_s + np.maximum(weights_s, tail_s)).max(axis=-1))
 
 
 def _before(seconds: FloatArray) -> FloatArray:
     """Sums over all stages before each."""
     return np.asarray(np.cumsum(seconds, axis=-1) - seconds)
+
+
+def _behind(seconds: FloatArray) -> FloatArray:
+    """Sums over all stages after each."""
+    return np.asarray(seconds.sum(axis=-1, keepdims=True) - np.cumsum(seconds, axis=-1))

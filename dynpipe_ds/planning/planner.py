@@ -31,7 +31,7 @@ class PlannedOrder:
         workload: that it is for.
         listing: what ran on paper; ``None``: 1F1B is as short.
         usual: a batch under 1F1B.
-        least_s: seconds that no order can beat.
+        least_s: seconds that no order can beat that keeps the caps.
         num_computations: that planning it looked at.
         late: of how many layers of each stage the gradients of weights may be done later, as in
             :class:`~dynpipe_ds.schedule.Order`; empty: of all.
@@ -116,7 +116,7 @@ def go_on_planning(
     """
     usual = tried.usual or simulate(workload, "1f1b")
     caps = checked_caps(workload, activation_caps, usual)
-    least_s = least_seconds(workload)
+    least_s = least_seconds(workload, caps)
     size = num_computations(workload.num_stages, workload.num_micro_batches)
     policies = first_policies(workload.num_stages, max(QUICK, effort // size))
     found = tried.go_on(workload, caps, policies, least_s * (1 + SAME))

@@ -14,7 +14,7 @@ from dynpipe_ds.partition.neighbours import Cuts, neighbours, own_cuts
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning.bounds import bounds
+from dynpipe_ds.planning.bounds import bounds, num_ahead
 from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.on_partition import go_on_planning_on
@@ -25,6 +25,7 @@ from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 _SHORTLIST = 3  # partitions that get all policies
 _PLAN = 4  # times the computations of a batch that planning one takes at least
 _SHARE_OF_SEARCH = 2 / 3  # of the effort
+_BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,15 @@ class PlannedBatch:
         planned: the order, with its predicted seconds and bytes.
         present: the same for the first candidate; ``None`` where it is not allowed.
         num_computations: that the search looked at.
+        varying_s: what batches as they vary take longer than the profile's on the partition, and on the present one;
+            0 where none were given.
     """
 
     placement: Placement
     planned: PlannedOrder
     present: PlannedOrder | None
     num_computations: int = 0
+    varying_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -61,6 +65,7 @@ def plan_batch(
     pinned: Sequence[int] = (),
     allow_empty: bool = False,
     effort: int = EFFORT,
+    varying: Sequence[PipelineProfile] = (),
 ) -> PlannedBatch:
     """Choose a partition and an order so that a batch takes the fewest seconds.
 
@@ -82,6 +87,8 @@ def plan_batch(
         pinned: cuts that no partition may have.
         allow_empty: whether a stage may hold no layer.
         effort: how many computations to look at; 300,000 to 500,000 a second.
+        varying: batches that the profile is the mean of. The slowest stage is now this one and now that one, so they
+            take longer than their mean does: on each partition by as much as their lower bounds say.
 
     Returns:
         The best partition found, and its order.
@@ -97,7 +104,7 @@ def plan_batch(
         profile.costs("time"), num_stages, current=starts[0], pinned=pinned, speeds=speeds, allow_empty=allow_empty
     )
     links = tuple(links_s(profile, num_stages, given) for given in (activation_link_s, gradient_link_s))
-    case = _Case(profile, problem, worker_bytes, starts[0], weight_bytes, (links[0], links[1]))
+    case = _Case(profile, problem, worker_bytes, starts[0], weight_bytes, (links[0], links[1]), varying)
     met, looked_at = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
     size = num_computations(num_stages, profile.num_micro_batches)
     num_listed = min(_SHORTLIST, max(1, (effort - looked_at) // (_PLAN * size)))
@@ -107,10 +114,12 @@ def plan_batch(
         shortlist[present] = None  # to be compared on equal terms
     share = (effort - looked_at) // len(shortlist)
     plans = {cuts: case.plan(cuts, met[cuts].tried, share) for cuts in shortlist}
-    best = min(plans, key=lambda cuts: plans[cuts].seconds)
-    looked_at += sum(plan.num_computations for plan in plans.values())
-    at_present = None if present is None else plans.get(present)
-    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at)
+    varying_s = {cuts: case.varying_s(cuts) for cuts in plans}
+    best = min(plans, key=lambda cuts: plans[cuts].seconds + varying_s[cuts])
+    looked_at += sum(plan.num_computations for plan in plans.values()) + case.num_bounded // _BOUNDS_A_COMPUTATION
+    at_present = plans.get(present) if present is not None else None
+    more_s = varying_s[best], varying_s[present] if present in varying_s else 0.0
+    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at, more_s)
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ class _Met:
     """A partition that the search has looked at.
 
     Args:
-        seconds: of a batch under the first policies, or 1F1B; infinite when above the limit.
+        seconds: of a batch under the first policies, or 1F1B, as batches vary; infinite when above the limit.
         tried: those policies.
     """
 
@@ -191,20 +200,31 @@ class _Case:
     def __init__(
         self, profile: PipelineProfile, problem: Problem, worker_bytes: int | Sequence[int] | None,
         present: tuple[int, ...], weight_bytes: Sequence[int] | None, links_s: tuple[Seconds, Seconds],
+        varying: Sequence[PipelineProfile],
     ) -> None:
         self.profile, self.problem, self.links_s = profile, problem, links_s
-        layers = profile.layers
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.policies = first_policies(problem.num_stages, QUICK)
-        starts = list(problem.starts)
-        by_layer: dict[str, list[float] | list[int]] = {
-            "forward": [layer.forward_s for layer in layers], "backward": [layer.backward_s for layer in layers],
-            "weight": [min(layer.weight_s, layer.backward_s) for layer in layers],
-            "trains": [int(layer.backward_s > 0) for layer in layers],
-            "state": profile.state_bytes(), "activation": profile.activation_bytes(),
+        self.until = self._until([profile])
+        self.varying_until = self._until(varying) if varying else None
+        self.num_bounded = 0
+
+    def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
+        """Of each batch the sums over the first groups of layers, by what is summed."""
+        newest = self.profile
+        rows: dict[str, Sequence[Sequence[float]]] = {
+            "forward": [[layer.forward_s for layer in profile.layers] for profile in profiles],
+            "backward": [[layer.backward_s for layer in profile.layers] for profile in profiles],
+            "weight": [[min(layer.weight_s, layer.backward_s) for layer in profile.layers] for profile in profiles],
+            "trains": [[layer.backward_s > 0 for layer in newest.layers]],
+            "state": [newest.state_bytes()], "activation": [newest.activation_bytes()],
         }  # fmt: skip
-        self.until = {name: np.append(0, np.cumsum(values))[starts] for name, values in by_layer.items()}
+        starts = list(self.problem.starts)
+        return {
+            name: np.array([[0, *np.cumsum(values)] for values in batches])[:, starts]
+            for name, batches in rows.items()
+        }  # fmt: skip
 
     def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
         return tuple(self.problem.starts[cut] for cut in cuts)
@@ -226,31 +246,48 @@ class _Case:
         return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
 
     def least_s(self, candidates: Sequence[Cuts]) -> FloatArray:
-        """Lower bounds of many partitions; infinite for those that don't fit."""
+        """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""
+        if self.varying_until is None:
+            return self._bounds(candidates, self.until)
+        self.num_bounded += len(candidates) * len(self.varying_until["forward"])
+        return self._bounds(candidates, self.varying_until)
+
+    def varying_s(self, cuts: Cuts) -> float:
+        """What batches as they vary take longer on a partition that fits than the profile's."""
+        if self.varying_until is None:
+            return 0.0
+        return float(self.least_s([cuts])[0] - self._bounds([cuts], self.until)[0])
+
+    def _bounds(self, candidates: Sequence[Cuts], until: dict[str, FloatArray]) -> FloatArray:
+        """Of each partition the mean over batches; infinite where it does not fit."""
         if not candidates:
             return np.zeros(0)
-        sums = {name: np.diff(until[np.array(candidates)], axis=1) for name, until in self.until.items()}
+        sums = {name: np.diff(each[:, np.array(candidates)], axis=2) for name, each in until.items()}
         forward_s, backward_s, weight_s = (
             np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
         )
         input_s = np.maximum(backward_s - weight_s, 0.0)
         rows, count = self.problem.num_stages - 1, self.profile.num_micro_batches
-        trains = sums["trains"] > 0
-        found = bounds(
-            forward_s, input_s, count * (forward_s + input_s), count * weight_s,
-            table("activation_link_s", self.links_s[0], rows, count).min(axis=1),
-            np.where(trains.any(axis=1), trains.argmax(axis=1), 0),
+        trains, activation_bytes = sums["trains"][0] > 0, sums["activation"][0].astype(np.int64)
+        caps = (np.array(self.worker_bytes) - sums["state"][0]).astype(np.int64)
+        there_s, back_s = (
+            table(name, links_s, rows, count).min(axis=1)
+            for name, links_s in zip(("activation_link_s", "gradient_link_s"), self.links_s, strict=True)
         )
-        has_room = np.array(self.worker_bytes) >= sums["state"] + sums["activation"]
-        return np.where(has_room.all(axis=1), found, inf)
+        found = bounds(
+            forward_s, input_s, count * (forward_s + input_s), count * weight_s, there_s,
+            np.where(trains.any(axis=1), trains.argmax(axis=1), 0), gradient_link_s=back_s,
+            ahead_s=num_ahead(caps, activation_bytes, count) * forward_s,
+        )
+        return np.where((caps >= activation_bytes).all(axis=1), found.mean(axis=0), inf)
 
     def meet(self, cuts: Cuts, limit_s: float | None = None) -> _Met:
         """Seconds of a batch under the first policies; without a limit, under 1F1B, too."""
-        workload, caps = self.workload(cuts), self.caps(cuts)
+        workload, caps, more_s = self.workload(cuts), self.caps(cuts), self.varying_s(cuts)
         if limit_s is not None:
-            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s)
-            return _Met(tried.best_s, tried)
+            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s - more_s)
+            return _Met(tried.best_s + more_s, tried)
         usual = simulate(workload, "1f1b")
         usual_s = usual.makespan_s if fits(usual, caps) else inf
         tried = Tried(usual).go_on(workload, caps, self.policies, 0.0, usual_s)
-        return _Met(min(usual_s, tried.best_s), tried)
+        return _Met(min(usual_s, tried.best_s) + more_s, tried)

@@ -12,10 +12,11 @@ from dynpipe_ds.decide import Balancer
 from dynpipe_ds.decide.halves import Halves
 from dynpipe_ds.decide.orders import FIRST_EFFORT, RATE, SHARE_OF_TIME, Orders
 from dynpipe_ds.decide.speeds import Speeds
-from dynpipe_ds.planning import plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
 from dynpipe_ds.simulation import Workload, simulate
 from tests.decide.pipelines import OnPaper
+from tests.planning.test_together import random_profile
 
 UNEQUAL = [1.0, 1.2, 0.9, 1.1, 1.4, 0.8, 1.0, 1.0]
 
@@ -395,3 +396,22 @@ def test_a_plan_that_waits_outlives_a_checkpoint(seed: int) -> None:
         twin.train(other, 1, first=later)
         assert (run.boundaries, deciding.ordering.waiting) == (twin.boundaries, other.ordering.waiting)
         assert str(deciding.ordering.order) == str(other.ordering.order)
+
+
+def test_a_plan_that_waits_may_hold_what_it_could_when_it_was_found() -> None:
+    """That is what the fullest worker of any candidate holds under 1F1B, which may be more than on its partition."""
+    num_wider, config = 0, DynamicPipelineConfig(enabled=True)
+    for seed in range(20):
+        profile, present = assume_halves(random_profile(seed, 24, 16), 0.5), (0, 6, 12, 18, 24)
+        orders = Orders(config, Speeds(None))
+        orders.observe(replace(profile, boundaries=present), None, is_trial=False)
+        orders.effort = 1e5
+        found = orders.together(replace(profile, boundaries=present), [present, (0, 12, 16, 20, 24)], ())
+        restored = Orders(config, Speeds(None))
+        restored.load_state_dict(orders.state_dict())
+        waits = replace(found, planned=orders.written(found))
+        num_wider += orders._caps(profile, found.boundaries) < orders._caps(profile, present, (0, 12, 16, 20, 24))
+        for judge in (orders, restored):
+            seconds = judge.again(replace(profile, boundaries=present), waits)
+            assert seconds is not None and seconds[1] == pytest.approx(found.seconds, rel=1e-12)
+    assert num_wider
