@@ -59,6 +59,8 @@ $(READY): setup.py
 # DeepSpeed finds its compiler's helper (ninja) on the PATH, and keeps what it compiles with the environment that
 # it was compiled for.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Without its cache, every process would compile all of torch that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/ops
 
 run: $(READY)

@@ -16,7 +16,7 @@ from typing import Any
 from scenarios.launch import free_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.preload"])
+PRELOAD = ["benchmarks.preload"]
 _TAIL = 3000  # characters of a failed rank's output
 
 
@@ -35,6 +35,7 @@ def run_forked(function: Callable[..., None], num_ranks: int, *args: Any) -> Ite
     Raises:
         RankError: if a rank raises or dies; the others are ended.
     """
+    _context.set_forkserver_preload(PRELOAD)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(rank) for rank in range(num_ranks)]

@@ -5,9 +5,13 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import deepspeed  # noqa: E402, F401
+import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401 - on every engine
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - seconds, on the first ZeRO engine
 import torch._dynamo  # noqa: E402, F401 - seconds, on the first optimizer
+import torch.utils.cpp_extension  # noqa: E402, F401 - and setuptools: 0.3 s, on every engine
 
 import dynpipe_ds  # noqa: E402, F401
+from dynpipe_ds.migration.names import note_packages  # noqa: E402
 
-gc.freeze()  # a collection would write to, and so copy, what all share
+note_packages()  # a second, on every engine
+gc.freeze()  # a collection would write to, and so copy, what all share; a bf16 optimizer makes eight

@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forked import PRELOAD
 from scenarios.launch import free_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["benchmarks.preload"])
 _JOIN = "DYNPIPE_JOIN"
 _PATIENCE_S = 300.0
 _LOOK_S = 0.1
@@ -56,6 +56,7 @@ class StormRun:
 
     def start(self) -> None:
         """Start the workers."""
+        _context.set_forkserver_preload(PRELOAD)
         port = free_port()
         for rank in range(self._workers):
             self._run({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._workers)}, port)

@@ -207,6 +207,12 @@ _seen_packages: set[str] = set()
 """Globals of modules that are not the script's own, and those modules: looked at once, since they are thousands."""
 
 
+def note_packages() -> None:
+    """Look at all packages that are imported; processes that are forked from this one need not."""
+    for _ in _new_modules():
+        pass
+
+
 def _new_modules() -> Iterator[tuple[Path, types.ModuleType]]:
     """The script's own modules, with their paths; others are noted."""
     modules = sys.modules.copy()

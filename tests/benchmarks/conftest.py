@@ -7,6 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from dynpipe_ds.partition import registry
+from tests.distributed.ranks import start_fork_server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fork_server() -> None:
+    """Later tests of this process fork from what is started here, and need more imported than benchmarks do."""
+    start_fork_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

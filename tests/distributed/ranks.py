@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,6 @@ _LOOK_S = 0.2  # how often to look whether all that are left are stopped
 GRACE_S = 5.0  # for the others, to show errors of their own after a rank has failed
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.distributed.preload"])
 
 
 class RankFailure(AssertionError):
@@ -70,6 +70,7 @@ def run_ranks(
     Raises:
         RankFailure: with the traceback of each rank that failed, or the stack of each that hung.
     """
+    start_fork_server()
     with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         stay = not may_die
         world = _World(num_ranks, port, collective_s, shares_device, f"{folder}/door.json")
@@ -79,6 +80,12 @@ def run_ranks(
         if any(failures):
             raise RankFailure("\n".join(text for text in failures if text))
         return [r.result for r in ranks]
+
+
+def start_fork_server() -> None:
+    """Start what ranks are forked from, unless it runs; a process has one, and benchmarks preload less into theirs."""
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    forkserver.ensure_running()
 
 
 @contextmanager

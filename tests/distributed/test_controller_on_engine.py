@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.replay.clocks import Costs
-from dynpipe_ds import DynamicPipelineModule, RebalanceEvent, training
+from dynpipe_ds import DynamicPipelineModule, RebalanceEvent, observing
 from dynpipe_ds.partition import Placement
 from tests.distributed.configs import ADAMW
 from tests.distributed.models import Run, base_config, data, loss_fn
@@ -266,7 +266,7 @@ def test_what_the_user_chose_holds(tmp_path: Path) -> None:
 
 def slow_second_worker(_rank: int) -> Any:
     engine, events = engine_of([0, 4, 8], {"rebalance_every": "auto", "schedule": "1f1b"}, speeds=(1.0, 0.5))
-    with patch.object(training.log, "info") as said:
+    with patch.object(observing.log, "info") as said:
         train(engine, 10)
     lines = [call.args[0] % call.args[1:] for call in said.call_args_list if "workers after" in str(call.args[0])]
     return engine.partition, engine.dynamic.balancer.speeds, len(events), lines
