@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -190,7 +191,8 @@ def multiply(rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Sp
     Returns:
         ``[N, out]``. The gradient of ``own`` goes to ``weights.sums``, and autograd gets none.
     """
-    return _Multiply.apply(rows, own, weights, spans)
+    # Lanes of one expert one after the other: all but the first find its weights in the cache.
+    return _Multiply.apply(rows, own, weights, sorted(spans, key=attrgetter("expert")))
 
 
 def gelu(rows: Tensor, spans: Sequence[Span], times: LaneTimes) -> Tensor:
