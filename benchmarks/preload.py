@@ -11,7 +11,5 @@ import torch._dynamo  # noqa: E402, F401 - seconds, on the first optimizer
 import torch.utils.cpp_extension  # noqa: E402, F401 - and setuptools: 0.3 s, on every engine
 
 import dynpipe_ds  # noqa: E402, F401
-from dynpipe_ds.migration.names import note_packages  # noqa: E402
 
-note_packages()  # a second, on every engine
 gc.freeze()  # a collection would write to, and so copy, what all share; a bf16 optimizer makes eight

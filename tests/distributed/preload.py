@@ -10,5 +10,7 @@ import pytest  # noqa: E402, F401 - a rank imports its function's file
 
 import benchmarks.preload  # noqa: E402, F401
 import tests.distributed.models  # noqa: E402, F401
+from dynpipe_ds.migration.names import note_packages  # noqa: E402
 
+note_packages()  # a second, on every engine
 gc.freeze()
