@@ -48,6 +48,7 @@ def test_a_job_with_spares() -> None:
     assert re.search(r"\[0\] event re-packed after batch 3 from 1 to 3 stages: .* ranks \[1, 2\] joined", output)
 
 
+@pytest.mark.exhaustive
 def test_freed_workers_stay_and_come_back() -> None:
     """The same process, under its old name, with no spare started; the bits are those of one rank."""
     alone = started("run", "--", SCRIPT, "1", "8").communicate(timeout=400)[0]
@@ -96,6 +97,7 @@ def job(door: Path, token: str, wanted: int) -> Iterator[tuple[subprocess.Popen[
         process.wait()
 
 
+@pytest.mark.exhaustive
 def test_who_fits_may_join_and_who_does_not_is_told_why(tmp_path: Path) -> None:
     door = tmp_path / "door.json"
     with job(door, "word", 2) as (training, lines):

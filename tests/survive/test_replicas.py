@@ -118,6 +118,7 @@ def run_script(victim: int, folder: Path, spares: int) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
+@pytest.mark.exhaustive
 def test_who_has_no_place_and_a_spare_fill_the_stage_again(tmp_path: Path) -> None:
     """The left-over rank runs its script anew; with the spare it is a stage, and all bits are as without the loss."""
     whole = run_script(-1, tmp_path / "whole", 0)
