@@ -24,13 +24,16 @@ class RankError(RuntimeError):
     """Ranks that failed, with the end of what each wrote."""
 
 
-def run_forked(function: Callable[..., None], num_ranks: int, *args: Any) -> Iterator[Any]:
+def run_forked(
+    function: Callable[..., None], num_ranks: int, *args: Any, newcomers: int = 0
+) -> Iterator[Any]:
     """Call ``function(send, *args)`` in processes that have the environment of a launcher's ranks.
 
     Args:
         function: importable by name; what the first rank hands to its ``send`` is yielded here, as it comes.
         num_ranks: how many.
         *args: picklable arguments.
+        newcomers: further processes, each alone, that knock at the door which the ranks open for them.
 
     Raises:
         RankError: if a rank raises or dies; the others are ended.
@@ -38,11 +41,12 @@ def run_forked(function: Callable[..., None], num_ranks: int, *args: Any) -> Ite
     _context.set_forkserver_preload(PRELOAD)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / str(rank) for rank in range(num_ranks)]
+        logs = [Path(folder) / str(number) for number in range(num_ranks + newcomers)]
         ours, theirs = _context.Pipe(duplex=False)
+        places = [_place(rank, num_ranks, port, f"{folder}/door.json" * bool(newcomers)) for rank in range(len(logs))]
         ranks = [
-            _context.Process(target=_run, args=(rank, num_ranks, port, str(log), theirs, function, args), daemon=True)
-            for rank, log in enumerate(logs)
+            _context.Process(target=_run, args=(place, number == 0, str(log), theirs, function, args), daemon=True)
+            for number, (place, log) in enumerate(zip(places, logs, strict=True))
         ]
         try:
             for rank in ranks:
@@ -79,19 +83,28 @@ def _received(pipe: Connection) -> Iterator[Any]:
         pipe.close()
 
 
+def _place(number: int, num_ranks: int, port: int, door: str) -> dict[str, str]:
+    """What a process finds in its environment; who comes after the ranks is to join them."""
+    joins = number >= num_ranks
+    rank, size, meets_at = (0, 1, free_port()) if joins else (number, num_ranks, port)
+    place = {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(meets_at),
+    }  # fmt: skip
+    return {**place, "DYNPIPE_JOIN" if joins else "DYNPIPE_DOOR_FILE": door} if door else place
+
+
 def _run(
-    rank: int, num_ranks: int, port: int, log: str, pipe: Connection, function: Callable[..., None], args: Any
+    place: dict[str, str], leads: bool, log: str, pipe: Connection, function: Callable[..., None], args: Any
 ) -> None:
     file = open(log, "w", buffering=1)  # noqa: SIM115 - until the process ends
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(place)
     threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
-        function(pipe.send if rank == 0 else _nowhere, *args)
+        function(pipe.send if leads else _nowhere, *args)
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             os._exit(0)

@@ -1,7 +1,7 @@
-"""Write the performance table of docs/results.md from ``benchmarks/results/``.
+"""Write the tables of docs/results.md and docs/elastic.md from ``benchmarks/results/``.
 
 python -m benchmarks.readme            rewrite what stands between the markers
-python -m benchmarks.readme --check    say whether it is up to date (exit code 1 if not)
+python -m benchmarks.readme --check    say whether they are up to date (exit code 1 if not)
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.elastic import pauses as elastic
 from benchmarks.overhead import every_batch, migration, section
 from benchmarks.overhead import profiling as profiled
 from benchmarks.paper.tables import OUR_LABELS, PAPER_LABELS, VARIANT_LABELS
@@ -19,8 +21,42 @@ from benchmarks.record import RESULTS, ROOT, in_words, load, table
 from benchmarks.record import head as head_lines
 from benchmarks.scenarios.summary import summarise, told
 
-PAGE = ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+
+class Part(NamedTuple):
+    """What is written into a page.
+
+    Attributes:
+        page: its file.
+        name: of the markers.
+        text: gives what stands between them, of a folder of results.
+    """
+
+    page: Path
+    name: str
+    text: Callable[[Path], str]
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Before and behind it."""
+        return f"<!-- {self.name}:begin -->", f"<!-- {self.name}:end -->"
+
+    def insert(self, page: str, text: str) -> str:
+        """Put a text between the markers.
+
+        Args:
+            page: the whole page.
+            text: to insert.
+
+        Raises:
+            ValueError: if the markers are missing or in the wrong order.
+        """
+        before, after = self.markers
+        begin, end = page.find(before), page.find(after)
+        if not 0 <= begin < end:
+            raise ValueError(
+                f"docs/{self.page.name} needs {before} and, after it, {after}: the table goes between them"
+            )
+        return f"{page[:begin + len(before)]}\n{text}\n{page[end:]}"
 
 
 def performance(results: Path = RESULTS) -> str:
@@ -126,31 +162,42 @@ def _overhead(folder: Path) -> str:
     return "What the library itself costs:\n\n" + "\n".join(lines) if lines else ""
 
 
-def insert(page: str, text: str) -> str:
-    """Put a text between the markers.
+def pauses(results: Path = RESULTS) -> str:
+    """Seconds of pause when workers come and go.
 
     Args:
-        page: the whole page.
-        text: to insert.
+        results: folder of all results.
 
-    Raises:
-        ValueError: if the markers are missing or in the wrong order.
+    Returns:
+        Markdown.
     """
-    begin, end = page.find(BEGIN), page.find(END)
-    if not 0 <= begin < end:
-        raise ValueError(f"docs/results.md needs {BEGIN} and, after it, {END}: the table goes between them")
-    return f"{page[:begin + len(BEGIN)]}\n{text}\n{page[end:]}"
+    values = load(results / "elastic", elastic.NAME)
+    if values is None:
+        return "Not measured yet: `python -m benchmarks.elastic.main pauses`."
+    about = values["environment"]
+    return "\n\n".join([*head_lines(about), elastic.summary(values), f"{in_words(about)}."])
+
+
+PARTS = (
+    Part(ROOT / "docs" / "results.md", "performance", performance),
+    Part(ROOT / "docs" / "elastic.md", "pauses", pauses),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if it is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if one is out of date")
     options = parser.parse_args()
-    before = PAGE.read_text(encoding="utf-8")
-    after = insert(before, performance())
-    if options.check:
-        sys.exit(None if before == after else "docs/results.md is out of date: python -m benchmarks.readme")
-    PAGE.write_text(after, encoding="utf-8")
+    old = []
+    for part in PARTS:
+        before = part.page.read_text(encoding="utf-8")
+        after = part.insert(before, part.text(RESULTS))
+        if before != after:
+            old.append(f"docs/{part.page.name}")
+            if not options.check:
+                part.page.write_text(after, encoding="utf-8")
+    if options.check and old:
+        sys.exit(f"{', '.join(old)}: out of date: python -m benchmarks.readme")
 
 
 if __name__ == "__main__":

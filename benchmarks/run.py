@@ -70,6 +70,7 @@ EXPERIMENTS = (
     Experiment("experts", "", "benchmarks.experts"),
     Experiment("experts_measured", "", "benchmarks.experts.measured"),
     Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),
+    Experiment("elastic", "", "benchmarks.elastic.main pauses"),
     Experiment("layers", "", "benchmarks.layers.main", writes=False),
     Experiment("plain", "", "benchmarks.plain.main", writes=False),
     Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),

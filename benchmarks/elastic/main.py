@@ -1,9 +1,12 @@
 """Workers come and go while a pipeline trains: 2, 4, 1 and 3 stages, with seconds, bits and a picture.
 
 python -m benchmarks.elastic.main [--batches 40] [--picture docs/images/elastic.png]
+python -m benchmarks.elastic.main pauses [--repeats 3] [--force]
 
-``dynpipe run`` starts two ranks and four spares of ``train.py``; after that the same with two ranks that stay. Losses
-of both runs are compared bit for bit.
+The first: ``dynpipe run`` starts two ranks and four spares of ``train.py``; after that the same with two ranks that
+stay. Losses of both runs are compared bit for bit.
+
+The second (``pauses.py``): seconds of pause for every direction, optimizer and size; four minutes on two idle cores.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import new_figure, save_figure, table, tell
+from benchmarks.elastic import pauses
+from benchmarks.record import RESULTS, add_force, force, new_figure, save_figure, table, tell
 
 START, SPARES = 2, 4
 SIZES = (4, 1, 3)
@@ -85,27 +89,45 @@ def rows(record: Mapping[str, Any]) -> list[Sequence[str]]:
     return found
 
 
-def main() -> None:
-    """Measure, compare and draw."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--picture", type=Path, default=Path("elastic.png"))
-    options = parser.parse_args()
-    every = options.batches // (len(SIZES) + 1)
+def picture(num_batches: int, path: Path) -> bool:
+    """Measure one job, compare and draw; whether the losses are the same.
+
+    Args:
+        num_batches: of each run.
+        path: of the picture.
+    """
+    every = num_batches // (len(SIZES) + 1)
     steps = {every * (i + 1) - 1: size for i, size in enumerate(SIZES)}
-    resized, stays = train(options.batches, steps, SPARES), train(options.batches, {}, 0)
+    resized, stays = train(num_batches, steps, SPARES), train(num_batches, {}, 0)
     losses = [[batch["loss"] for batch in run["batches"]] for run in (resized, stays)]
     head = ["workers", "batches", "ms a batch", "pause before, s", "regroup + move, s"]
     tell(
         ["12 layers that wait 4 + 8 ms, 8 micro-batches, AdamW, gloo"],
         [
             table(head, rows(resized)), "",
-            f"losses of all {options.batches} batches: {'equal bits' if losses[0] == losses[1] else 'DIFFERENT'}",
-            f"picture: {draw(resized, options.picture)}",
+            f"losses of all {num_batches} batches: {'equal bits' if losses[0] == losses[1] else 'DIFFERENT'}",
+            f"picture: {draw(resized, path)}",
         ],
     )  # fmt: skip
-    if losses[0] != losses[1]:
-        raise SystemExit(1)
+    return losses[0] == losses[1]
+
+
+def main() -> None:
+    """Measure one of both; exit code 1 if losses differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["picture", "pauses"], default="picture")
+    parser.add_argument("--batches", type=int, default=40, help="of the picture")
+    parser.add_argument("--picture", type=Path, default=Path("elastic.png"))
+    parser.add_argument("--repeats", type=int, default=pauses.REPEATS, help="of every direction")
+    parser.add_argument("--out", type=Path, default=RESULTS / "elastic", help="folder for the pauses")
+    add_force(parser)
+    options = parser.parse_args()
+    force(options)
+    if options.what == "pauses":
+        is_same = pauses.main(options.out, options.repeats)
+    else:
+        is_same = picture(options.batches, options.picture)
+    raise SystemExit(not is_same)
 
 
 if __name__ == "__main__":

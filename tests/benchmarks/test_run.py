@@ -86,21 +86,24 @@ def test_earlier_runs_are_remembered(tmp_path: Path) -> None:
 
 
 def test_insert() -> None:
-    page = f"a\n{readme.BEGIN}\nold\n{readme.END}\nb"
-    once = readme.insert(page, "new")
-    assert once == f"a\n{readme.BEGIN}\nnew\n{readme.END}\nb"
-    assert readme.insert(once, "new") == once
-    with pytest.raises(ValueError, match="the table goes between them"):
-        readme.insert(f"{readme.END} {readme.BEGIN}", "new")
+    part = readme.PARTS[0]
+    begin, end = part.markers
+    once = part.insert(f"a\n{begin}\nold\n{end}\nb", "new")
+    assert once == f"a\n{begin}\nnew\n{end}\nb"
+    assert part.insert(once, "new") == once
+    with pytest.raises(ValueError, match="docs/results.md needs .*: the table goes between them"):
+        part.insert(f"{end} {begin}", "new")
 
 
-def test_the_page_of_results_is_up_to_date() -> None:
-    page = readme.PAGE.read_text(encoding="utf-8")
-    assert page == readme.insert(page, readme.performance()), "run python -m benchmarks.readme"
+@pytest.mark.parametrize("part", readme.PARTS, ids=lambda part: part.name)
+def test_a_page_with_results_is_up_to_date(part: readme.Part) -> None:
+    page = part.page.read_text(encoding="utf-8")
+    assert page == part.insert(page, part.text(record.RESULTS)), "run python -m benchmarks.readme"
 
 
-def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
-    assert readme.performance(tmp_path) == "Not measured yet: `make bench`."
+@pytest.mark.parametrize("part", readme.PARTS, ids=lambda part: part.name)
+def test_without_results_nothing_is_claimed(part: readme.Part, tmp_path: Path) -> None:
+    assert part.text(tmp_path).startswith("Not measured yet: `")
 
 
 def moved(move_s: list[float], plain_s: list[float]) -> dict[str, Any]:

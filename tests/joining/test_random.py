@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.distributed.models import Run
 from tests.distributed.owned import Own, Shared
-from tests.joining.runs import Outcome, assert_same_bits
+from tests.joining.runs import assert_same_bits
 from tests.joining.test_grow import COMMON, OPTIMIZERS
 
 SHORT, LONG, SETTLED = 7, 100, 20
@@ -37,15 +38,20 @@ def steps(number: int, seed: int, *, start: int = 2, most: int = 4) -> dict[int,
     return {**found, number: most}
 
 
-def assert_nothing_is_left(outcome: Outcome) -> None:
-    """With the same number of stages a rank holds as much late as early, of each kind; memory grows with the record."""
+def assert_nothing_is_left(held: Sequence[tuple[int, Counter[str]]]) -> None:
+    """With the same number of stages a rank holds as much late as early, of each kind; memory grows with the record.
+
+    Args:
+        held: after every resize, the number of stages and what the rank held.
+    """
     first: dict[int, Counter[str]] = {}
-    for num_stages, held in outcome.held[2:]:
-        earlier = first.setdefault(num_stages, held)
-        more = {kind: (earlier[kind], held[kind]) for kind in held if held[kind] > earlier[kind]}
+    for num_stages, late in held[2:]:
+        early = first.setdefault(num_stages, late)
+        more = {kind: (early[kind], late[kind]) for kind in late if late[kind] > early[kind]}
         assert not more.keys() - {"guests", "KiB"}, (num_stages, more)
-    added_kib = [late["KiB"] - early["KiB"] for (_, early), (_, late) in pairwise(outcome.held[SETTLED:])]
-    print(f"from the {SETTLED}th resize on {sum(added_kib)} KiB more; guests: {[h['guests'] for _, h in outcome.held]}")
+    assert len(first) < len(held[2:]), "no number of stages came twice, so nothing was compared"
+    added_kib = [late["KiB"] - early["KiB"] for (_, early), (_, late) in pairwise(held[SETTLED:])]
+    print(f"from the {SETTLED}th resize on {sum(added_kib)} KiB more; guests: {[found['guests'] for _, found in held]}")
     assert sum(added_kib) <= KIB_EACH * len(added_kib)
 
 
@@ -54,7 +60,7 @@ def resize(run: Run, number: int, seed: int, *, replicas: int = 1, most: int = 4
     newcomers = (most - 1) * replicas
     last = assert_same_bits(run, run.num_stages * replicas, plan, newcomers=newcomers, come_again=True)
     assert len(last) == most * replicas and len(last[0].events) == number
-    assert_nothing_is_left(last[0])
+    assert_nothing_is_left(last[0].held)
 
 
 def run_of(name: str, number: int, **options: Any) -> Run:

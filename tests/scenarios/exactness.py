@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from scenarios.gpt import GPTConfig
 from scenarios.settings import RunSettings, Settings, load_deepspeed_json, merge
 from tests.distributed.models import digest
 from tests.distributed.ranks import DOOR, run_ranks
-from tests.joining.runs import wait_for_newcomers
+from tests.joining.runs import wait_for_newcomers, what_is_held
 
 MODEL = GPTConfig(depth=4, hidden=16, heads=2, seq_len=16, vocab_size=64)
 SMALL_BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
@@ -67,12 +68,16 @@ class Job:
 
 @dataclass
 class Trained:
-    """What one rank knows of a run from the batch ``first`` on: losses, the scenario's reports, hashes of layers."""
+    """What one rank knows of a run from the batch ``first`` on: losses, the scenario's reports, hashes of layers.
+
+    ``held``: number of stages, and what the process held, after every resize of a run that workers may join.
+    """
 
     losses: list[float]
     reports: list[Any]
     layers: dict[str, str]
     first: int = 0
+    held: list[tuple[int, Counter[str]]] = field(default_factory=list)
 
 
 def train_both(_rank: int, job: Job) -> tuple[Trained, Trained]:
@@ -99,13 +104,15 @@ def train(job: Job, *, moves: bool) -> Trained:
     """Train on this rank of a started process group."""
     run = build(job)
     engine, first = run.engine, run.engine.global_steps
-    boundaries = job.moves(engine.partition[-1]) if moves else {}
+    boundaries, held = job.moves(engine.partition[-1]) if moves else {}, list[tuple[int, Counter[str]]]()
     for batch in range(first, job.num_batches):
         if batch in boundaries:
             engine.repartition(boundaries[batch])
-        resize(engine, job.resizes.get(batch, engine.num_stages))
+        if batch in job.resizes:
+            resize(engine, job.resizes[batch])
+            held += [(engine.num_stages, what_is_held(engine))] if job.joins else []
         list(run.train_window([batch], timed=True))
-    trained = Trained(run.measured.losses, run.measured.reports, digest(engine), first)
+    trained = Trained(run.measured.losses, run.measured.reports, digest(engine), first, held)
     if job.joins:
         engine.destroy()  # who still waits hears that it is over
     return trained
