@@ -158,7 +158,7 @@ def whole(rows: Sequence[Mapping[str, Any]]) -> str:
     Args:
         rows: of :func:`measure`.
     """
-    head = ["optimizer", "MB a stage", "stages", "pause, s", "process groups", "layers", "rest"]
+    head = ["optimizer", "MB a stage", "stages", "pause, s", "regroup", "move", "rest"]
     return table(head, [
         [*_names(row), f"{pause['before']} → {pause['after']}", *(f"{seconds:.3f}" for seconds in parts(pause))]
         for row in rows for pause in row["pauses"]
@@ -190,11 +190,11 @@ def summary(values: Mapping[str, Any]) -> str:
     return (
         f"{short(rows)}\n\n"
         f"A cell has the seconds from the call of `engine.repack` until it returns on the first rank: the median of "
-        f"{number} pauses. In brackets, of the same pause: process groups, moving layers, the rest. *MB a stage*: "
-        f"weights and optimizer state of each of the first two stages. Median of all pauses: {growing_s:.2f} s to "
-        f"grow, {shrinking_s:.2f} s to shrink; the longest took {longest(rows):.2f} s. *Losses*: against a job of two "
-        f"stages that stays, all {rows[0]['num_batches']} batches. Conditions: {NUM_LAYERS} layers, one replica, gloo "
-        f"on one machine; newcomers had been built and waited."
+        f"{number} pauses. In brackets, of the same pause: letting newcomers in and making process groups anew, moving "
+        f"layers, the rest. *MB a stage*: weights and optimizer state of each of the first two stages. Median of all "
+        f"pauses: {growing_s:.2f} s to grow, {shrinking_s:.2f} s to shrink; the longest took {longest(rows):.2f} s. "
+        f"*Losses*: against a job of two stages that stays, all {rows[0]['num_batches']} batches. Conditions: "
+        f"{NUM_LAYERS} layers, one replica, gloo on one machine; newcomers had been built and waited."
     )
 
 
