@@ -46,7 +46,8 @@ class Growing:
         Raises:
             ValueError: on every rank, if there can be no door.
         """
-        if joined or self._run.config.elastic.enabled or DOOR_FILE in os.environ:
+        is_open = self._doorway is not None  # a worker that has joined need not find anything in its surroundings
+        if joined or is_open or self._run.config.elastic.enabled or DOOR_FILE in os.environ:
             self._doorway = self._doorway or Doorway(self._run)
             self._doorway.settle()
 

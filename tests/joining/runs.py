@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from dynpipe_ds.joining.door import DOOR_FILE
+from dynpipe_ds.joining.newcomer import JOIN
 from dynpipe_ds.ranks import place
 from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, data, digest, make_engine
@@ -52,9 +54,16 @@ def wait_for_newcomers(engine: Any, number: int) -> None:
         time.sleep(0.02)
 
 
-def resized(_rank: int, run: Run, steps: Steps) -> Outcome:
+def resized_by_environment(rank: int, run: Run, steps: Steps) -> Outcome:
+    """The same where the section has no door, but the environment of the first ranks, as ``dynpipe run`` sets it."""
+    if JOIN not in os.environ:
+        os.environ[DOOR_FILE] = os.environ[DOOR]
+    return resized(rank, run, steps, has_section=False)
+
+
+def resized(_rank: int, run: Run, steps: Steps, *, has_section: bool = True) -> Outcome:
     """Train, with another number of stages after some batches; the same function is what a newcomer runs."""
-    engine = make_engine(elastic(run))
+    engine = make_engine(elastic(run) if has_section else run)
     batches, losses, events = data(engine.grid.get_data_parallel_id(), run.micro_batches), {}, []
     held: list[tuple[int, Counter[str]]] = []
     for _ in range(engine.global_steps * run.micro_batches):
@@ -108,14 +117,15 @@ def count_once(ports: Collection[int]) -> Counter[str]:
 
 
 def assert_same_bits(
-    run: Run, ranks: int, steps: Steps, newcomers: int, *, come_again: bool = False
+    run: Run, ranks: int, steps: Steps, newcomers: int, *, come_again: bool = False,
+    function: Callable[[int, Run, Steps], Outcome] = resized,
 ) -> list[Outcome]:
     """Compare a run that is resized with one that is not; what those returned who were there at the end."""
     everyone = run_ranks(resized, ranks, run, {})
     numbers = [run.num_stages, *steps.values()]
     may_leave = range(1, ranks + newcomers) if any(b < a for a, b in pairwise(numbers)) else ()
     changed = run_ranks(
-        resized, ranks, run, steps, newcomers=newcomers, may_leave=may_leave, come_again=come_again
+        function, ranks, run, steps, newcomers=newcomers, may_leave=may_leave, come_again=come_again
     )
     last: list[Outcome] = [outcome for outcome in changed if outcome is not None]
     losses = everyone[0].losses

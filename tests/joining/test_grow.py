@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.configs import BF16, ZERO
 from tests.distributed.models import Run
 from tests.distributed.owned import Own, Shared
-from tests.joining.runs import assert_same_bits
+from tests.joining.runs import assert_same_bits, resized_by_environment
 from tests.matrix import mostly
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -53,3 +53,10 @@ def test_planned_orders_and_decisions_go_on() -> None:
     run = Run(2, num_batches=9, config={**COMMON, "dynamic_pipeline": section})
     last = assert_same_bits(run, 2, {3: 3, 6: 2}, newcomers=1)
     assert len({outcome.partition for outcome in last}) == 1
+
+
+def test_a_job_whose_door_is_in_the_environment_shrinks_around_who_joined() -> None:
+    """Workers that have joined do not have the variable, and stay in a shrink; all ranks settle at the doors alike."""
+    run = Run(1, num_batches=7, config=COMMON)
+    last = assert_same_bits(run, 1, {1: 3, 3: 2, 5: 3}, newcomers=3, function=resized_by_environment)
+    assert [len(event.after) - 1 for event in last[0].events] == [3, 2, 3]
