@@ -6,7 +6,7 @@ python -m benchmarks.elastic.main pauses [--repeats 3] [--force]
 The first: ``dynpipe run`` starts two ranks and four spares of ``train.py``; after that the same with two ranks that
 stay. Losses of both runs are compared bit for bit.
 
-The second (``pauses.py``): seconds of pause for every direction, optimizer and size; four minutes on two idle cores.
+The second (``pauses.py``): seconds of pause for every direction, optimizer and size.
 """
 
 from __future__ import annotations

@@ -183,15 +183,16 @@ def summary(values: Mapping[str, Any]) -> str:
     rows = values["rows"]
     pauses = [pause for row in rows for pause in row["pauses"]]
     number = min(len(of_direction(row, *way)) for row in rows for way in DIRECTIONS)
+    measured = "one pause" if number == 1 else f"the median of {number} pauses"
     growing_s, shrinking_s = (
         median(pause["pause_s"] for pause in pauses if (pause["after"] > pause["before"]) == grows)
         for grows in (True, False)
     )
     return (
         f"{short(rows)}\n\n"
-        f"A cell has the seconds from the call of `engine.repack` until it returns on the first rank: the median of "
-        f"{number} pauses. In brackets, of the same pause: letting newcomers in and making process groups anew, moving "
-        f"layers, the rest. *MB a stage*: weights and optimizer state of each of the first two stages. Median of all "
+        f"A cell has the seconds from the call of `engine.repack` until it returns on the first rank: "
+        f"{measured}. In brackets, of the same pause: letting "
+        f"newcomers in and making process groups anew, moving layers, the rest. *MB a stage*: weights and optimizer state of each of the first two stages. Median of all "
         f"pauses: {growing_s:.2f} s to grow, {shrinking_s:.2f} s to shrink; the longest took {longest(rows):.2f} s. "
         f"*Losses*: against a job of two stages that stays, all {rows[0]['num_batches']} batches. Conditions: "
         f"{NUM_LAYERS} layers, one replica, gloo on one machine; newcomers had been built and waited."
