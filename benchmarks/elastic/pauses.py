@@ -190,12 +190,12 @@ def summary(values: Mapping[str, Any]) -> str:
     )
     return (
         f"{short(rows)}\n\n"
-        f"A cell has the seconds from the call of `engine.repack` until it returns on the first rank: "
-        f"{measured}. In brackets, of the same pause: letting "
-        f"newcomers in and making process groups anew, moving layers, the rest. *MB a stage*: weights and optimizer state of each of the first two stages. Median of all "
-        f"pauses: {growing_s:.2f} s to grow, {shrinking_s:.2f} s to shrink; the longest took {longest(rows):.2f} s. "
-        f"*Losses*: against a job of two stages that stays, all {rows[0]['num_batches']} batches. Conditions: "
-        f"{NUM_LAYERS} layers, one replica, gloo on one machine; newcomers had been built and waited."
+        f"A cell has the seconds from the call of `engine.repack` until it returns on the first rank: {measured}. In "
+        f"brackets, of the same pause: letting newcomers in and making process groups anew, moving layers, the rest. "
+        f"*MB a stage*: weights and optimizer state of each of the first two stages. Median of all pauses: "
+        f"{growing_s:.2f} s to grow, {shrinking_s:.2f} s to shrink; the longest took {longest(rows):.2f} s. *Losses*: "
+        f"against a job of two stages that stays, all {rows[0]['num_batches']} batches. Conditions: {NUM_LAYERS} "
+        f"layers, one replica, gloo on one machine; newcomers had been built and waited."
     )
 
 
