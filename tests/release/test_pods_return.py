@@ -26,7 +26,6 @@ pytest.importorskip("kubernetes_validate", reason="pip install dynpipe_ds[dev]")
 from dynpipe_ds.config import SECTION, parse_config
 from tests.distributed.models import run_and_digest
 from tests.distributed.ranks import reserved_port, run_ranks
-from tests.matrix import mostly
 from tests.release import pod_training
 from tests.release.api_server import load_manifest
 from tests.release.pod_training import GOES_IN, GROW_AFTER, RUN, STAGES
@@ -156,7 +155,8 @@ def new_pod(pods: Pods) -> str:
     return pods.start("Deployment", f"train-more-{secrets.token_hex(3)}")
 
 
-@pytest.mark.parametrize("how", mostly(["deleted", "killed"], ["deleted"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["deleted", "killed"])
 def test_a_pod_goes_and_another_returns(how: str, pods: Pods, tmp_path: Path) -> None:
     """The job goes on without it, and grows again with a new process of another name; no loss differs."""
     job = [pods.start("Job", f"train-{index}", JOB_COMPLETION_INDEX=str(index)) for index in range(2)]
