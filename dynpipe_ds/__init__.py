@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dynpipe_ds._command_line import is_entry
+from dynpipe_ds._command_line import interrupts_end_quietly, is_entry
 
 __version__ = "0.1.0"
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING or not is_entry():
 
     __all__ = _public.__all__
 else:  # see _public
+    interrupts_end_quietly()
 
     def __getattr__(name: str) -> Any:
         """A public name, or ``__all__``, imported when it is first asked for."""

@@ -68,6 +68,17 @@ def read(file: Path) -> dict[str, Any] | None:
     return stored
 
 
+def in_words(trained: Mapping[str, int]) -> str:
+    """After which batch each run is: ``batch 26``, or ``batch 2 (static) and batch 6 (dynamic)``.
+
+    Args:
+        trained: batches of each run, by its name.
+    """
+    if len(set(trained.values())) == 1:
+        return f"batch {next(iter(trained.values()))}"
+    return " and ".join(f"batch {count} ({name})" for name, count in trained.items())
+
+
 def found(settings: Settings) -> dict[str, Any] | None:
     """What an interrupted run in the output folder has written down, if this job would go on from there.
 

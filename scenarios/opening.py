@@ -6,7 +6,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from scenarios.begun import Job, found
+from scenarios.begun import Job, found, in_words
 from scenarios.gpt import GPTConfig
 from scenarios.pretrained import PretrainedModel
 from scenarios.settings import Settings
@@ -56,8 +56,7 @@ def _finds(settings: Settings, *, resumes: bool) -> str:
     """What becomes of what is in the output folder."""
     stored = found(settings) if resumes else None
     if stored is not None:
-        trained = " and ".join(dict.fromkeys(str(count) for count in stored["trained"].values()))
-        return f" (continues the run that was interrupted there after batch {trained})"
+        return f" (continues the run that was interrupted there after {in_words(stored['trained'])})"
     files = results_in(Path(settings.output_dir))
     if not files:
         return ""

@@ -25,14 +25,9 @@ import torch.distributed as dist
 
 from dynpipe_ds import CheckpointError
 from dynpipe_ds.ranks import together
-from scenarios.begun import JOB, Job, as_values, check, checkpoints_of, read, split_blocks_begun
+from scenarios.begun import JOB, Job, as_values, check, checkpoints_of, in_words, read, split_blocks_begun
 from scenarios.compare import Contender
 from scenarios.settings import Settings
-
-
-def in_words(trained: Sequence[int]) -> str:
-    """How many batches the runs have trained: one number where it is the same."""
-    return " and ".join(dict.fromkeys(map(str, trained)))
 
 
 def begun_with(settings: Settings) -> bool | None:
@@ -78,11 +73,11 @@ class JobCheckpoints:
 
     # -- going on -----------------------------------------------------------------------------
 
-    def resume(self) -> list[int] | None:
+    def resume(self) -> dict[str, int] | None:
         """Load the checkpoint in the output folder, if an interrupted run has left one.
 
         Returns:
-            Batches that each run has trained; ``None`` for a fresh start.
+            Batches that each run has trained, by its name; ``None`` for a fresh start.
 
         Raises:
             ValueError: on every rank, if it is of a run with other settings or can't be loaded; with the remedy.
@@ -99,8 +94,8 @@ class JobCheckpoints:
                 contender.load(self._folder, stored["tag"])
         except CheckpointError as error:
             raise ValueError(f"{error}; start anew with run.resume=false, or with another output_dir") from error
-        trained = [len(contender.measured.losses) for contender in self._contenders]
-        self._saved_after = min(trained)
+        trained = self._trained()
+        self._saved_after = min(trained.values())
         self.newest = str(self._folder)
         return trained
 
@@ -164,19 +159,24 @@ class JobCheckpoints:
         Raises:
             InterruptedRunError: on every rank, if any was asked to end.
         """
-        trained = [len(contender.measured.losses) for contender in self._contenders]
-        if min(trained) == self._settings.run.batches:
+        trained = self._trained()
+        least = min(trained.values())
+        if least == self._settings.run.batches:
             return
         ending = torch.tensor([int(self._asked_to_end)], device=self._device)
         dist.all_reduce(ending, op=dist.ReduceOp.MAX)
         every = self._settings.run.save_every
-        due = every and min(trained) == max(trained) and trained[0] - self._saved_after >= every
+        due = every and least == max(trained.values()) and least - self._saved_after >= every
         complaint = self._save() if due or ending.item() else None
         if complaint is not None and self._first:
             warnings.warn(complaint, stacklevel=2)
         if ending.item():
             saved = complaint or f"saved in {self._folder}: the same command continues it"
-            raise InterruptedRunError(f"asked to end after {in_words(trained)} batches; {saved}")
+            raise InterruptedRunError(f"stopped after {in_words(trained)}; {saved}")
+
+    def _trained(self) -> dict[str, int]:
+        """How many batches each run has trained, by its name."""
+        return {contender.label: len(contender.measured.losses) for contender in self._contenders}
 
     def _save(self) -> str | None:
         """Save all runs, then let the moment count; returns what went wrong, the same on every rank."""
@@ -209,7 +209,7 @@ class JobCheckpoints:
             "settings": as_values(self._settings),
             "num_stages": self._num_stages,
             "samples": shape.samples,
-            "trained": {contender.label: len(contender.measured.losses) for contender in self._contenders},
+            "trained": self._trained(),
         }
 
 

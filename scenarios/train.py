@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from dynpipe_ds import FatalError, init_distributed
 from dynpipe_ds.ranks import explaining_lost_ranks
+from scenarios.begun import in_words
 from scenarios.compare import Contender, build_contender, silence, train_in_turns
 from scenarios.data import load_data
 from scenarios.entry import start
@@ -38,7 +39,7 @@ from scenarios.opening import clear
 from scenarios.ranks import end_as_asked, hear_warnings, rank
 from scenarios.report.comparison import RunSummary, comparison_table, same_bits, same_partition, speedup
 from scenarios.report.pictures import save_comparison
-from scenarios.resume import InterruptedRunError, JobCheckpoints, begun_with, in_words
+from scenarios.resume import InterruptedRunError, JobCheckpoints, begun_with
 from scenarios.settings import SECTION, Settings, merge
 
 
@@ -228,7 +229,7 @@ def run(settings: Settings) -> None:
         trained = checkpoints.resume()
         if trained is not None and dist.get_rank() == 0:
             after, batches = in_words(trained), settings.run.batches
-            print(f"continuing an interrupted run after batch {after} of {batches}", flush=True)
+            print(f"continuing an interrupted run after {after} of {batches}", flush=True)
         if dist.get_rank() == 0:
             clear(Path(settings.output_dir))
         before = count()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import dynpipe_ds
+from dynpipe_ds._command_line import interrupts_raise
 from dynpipe_ds.cli.command import OK, PROBLEMS, USAGE, Parser, ProblemError, UsageError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        interrupts_raise()
         code, text, values = parsed.run(parsed)
         print(json.dumps(values, indent=1, allow_nan=False) if "json" in parsed else text)
         return int(code)

@@ -52,6 +52,8 @@ a {{ color: {_LINK}; }} summary {{ cursor: pointer; color: {_MUTED}; }}
 @media (max-width: 34rem) {{
   dl.settings {{ grid-template-columns: minmax(0, 1fr); }}
   dl.settings dd {{ margin-bottom: .4rem; }}
+  th, td {{ padding: .3rem .4rem; }}
+  th:first-child, td:first-child {{ white-space: normal; }}
 }}
 @media print {{ h2 {{ break-after: avoid; }} figure {{ break-inside: avoid; }} }}
 """

@@ -63,6 +63,13 @@ def test_a_difference_is_told() -> None:
     assert not values_of(unequal)["good"] and text_of(values_of(unequal), "here").count("DIFFER") == 1
 
 
+def test_a_busy_machine_is_told() -> None:
+    """Where others compute as well, the seconds are no measurement."""
+    values = {**values_of(events()), "num_processors": 2}
+    assert "say nothing about speed" in text_of({**values, "load": 9.0}, "here")
+    assert "speed" not in text_of({**values, "load": 2.0}, "here")
+
+
 def test_no_move_is_not_a_success() -> None:
     stayed = [event for event in events() if event["kind"] != "move"]
     values = values_of(stayed)
@@ -71,7 +78,7 @@ def test_no_move_is_not_a_success() -> None:
 
 def test_lines_while_it_runs() -> None:
     start, *_, move, end = events()
-    assert "12 layers and 2.1 million parameters" in str(line(start))
+    assert "12 layers, 2.1 million parameters" in str(line(start))
     assert line(move) == "batch 11: layers move, [0 6 12] -> [0 8 12], in 0.020 s"
     assert line(end) is None and line({"kind": "freeze", "run": "static", "batch": 8}) is None
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,24 @@ def test_the_command_line_has_all_public_names_when_they_are_asked_for() -> None
         check=False,
     )  # fmt: skip
     assert done.stdout.split("\n")[-3:] == ["[]", "False False True", ""], done.stderr
+
+
+@pytest.mark.parametrize("imported", ["argparse", "torch"])
+def test_ctrl_c_while_it_is_imported_ends_it_without_a_stack(tmp_path: Path, imported: str) -> None:
+    """Importing takes seconds, in which there is nothing to clear up yet."""
+    # A module of this name, found first, says that the moment has come and waits for it.
+    (tmp_path / f"{imported}.py").write_text(
+        "import sys, time\nprint('now', file=sys.stderr, flush=True)\ntime.sleep(60)\n", encoding="utf-8"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "dynpipe_ds", "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
+    ) as started:  # fmt: skip
+        assert started.stderr is not None and started.stderr.readline() == "now\n"
+        started.send_signal(signal.SIGINT)
+        out, err = started.communicate()
+    assert (started.returncode, out, err) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize(

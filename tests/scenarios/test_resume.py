@@ -157,9 +157,10 @@ def test_asked_to_end(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
     settings = settings_for(tmp_path / "out", batches=14)
     stop = Stop(1, signal.SIGTERM, in_batch(6))  # in the second batch of the static run's first timed window
     for ended, _ in run_ranks(run_entry, 2, settings, stop):
-        assert ended.startswith("InterruptedRunError: asked to end after 2 and 5 batches; saved in"), ended
+        told = "InterruptedRunError: stopped after batch 2 (static) and batch 5 (dynamic); saved in"
+        assert ended.startswith(told), ended
     results, printed = finish(settings, 2)
-    assert "continuing an interrupted run after batch 2 and 5 of 14" in printed
+    assert "continuing an interrupted run after batch 2 (static) and batch 5 (dynamic) of 14" in printed
     assert_same_losses(results, uninterrupted(FEW))
     assert [run["resumed_at"] for run in results["runs"]] == [[2], [5]]
 

@@ -24,11 +24,11 @@ def line(event: Event) -> str | None:
     kind, batch = event["kind"], event.get("batch", 0)
     if kind == "start":
         return (
-            f"two processes train a GPT of {event['num_layers']} layers and {event['num_parameters'] / 1e6:.1f} "
-            "million parameters twice, in turns: with stages that stay and with stages that move"
+            f"two processes train a GPT ({event['num_layers']} layers, {event['num_parameters'] / 1e6:.1f} million "
+            "parameters) in two runs that take turns: in one the stages stay, in the other they may move"
         )
     if kind == "freeze" and event["run"] == DYNAMIC:
-        return f"batch {batch}: {layer_spans(range(NUM_FROZEN))} stop training; the other stage is now slower"
+        return f"batch {batch}: {layer_spans(range(NUM_FROZEN))} stop training; the second stage is now slower"
     if kind == "move":
         return (
             f"batch {batch}: layers move, {brackets(event['before'])} -> {brackets(event['after'])}, "
@@ -86,22 +86,25 @@ def text_of(values: dict[str, Any], folder: str) -> str:
     equal = {True: "equal bits", False: "DIFFER"}
     rows = [
         ["", "stages stay", "stages move"],
-        ["boundaries at first", *(brackets(run["boundaries_before"]) for run in (static, dynamic))],
+        ["boundaries at the start", *(brackets(run["boundaries_before"]) for run in (static, dynamic))],
         ["boundaries at the end", *(brackets(run["boundaries_after"]) for run in (static, dynamic))],
-        ["seconds a batch before freezing", *(f"{run['batch_before_s']:.3f}" for run in (static, dynamic))],
-        [f"seconds a batch, last {_LAST}", *(f"{run['batch_after_s']:.3f}" for run in (static, dynamic))],
+        ["seconds per batch before freezing", *(f"{run['batch_before_s']:.3f}" for run in (static, dynamic))],
+        [f"seconds per batch, last {_LAST}", *(f"{run['batch_after_s']:.3f}" for run in (static, dynamic))],
         ["final loss", *(f"{run['final_loss']:.6f}" for run in (static, dynamic))],
         [f"losses of all {count} batches", "", equal[values["losses_equal_bits"]]],
         [f"{values['num_tensors']} weights and optimizer states", "", equal[values["weights_and_state_equal_bits"]]],
     ]
     lines = ["", format_table(rows), ""]
     if not values["moves"]:
-        lines += ["No layer moved: no move was worth its cost here and now. Try again on a less busy machine.", ""]
+        lines += ["No layer moved: no move promised to be worth its cost. Try again on a less busy machine.", ""]
     if values["load"] > values["num_processors"] + _FREE_LOAD:
-        busy = f"the load is {values['load']:.1f} on {values['num_processors']} processors"
-        lines += [f"Other programs compute here as well ({busy}): the seconds are not those of an idle machine.", ""]
+        lines += [
+            f"This machine is busy (load {values['load']:.1f} on {values['num_processors']} processors). "
+            "The seconds above say nothing about speed.",
+            "",
+        ]
     lines += [
-        f"written: {folder} (demo.json: every batch; timeline.png: a batch of each run, who computes and who waits)",
+        f"written: {folder} (demo.json: every batch; timeline.png: one batch of each run, which stage waits and when)",
         "next, with your own start command: dynpipe try -- COMMAND",
     ]
     return "\n".join(lines)
