@@ -282,6 +282,7 @@ def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> 
     with_s = min(seconds(recorder.run) for _ in range(repeats))
     without_s = min(seconds(lambda _, function, x: function(x)) for _ in range(repeats))
     recorder._labels, recorder._stamps = [], []
+    recorder._types, recorder.obstacles = {}, {}  # a tensor in host memory could not be sent from a device
     return max(0.0, with_s - without_s) / (2 * num_layers)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER, WEIGHT, BatchRecorder
+from dynpipe_ds.messages import values
 from dynpipe_ds.schedule import split_at_once
 
 MARKS = [
@@ -121,3 +122,14 @@ def test_a_stage_that_did_not_wait_saw_no_message_come() -> None:
     assert forward == (0.0, 7.0, False)
     assert backward == (pytest.approx(7.2), pytest.approx(10.2), False), "a message that was there takes a moment, too"
     assert first_stretches((TRANSFER, 1.0), (FORWARD, 2.0)) == ((1.0, 3.0, True), None), "frozen: no backward"
+
+
+def test_what_was_timed_at_the_start_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, the tensor that marks are timed with would be one that can't be sent."""
+    monkeypatch.setattr(values, "_device_type", lambda: "cuda")
+    recorder = BatchRecorder()
+    assert recorder.mark_s >= 0 and not recorder.obstacles
+    recorder.start()
+    recorder.instruction(FORWARD, 0)
+    recorder.run(3, lambda x: x, torch.ones(2))
+    assert recorder.obstacles == {3: "a tensor on the device cpu, while the stages compute on cuda"}

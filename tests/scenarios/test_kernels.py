@@ -66,6 +66,7 @@ def test_the_share_of_zeros_that_pays() -> None:
         assert [Form().is_small(share, weight.bfloat16()) for share in (0.91, 0.92)] == [False, True]
     assert not Form().is_small(1.0, weight.double())
     assert [Form("block").is_small(share, weight) for share in (0.3, 0.4)] == [False, True]
+    assert choose("pruned blocks", CUDA, HALF).pays_from == NEVER and choose("pruned blocks", CUDA).pays_from < 1
     assert Form(crossover=0.1).is_small(0.1, weight.double()) and not Form(crossover=NEVER).is_small(1.0, weight)
 
 

@@ -35,7 +35,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, q_codes: Tensor, k_codes: 
     """Compute every pair, then drop those that are not allowed: softmax written out, 0 where no key is left."""
     seq = q.shape[1]
     same = q_codes.transpose(1, 2)[..., :, None] == k_codes.transpose(1, 2)[..., None, :]
-    mask = same & torch.ones(seq, seq).tril().bool()
+    mask = same & torch.ones(seq, seq, device=q.device).tril().bool()
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
     weights = scores.sub(scores.amax(-1, keepdim=True).detach()).exp() * mask
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
