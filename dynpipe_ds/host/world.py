@@ -268,7 +268,8 @@ class World:
             gone = self._lost()
             if gone or clock.tick() > patience_s:
                 ranks = ", ".join(str(self.members.index(name)) for name in missing)
-                return gone or f"members {ranks} of generation {self.generation} did not come in {patience_s:g} s"
+                said = f"members {ranks} of generation {self.generation} did not come in {patience_s:g} s"
+                return gone or f"{said}, timed out"  # words by which the guard looks for lost ranks
             time.sleep(_POLL_S)
 
     def _is_said(self, key: str) -> bool:

@@ -153,7 +153,7 @@ def test_killed_and_restarted(
 
 BY_HAND: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rebalance": (lambda engine: engine.rebalance(), "dynpipe_ds.training:disagreement"),
-    "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.training:same_everywhere"),
+    "repartition": (lambda engine: engine.repartition((0, 3, 5, 8)), "dynpipe_ds.training:disagreement"),
     "its transfer": (lambda engine: engine.repartition((0, 3, 5, 8)), TRANSFER + "start"),
     "replace_parameters": (lambda engine: engine.replace_parameters(()), "dynpipe_ds.stage:replace_parameters"),
     "wait_for_disk": (lambda engine: engine.wait_for_disk(), "dynpipe_ds.checkpoint.checkpoints:together"),
