@@ -123,7 +123,7 @@ class Newcomer:
         """
         clock, problem = RunningClock(), ""
         while clock.tick() < patience_s:
-            for address in list(self._doors) or self._named_doors():
+            for address in self._known_doors():
                 try:
                     if self._knock_at(address):
                         return
@@ -135,6 +135,16 @@ class Newcomer:
                     problem = f"{address.host}:{address.port}: {error}"
             time.sleep(_PAUSE_S)
         raise OverError(f"no door of the job answered in {patience_s:g} s ({problem or f'no {self._where}'})")
+
+    def _known_doors(self) -> list[Address]:
+        """Those that doors have named, and the one that this process was told of at first."""
+        try:
+            named = self._named_doors()
+        except ValueError:  # its file is gone
+            if not self._doors:
+                raise
+            named = []
+        return list(dict.fromkeys([*self._doors, *named]))
 
     def _named_doors(self) -> list[Address]:
         if not Path(self._where).is_file() and os.sep in self._where:
@@ -148,8 +158,7 @@ class Newcomer:
             wire.introduce(self._token, ANSWER_S)
             said = wire.receive(ANSWER_S)
             if "job" not in said:
-                elsewhere = said.get("elsewhere")
-                self._doors = [Address(*elsewhere)] if elsewhere else self._doors
+                self._turn_to(said.get("elsewhere"))
                 wire.close()
                 return False
         except BaseException:
@@ -160,6 +169,11 @@ class Newcomer:
         os.environ["MASTER_ADDR"] = address.host
         self._doors = [Address(*door) for door in self.job.get("doors", [])] or [address]
         return True
+
+    def _turn_to(self, elsewhere: list[Any] | None) -> None:
+        """Knock there first; the others stay known, since a door may name one that has just been lost."""
+        if elsewhere:
+            self._doors = list(dict.fromkeys([Address(*elsewhere), *self._doors]))
 
     def show(self, papers: Mapping[str, Any]) -> None:
         """Prove that this process fits.
@@ -200,7 +214,7 @@ class Newcomer:
                 if "invited" in said:
                     invited: dict[str, Any] = said["invited"]
                     return invited
-                self._doors = [Address(*said["elsewhere"])] if said.get("elsewhere") else self._doors
+                self._turn_to(said.get("elsewhere"))
             except WireError:
                 log.info("dynamic_pipeline: the door at which this worker waited is gone; looking for another")
             self.knock_again()

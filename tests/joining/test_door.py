@@ -225,3 +225,18 @@ def test_a_process_is_a_newcomer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one is not None and newcomer("n") is one
     is_in()
     assert newcomer("n") is None and JOIN not in os.environ
+
+
+def test_a_door_that_names_a_lost_one_is_knocked_at_again() -> None:
+    """It does not know yet that the first rank is gone, and leads soon after."""
+    gone, second = Door(PAPERS, "word"), Door(PAPERS, "word")
+    second.send_to(gone.address)
+    gone.close()
+    one = Newcomer("{}:{}".format(*second.address), "n")
+    with pytest.raises(OverError):
+        one.knock(0.1)
+    second.lead(JOB)
+    one.knock(5.0)
+    assert one.job == JOB
+    one.hang_up()
+    second.close()

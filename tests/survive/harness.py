@@ -18,6 +18,7 @@ from tests.faults.test_stopped import stop
 
 NUM_BATCHES = 10
 KILL_FROM = 2  # the batch from which on points count
+KNOCKS_S = 0.5  # before each batch: a spare whose door is gone knocks at the next one within this
 SAVE_EVERY = 2
 NOTICED = Point("a loss is noticed", "dynpipe_ds.survive.survivor:Survivor.go_on")
 FIRST = {1: (0, 8), 2: (0, 2, 8), 3: (0, 3, 5, 8), 4: (0, 2, 4, 6, 8)}
@@ -208,6 +209,8 @@ def train(rank: int, job: Job, faults: Mapping[int, Point], note: str) -> Outcom
                     stop_s = job.stop_s
                     action = partial(kill, f"{note}.{rank}") if stop_s is None else partial(stop, stop_s)
                     stack.enter_context(faults[rank].arm(action))
+                if job.spares:
+                    time.sleep(KNOCKS_S)
                 began = time.monotonic()
                 outcome.losses.append(float(engine.train_batch(batches)))
                 if job.saves and note and (batch + 1) % job.save_every == 0:  # without a place, nothing is saved
