@@ -78,7 +78,7 @@ def bounds(
     head_s = _before(forward_s + np.append(activation_link_s, 0.0))
     tail_s = _before(np.where(trains, input_s, 0.0))
     returns_s = forward_s + _behind(forward_s + input_s + np.append(0.0, activation_link_s + gradient_link_s))
-    return stage_bounds(head_s, returns_s, ahead_s, awaited_s, weights_s, tail_s, trains).max(axis=-1)
+    return np.asarray(stage_bounds(head_s, returns_s, ahead_s, awaited_s, weights_s, tail_s, trains).max(axis=-1))
 
 
 def stage_bounds(

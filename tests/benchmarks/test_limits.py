@@ -36,7 +36,8 @@ def sequences(count: int) -> list[tuple[Step, ...]]:
     found: list[tuple[Step, ...]] = [()]
     for _ in range(3 * count):
         found = [
-            (*done, (op, m)) for done in found for op, before in (("F", ""), ("B", "F"), ("W", "B")) for m in range(count)
+            (*done, (op, m))
+            for done in found for op, before in (("F", ""), ("B", "F"), ("W", "B")) for m in range(count)
             if (op, m) not in done and (not before or (before, m) in done)
         ]  # fmt: skip
     return found
@@ -54,7 +55,8 @@ def took_s(layers: Layers, cuts: Sequence[int], order: Sequence[Sequence[Step]])
             while positions[stage] < len(steps):
                 op, m = steps[positions[stage]]
                 sender = stage - 1 if op == "F" else stage + 1
-                waits = (op == "F" and stage > 0) or (op == "B" and stage < last and cuts[stage + 1] > layers.num_frozen)
+                waits_behind = op == "B" and stage < last and cuts[stage + 1] > layers.num_frozen
+                waits = waits_behind or (op == "F" and stage > 0)
                 if waits and (sender, op, m) not in done:
                     break
                 ready_s = done[sender, op, m] + layers.message_s if waits else 0.0
