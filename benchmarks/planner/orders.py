@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.record import environment, in_words
-from benchmarks.traces.models import BLOCK_FORWARD_S, EDGE, MODELS
+from benchmarks.traces.blocks import BLOCK_FORWARD_S, EDGE
+from benchmarks.traces.models import MODELS
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated

@@ -107,7 +107,8 @@ def judge(
         if not rebalance and prospect is not None and history.varies and saved_s > cost_s:
             shown = _saves_on_average(config, gains.by_batch)
             rebalance, reason = shown is not None, shown or reason
-        if not rebalance and saved_s / num_batches >= 2.0 * cost_s > 0:  # a mistake costs less than another wait
+        waits = not rebalance and not history.varies
+        if waits and saved_s / num_batches >= 2.0 * cost_s > 0:  # a mistake costs less than another wait
             shown = _is_shown(config, gains.by_batch[-num_unseen:], noise, num_unseen)
             rebalance, reason = shown is not None, shown or reason
     else:

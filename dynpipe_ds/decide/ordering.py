@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.halves import Halves
-from dynpipe_ds.decide.history import History
+from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.decide.judgement import Prospect
 from dynpipe_ds.decide.orders import MOST_EFFORT, OrderedBatch, Orders
 from dynpipe_ds.measure.profile import PipelineProfile
@@ -180,8 +179,8 @@ class Ordering:
             The prospect; ``None`` where the plan can't be run any more.
         """
         assert self._waiting is not None, "asked where a plan waits"
-        seconds = self._orders.again(profile, self._waiting)
-        return None if seconds is None else self._prospect(plan, profile, *seconds)
+        found = self._orders.again(profile, self._waiting, self._varying())
+        return None if found is None else self._prospect(plan, profile, *found)
 
     def can_glance(self) -> bool:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
@@ -213,7 +212,11 @@ class Ordering:
             candidates: partitions, the present one first.
             pinned: cuts that no partition may have.
         """
-        return self._orders.together(profile, candidates, pinned, list(map(self.fill, self._history.varying())))
+        return self._orders.together(profile, candidates, pinned, self._varying())
+
+    def _varying(self) -> list[PipelineProfile]:
+        """Batches that plans are tried on where layers vary, with halves."""
+        return list(map(self.fill, self._history.varying()))
 
     def prospect(self, plan: Plan, profile: PipelineProfile) -> Prospect | None:
         """What a plan promises under planned orders.
@@ -227,19 +230,21 @@ class Ordering:
         """
         if not self.is_planned() or plan.boundaries == profile.boundaries:
             return None
-        present, planned = (self._orders.best(profile, cuts) for cuts in (profile.boundaries, plan.boundaries))
+        varying = self._varying()
+        present, planned = (self._orders.best(profile, cuts, varying) for cuts in (profile.boundaries, plan.boundaries))
         if present.planned is None and planned.planned is None:
             return None
-        return self._prospect(plan, profile, present.seconds, planned.seconds)
+        return self._prospect(plan, profile, present, planned)
 
-    def _prospect(self, plan: Plan, profile: PipelineProfile, present_s: float, planned_s: float) -> Prospect:
-        gain = 1.0 - planned_s / present_s if present_s else 0.0
+    def _prospect(self, plan: Plan, profile: PipelineProfile, present: OrderedBatch, planned: OrderedBatch) -> Prospect:
+        if present.varying_s and planned.varying_s:
+            shares = Gains.shares(present.varying_s, planned.varying_s)
+            return Prospect(present.seconds, planned.seconds, Gains(shares, min(shares)))
+        gain = 1.0 - planned.seconds / present.seconds if present.seconds else 0.0
         gains = self._history.ordered_gains(
             profile.boundaries, plan.boundaries, self._halves.fill, self._orders.least_s, profile, gain
         )
-        if self._history.varies:
-            planned_s = present_s * (1.0 - fmean(gains.by_batch))
-        return Prospect(present_s, planned_s, gains)
+        return Prospect(present.seconds, planned.seconds, gains)
 
     def choose(self, profile: PipelineProfile | None, boundaries: Sequence[int]) -> Order | None:
         """The best order for a partition.
@@ -256,7 +261,8 @@ class Ordering:
                 self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
         self._settled = self._state()
-        best, least = self._orders.best(profile, boundaries), self._orders.least_effort(profile)
+        best = self._orders.best(profile, boundaries, self._varying())
+        least = self._orders.least_effort(profile)
         self._searched = max(least, self._orders.effort + self._orders.spent)
         gains = tuple(boundaries) != profile.boundaries or self._orders.gain > NEWS
         self._needed = 0.0 if gains else max(2 * self._needed, least)

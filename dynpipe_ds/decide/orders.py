@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -26,6 +26,7 @@ from dynpipe_ds.planning import (
     worker_bytes_of_1f1b,
 )  # fmt: skip
 from dynpipe_ds.planning.planner import EFFORT, num_computations
+from dynpipe_ds.planning.retimed import AS_LONG
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.timetable import Timetable
@@ -65,12 +66,14 @@ class OrderedBatch:
     Args:
         boundaries: S + 1 layer indices.
         planned: what to run; an order that ran before, or a plan whose order is not written down yet; ``None``: 1F1B.
-        seconds: of a batch, corrected by what batches have taken.
+        seconds: of a batch, corrected by what batches have taken; of batches that vary, on average.
+        varying_s: of each of these.
     """
 
     boundaries: tuple[int, ...]
     planned: Order | PlannedOrder | None
     seconds: float
+    varying_s: tuple[float, ...] = ()
 
 
 class Orders:
@@ -205,24 +208,27 @@ class Orders:
         """
         return self._known[tuple(boundaries)]
 
-    def best(self, profile: PipelineProfile, boundaries: Sequence[int]) -> OrderedBatch:
+    def best(
+        self, profile: PipelineProfile, boundaries: Sequence[int], varying: Sequence[PipelineProfile] = ()
+    ) -> OrderedBatch:
         """The best order for a partition.
 
         Args:
             profile: with halves.
             boundaries: S + 1 layer indices.
+            varying: batches that the profile is the mean of, with halves, if layers vary.
         """
         cuts = tuple(boundaries)
         if cuts not in self._known:
             effort = int(min(EFFORT, max(0.0, self.effort)))
             try:
                 planned = plan_on_partition(
-                    profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort
+                    profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort, varying=varying
                 )
                 self._spend(planned.num_computations + EFFORT_OF_ANY)
             except ValueError:  # its layers leave no room under the caps that were given
                 planned = None
-            self._note(profile, cuts, planned)
+            self._note(profile, cuts, planned, varying)
         return self._known[cuts]
 
     def glance(self, profile: PipelineProfile, boundaries: Sequence[int]) -> tuple[float, float]:
@@ -233,8 +239,8 @@ class Orders:
             boundaries: of the other one.
         """
         now = self._now(profile)
-        here_s, there_s = (self._usual_s(profile, tuple(cuts)) for cuts in (profile.boundaries, boundaries))
-        return here_s if now is None else now[0], there_s
+        here, there = (self._usual(profile, tuple(cuts)) for cuts in (profile.boundaries, boundaries))
+        return here.seconds if now is None else now[0].seconds, there.seconds
 
     def together(
         self, profile: PipelineProfile, candidates: Sequence[Sequence[int]], pinned: Sequence[int],
@@ -258,30 +264,32 @@ class Orders:
             )
         except ValueError:  # no candidate keeps the memory of the workers, under any order
             for cuts in starts:
-                self._note(profile, cuts, None)
+                self._note(profile, cuts, None, varying)
             return min((self._known[cuts] for cuts in starts), key=lambda one: one.seconds)
         self._spend(found.num_computations + EFFORT_OF_ANY)
         noted = {starts[0]: found.present, found.placement.boundaries: found.planned}
         for cuts, planned in noted.items():
-            self._note(profile, cuts, planned)
-        more_s = {starts[0]: found.varying_s[1], found.placement.boundaries: found.varying_s[0]}
-        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds + more_s[one.boundaries])
+            self._note(profile, cuts, planned, varying)
+        return min((self._known[cuts] for cuts in noted), key=lambda one: one.seconds)
 
-    def again(self, profile: PipelineProfile, found: OrderedBatch) -> tuple[float, float] | None:
-        """Seconds of a batch as it runs now, and as was found by an earlier profile; nothing is searched.
+    def again(
+        self, profile: PipelineProfile, found: OrderedBatch, varying: Sequence[PipelineProfile] = ()
+    ) -> tuple[OrderedBatch, OrderedBatch] | None:
+        """A batch as it runs now, and as was found by an earlier profile; nothing is searched.
 
         Args:
             profile: with halves; its boundaries are the present partition.
             found: an earlier plan of another one, its order written down.
+            varying: batches that the profile is the mean of, with halves, if layers vary.
 
         Returns:
             Both; ``None`` where the order is for other batches, or would hold too much by now.
         """
         order, cuts = found.planned, found.boundaries
-        now = self._now(profile)
-        present_s = now[0] if now else self._usual_s(profile, profile.boundaries)
+        now = self._now(profile, varying)
+        present = now[0] if now else self._usual(profile, profile.boundaries, varying)
         if order is None:
-            there = OrderedBatch(cuts, None, self._usual_s(profile, cuts))
+            there = self._usual(profile, cuts, varying)
         else:
             assert isinstance(order, Order), "written down when it was kept"
             caps = activation_caps(profile, cuts, self._caps(profile, *self._candidates, cuts))  # as it was found
@@ -291,9 +299,9 @@ class Orders:
             timetable = self._timetable(order, workload)
             if any(peak > cap for peak, cap in zip(timetable.peak_bytes(workload), caps, strict=True)):
                 return None
-            there = OrderedBatch(cuts, order, timetable.makespan_s(workload) * self.correction)
+            there = self._timed(order, cuts, profile, varying)
         self._known[cuts] = there
-        return present_s, there.seconds
+        return present, there
 
     def least_s(self, profile: PipelineProfile, boundaries: Sequence[int]) -> float:
         """Seconds that a batch takes at least in any order that keeps the memory of the workers, if one does.
@@ -310,39 +318,63 @@ class Orders:
             caps = None
         return least_seconds(workload, caps)
 
-    def _usual_s(self, profile: PipelineProfile, cuts: tuple[int, ...]) -> float:
-        return simulate(Workload.from_profile(profile, cuts, speeds=self._speeds.values)).makespan_s
+    def _usual(
+        self, profile: PipelineProfile, cuts: tuple[int, ...], varying: Sequence[PipelineProfile] = ()
+    ) -> OrderedBatch:
+        seconds = [
+            simulate(Workload.from_profile(each, cuts, speeds=self._speeds.values)).makespan_s
+            for each in varying or [profile]
+        ]
+        return OrderedBatch(cuts, None, fmean(seconds), tuple(seconds) if varying else ())
 
-    def _note(self, profile: PipelineProfile, cuts: tuple[int, ...], planned: PlannedOrder | None) -> None:
+    def _timed(
+        self, order: Order, cuts: tuple[int, ...], profile: PipelineProfile, varying: Sequence[PipelineProfile]
+    ) -> OrderedBatch:
+        workloads = [
+            Workload.from_profile(each, cuts, speeds=self._speeds.values, late=order.late)
+            for each in varying or [profile]
+        ]
+        correction, timetable = self.correction, self._timetable(order, workloads[0])
+        seconds = [timetable.makespan_s(workload) * correction for workload in workloads]
+        self._spend(len(varying) * _size(profile) // AS_LONG)
+        return OrderedBatch(cuts, order, fmean(seconds), tuple(seconds) if varying else ())
+
+    def _note(
+        self, profile: PipelineProfile, cuts: tuple[int, ...], planned: PlannedOrder | None,
+        varying: Sequence[PipelineProfile],
+    ) -> None:
         """Of a partition, which order is the best: what was planned, what runs now, or 1F1B."""
-        workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values)
-        usual = simulate(workload) if planned is None else planned.usual
-        best = OrderedBatch(cuts, None, usual.makespan_s)
+        usual = best = self._usual(profile, cuts, varying if planned is None or planned.is_1f1b else ())
         if planned is not None and not planned.is_1f1b:
-            best = self._better(best, OrderedBatch(cuts, planned, planned.seconds * self.correction))
+            varying_s = tuple(self.correction * seconds for seconds in planned.varying_s)
+            best = self._better(best, OrderedBatch(cuts, planned, planned.seconds * self.correction, varying_s))
         runs = cuts == profile.boundaries
-        if runs and self.order_on(cuts) is None and usual.makespan_s:
-            self.gain = 1.0 - best.seconds / usual.makespan_s
-        if runs and planned is not None and (now := self._now(profile)) is not None:
-            seconds, peaks = now
+        if runs and self.order_on(cuts) is None and usual.seconds:
+            self.gain = 1.0 - best.seconds / usual.seconds
+        if runs and planned is not None and (found := self._now(profile, varying)) is not None:
+            now, peaks = found
             caps = activation_caps(profile, cuts, self._caps(profile, cuts))
             keeps = all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
-            self.gain = 1.0 - best.seconds / seconds if keeps and seconds else 1.0
-            if keeps and (best.planned is None or seconds <= best.seconds * (1 + AS_GOOD)):
-                best = self._better(OrderedBatch(cuts, None, usual.makespan_s), OrderedBatch(cuts, self.order, seconds))
+            self.gain = 1.0 - best.seconds / now.seconds if keeps and now.seconds else 1.0
+            if keeps and (best.planned is None or now.seconds <= best.seconds * (1 + AS_GOOD)):
+                best = self._better(usual, now)
+        if varying and not best.varying_s:
+            best = self._usual(profile, cuts, varying)
         self._known[cuts] = best
 
-    def _now(self, profile: PipelineProfile) -> tuple[float, tuple[int, ...]] | None:
-        """Corrected seconds of a batch as it runs now, in a planned order, and the most bytes that stages hold.
+    def _now(
+        self, profile: PipelineProfile, varying: Sequence[PipelineProfile] = ()
+    ) -> tuple[OrderedBatch, tuple[int, ...]] | None:
+        """A batch as it runs now, in a planned order, and the most bytes that stages hold.
 
         ``None``: that order is for other batches, or 1F1B runs.
         """
-        order = self.order_on(profile.boundaries)
+        order, cuts = self.order_on(profile.boundaries), profile.boundaries
         if order is None or order.num_micro_batches != profile.num_micro_batches:
             return None
         workload = Workload.from_profile(profile, speeds=self._speeds.values, late=order.late)
-        timetable = self._timetable(order, workload)
-        return timetable.makespan_s(workload) * self.correction, timetable.peak_bytes(workload)
+        peaks = self._timetable(order, workload).peak_bytes(workload)
+        return self._timed(order, cuts, profile, varying), peaks
 
     def _timetable(self, order: Order, workload: Workload) -> Timetable:
         """That of an order, kept for the next time; the newest two are: what runs, and what is about to."""

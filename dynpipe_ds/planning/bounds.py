@@ -78,8 +78,32 @@ def bounds(
     head_s = _before(forward_s + np.append(activation_link_s, 0.0))
     tail_s = _before(np.where(trains, input_s, 0.0))
     returns_s = forward_s + _behind(forward_s + input_s + np.append(0.0, activation_link_s + gradient_link_s))
+    return np.asarray(stage_bounds(head_s, returns_s, ahead_s, awaited_s, weights_s, tail_s, trains).max(axis=-1))
+
+
+def stage_bounds(
+    head_s: FloatArray, returns_s: FloatArray, ahead_s: FloatArray, awaited_s: FloatArray, weights_s: FloatArray,
+    tail_s: FloatArray, trains: npt.NDArray[np.bool_],
+) -> FloatArray:
+    """The bound of single stages: seconds from the beginning of the batch to its end.
+
+    Proof. The stage is idle for ``head_s``, until its first activation comes. The first backward needs a gradient that
+    comes back no earlier than ``returns_s`` after that; the stage has computed ``ahead_s`` at most by then, and can do
+    nothing else. All but weight gradients takes ``awaited_s``. Behind the last of that, either all weight gradients
+    are done, or some are still to be done: in both cases the stage is busy with them for ``weights_s`` in all. And the
+    gradient that it computed last has ``tail_s`` to go. Nothing of this rests on an order.
+
+    Args:
+        head_s: least seconds until the first activation comes.
+        returns_s: least seconds from then on until its gradient comes back.
+        ahead_s: most seconds of forwards that there is room for before the first backward.
+        awaited_s: all seconds of the stage's batch but weight gradients.
+        weights_s: all seconds of its weight gradients.
+        tail_s: least seconds that its last gradient takes through the stages before it.
+        trains: whether it has a backward.
+    """
     idle_s = np.where(trains, np.maximum(returns_s - ahead_s, 0.0), 0.0)
-    return np.asarray((head_s + idle_s + awaited_s + np.maximum(weights_s, tail_s)).max(axis=-1))
+    return np.asarray(head_s + idle_s + awaited_s + np.maximum(weights_s, tail_s))
 
 
 def _before(seconds: FloatArray) -> FloatArray:

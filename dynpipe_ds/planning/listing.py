@@ -48,16 +48,18 @@ class Listing:
         ran: for every stage its forwards, backwards and weight gradients in sequence, each kind in the order of
             micro-batches.
         whole: for every stage the micro-batches with a backward in one part.
+        stages: of all computations, in the sequence in which they began: each comes after what it needs.
     """
 
     seconds: float
     ran: tuple[Sequence[Op], ...]
     whole: tuple[frozenset[int], ...]
+    stages: Sequence[int]
 
     @property
     def num_computations(self) -> int:
         """How many ran, of all stages."""
-        return sum(map(len, self.ran))
+        return len(self.stages)
 
     def order(self, num_micro_batches: int) -> Order:
         """The order as a value, with its messages: each leaves at once, and is received where it is needed.
@@ -93,7 +95,7 @@ def list_order(workload: Workload, caps: Sequence[int], policy: Policy, *, limit
         What ran.
     """
     run = _Run(workload, caps, policy)
-    return Listing(run.to_the_end(limit_s), tuple(run.ran), tuple(map(frozenset, run.whole)))
+    return Listing(run.to_the_end(limit_s), tuple(run.ran), tuple(map(frozenset, run.whole)), run.stages)
 
 
 def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
@@ -130,6 +132,7 @@ class _Run:
         self.patience = policy.patience
         self.ran: list[list[Op]] = [[] for _ in sends]
         self.whole: list[set[int]] = [set() for _ in sends]
+        self.stages: list[int] = []
 
     def _limit_frozen(self) -> None:
         """Let frozen stages be no further ahead than the first one that trains has room for.
@@ -191,6 +194,7 @@ class _Run:
                     now_s, s = heappushpop(events, (next_s, s))
                     continue
             self.ran[s].append(op)
+            self.stages.append(s)
             if now_s > free_s[s]:
                 may_idle_s[s] -= now_s - free_s[s]
                 if may_idle_s[s] < 0:

@@ -24,6 +24,7 @@ def plan_on_partition(
     gradient_link_s: Seconds | None = None,
     speeds: Sequence[float] | None = None,
     effort: int = EFFORT,
+    varying: Sequence[PipelineProfile] = (),
 ) -> PlannedOrder:
     """Plan in which order to run a partition, within the memory of the workers.
 
@@ -36,6 +37,7 @@ def plan_on_partition(
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         effort: how many computations to look at; 300,000 to 500,000 a second.
+        varying: batches that the profile is the mean of; the order is the one in which they are the shortest.
 
     Returns:
         The order; of equally short ones that in which all weight gradients are apart.
@@ -45,13 +47,13 @@ def plan_on_partition(
     """
     return go_on_planning_on(
         Tried(), profile, boundaries, worker_bytes, weight_bytes=weight_bytes, activation_link_s=activation_link_s,
-        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort,
+        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort, varying=varying,
     )
 
 
 def go_on_planning_on(
     tried: Tried, profile: PipelineProfile, boundaries: Placement | Sequence[int], worker_bytes: int | Sequence[int],
-    *, weight_bytes: Sequence[int] | None, effort: int, **kwargs: Any,
+    *, weight_bytes: Sequence[int] | None, effort: int, varying: Sequence[PipelineProfile], **kwargs: Any,
 ) -> PlannedOrder:
     """Do as :func:`plan_on_partition` does where some policies were tried before.
 
@@ -62,13 +64,17 @@ def go_on_planning_on(
         worker_bytes: state and activations that a worker may hold.
         weight_bytes: that a layer holds between both halves of a backward.
         effort: how many computations to look at.
+        varying: batches that the profile is the mean of.
         **kwargs: links and speeds, for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
     """
     caps = activation_caps(profile, boundaries, worker_bytes)
 
     def plan(late: Sequence[int], effort: int, tried: Tried) -> PlannedOrder:
-        workload = Workload.from_profile(profile, boundaries, weight_bytes=weight_bytes, late=late, **kwargs)
-        return go_on_planning(tried, workload, caps, effort=effort, late=late)
+        workload, *batches = (
+            Workload.from_profile(each, boundaries, weight_bytes=weight_bytes, late=late, **kwargs)
+            for each in (profile, *varying)
+        )
+        return go_on_planning(tried, workload, caps, effort=effort, late=late, varying=batches)
 
     late = late_layers(profile, boundaries, caps, weight_bytes)
     if not late:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
+from statistics import fmean
 
 import numpy as np
 
@@ -18,7 +19,16 @@ from dynpipe_ds.planning.bounds import bounds, num_ahead
 from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.on_partition import go_on_planning_on
-from dynpipe_ds.planning.planner import EFFORT, QUICK, PlannedOrder, Tried, first_policies, fits, num_computations
+from dynpipe_ds.planning.planner import (
+    EFFORT,
+    QUICK,
+    PlannedOrder,
+    Tried,
+    first_policies,
+    fits,
+    num_computations,
+    seconds_of_1f1b,
+)  # fmt: skip
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 
@@ -37,15 +47,12 @@ class PlannedBatch:
         planned: the order, with its predicted seconds and bytes.
         present: the same for the first candidate; ``None`` where it is not allowed.
         num_computations: that the search looked at.
-        varying_s: what batches as they vary take longer than the profile's on the partition, and on the present one;
-            0 where none were given.
     """
 
     placement: Placement
     planned: PlannedOrder
     present: PlannedOrder | None
     num_computations: int = 0
-    varying_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def seconds(self) -> float:
@@ -88,7 +95,8 @@ def plan_batch(
         allow_empty: whether a stage may hold no layer.
         effort: how many computations to look at; 300,000 to 500,000 a second.
         varying: batches that the profile is the mean of. The slowest stage is now this one and now that one, so they
-            take longer than their mean does: on each partition by as much as their lower bounds say.
+            take longer than their mean does, on some partitions more than on others. Each order is timed with all of
+            them.
 
     Returns:
         The best partition found, and its order.
@@ -114,12 +122,10 @@ def plan_batch(
         shortlist[present] = None  # to be compared on equal terms
     share = (effort - looked_at) // len(shortlist)
     plans = {cuts: case.plan(cuts, met[cuts].tried, share) for cuts in shortlist}
-    varying_s = {cuts: case.varying_s(cuts) for cuts in plans}
-    best = min(plans, key=lambda cuts: plans[cuts].seconds + varying_s[cuts])
+    best = min(plans, key=lambda cuts: plans[cuts].seconds)
     looked_at += sum(plan.num_computations for plan in plans.values()) + case.num_bounded // _BOUNDS_A_COMPUTATION
     at_present = plans.get(present) if present is not None else None
-    more_s = varying_s[best], varying_s[present] if present in varying_s else 0.0
-    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at, more_s)
+    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at)
 
 
 @dataclass(frozen=True)
@@ -205,9 +211,8 @@ class _Case:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.policies = first_policies(problem.num_stages, QUICK)
-        self.until = self._until([profile])
-        self.varying_until = self._until(varying) if varying else None
+        self.policies = first_policies(problem.num_stages, QUICK, varies=bool(varying))
+        self.varying, self.until = varying, self._until(varying or [profile])
         self.num_bounded = 0
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
@@ -229,17 +234,21 @@ class _Case:
     def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
         return tuple(self.problem.starts[cut] for cut in cuts)
 
-    def workload(self, cuts: Cuts) -> Workload:
-        return Workload.from_profile(
-            self.profile, self.boundaries(cuts), speeds=self.problem.speeds,
-            weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
-        )
+    def workloads(self, cuts: Cuts) -> list[Workload]:
+        """Of the profile, and of each batch that it is the mean of."""
+        return [
+            Workload.from_profile(
+                profile, self.boundaries(cuts), speeds=self.problem.speeds,
+                weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+            )
+            for profile in (self.profile, *self.varying)
+        ]  # fmt: skip
 
     def plan(self, cuts: Cuts, tried: Tried, effort: int) -> PlannedOrder:
         return go_on_planning_on(
             tried, self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
             weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
-            effort=effort,
+            effort=effort, varying=self.varying,
         )
 
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
@@ -247,22 +256,10 @@ class _Case:
 
     def least_s(self, candidates: Sequence[Cuts]) -> FloatArray:
         """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""
-        if self.varying_until is None:
-            return self._bounds(candidates, self.until)
-        self.num_bounded += len(candidates) * len(self.varying_until["forward"])
-        return self._bounds(candidates, self.varying_until)
-
-    def varying_s(self, cuts: Cuts) -> float:
-        """What batches as they vary take longer on a partition that fits than the profile's."""
-        if self.varying_until is None:
-            return 0.0
-        return float(self.least_s([cuts])[0] - self._bounds([cuts], self.until)[0])
-
-    def _bounds(self, candidates: Sequence[Cuts], until: dict[str, FloatArray]) -> FloatArray:
-        """Of each partition the mean over batches; infinite where it does not fit."""
         if not candidates:
             return np.zeros(0)
-        sums = {name: np.diff(each[:, np.array(candidates)], axis=2) for name, each in until.items()}
+        self.num_bounded += len(candidates) * len(self.varying)
+        sums = {name: np.diff(each[:, np.array(candidates)], axis=2) for name, each in self.until.items()}
         forward_s, backward_s, weight_s = (
             np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
         )
@@ -283,11 +280,16 @@ class _Case:
 
     def meet(self, cuts: Cuts, limit_s: float | None = None) -> _Met:
         """Seconds of a batch under the first policies; without a limit, under 1F1B, too."""
-        workload, caps, more_s = self.workload(cuts), self.caps(cuts), self.varying_s(cuts)
+        (workload, *batches), caps = self.workloads(cuts), self.caps(cuts)
         if limit_s is not None:
-            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s - more_s)
-            return _Met(tried.best_s + more_s, tried)
+            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s, varying=batches)
+            return _Met(tried.best_s, tried)
         usual = simulate(workload, "1f1b")
-        usual_s = usual.makespan_s if fits(usual, caps) else inf
-        tried = Tried(usual).go_on(workload, caps, self.policies, 0.0, usual_s)
-        return _Met(min(usual_s, tried.best_s) + more_s, tried)
+        is_allowed = fits(usual, caps)
+        tried = Tried(usual).go_on(
+            workload, caps, self.policies, 0.0, usual.makespan_s if is_allowed and not batches else inf, varying=batches
+        )
+        usual_s = seconds_of_1f1b(usual, batches, tried.best_s) if is_allowed else None
+        if usual_s is None:
+            return _Met(tried.best_s, tried)
+        return _Met(fmean(usual_s) if usual_s else usual.makespan_s, tried)

@@ -412,6 +412,6 @@ def test_a_plan_that_waits_may_hold_what_it_could_when_it_was_found() -> None:
         waits = replace(found, planned=orders.written(found))
         num_wider += orders._caps(profile, found.boundaries) < orders._caps(profile, present, (0, 12, 16, 20, 24))
         for judge in (orders, restored):
-            seconds = judge.again(replace(profile, boundaries=present), waits)
-            assert seconds is not None and seconds[1] == pytest.approx(found.seconds, rel=1e-12)
+            both = judge.again(replace(profile, boundaries=present), waits)
+            assert both is not None and both[1].seconds == pytest.approx(found.seconds, rel=1e-12)
     assert num_wider
