@@ -100,7 +100,7 @@ KERNELS: Mapping[Task, tuple[Kernel, ...]] = {
         Kernel(name="CSR (MKL)", pays_from=NEVER),
     ),
     "pruned blocks": (
-        # On an H200, 1.8 times the dense product with 90% zeros (benchmarks/results/gpu/report.md).
+        # On an H200, 1.8 times the dense product with 90% zeros (docs/pruning.md).
         Kernel(name="gathered bmm", device="cuda", dtypes=(torch.float16, torch.bfloat16), pays_from=NEVER),
         Kernel(name="gathered bmm", pays_from=0.35),
     ),
