@@ -3,7 +3,7 @@
     python -m benchmarks.schedules.limits        # ten seconds; reads what `--paper --halves` has kept
 
 The bound of a batch is the least, over all contiguous cuts, of what the slowest stage takes in whatever order
-(:func:`dynpipe_ds.planning.bounds.stage_bounds`).
+(:func:`dynpipe_ds.planning.stage_bounds`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.paper.report import Report
 from benchmarks.record import RESULTS, table
@@ -26,9 +27,9 @@ from benchmarks.replay.clocks import Costs
 from benchmarks.schedules.on_paper import TODAY, TOGETHER
 from benchmarks.schedules.replayed import AUTO_RUN, HALVES_GOALS
 from benchmarks.traces import TraceBatch
-from dynpipe_ds.planning.bounds import stage_bounds
-from dynpipe_ds.simulation.workload import FloatArray
+from dynpipe_ds.planning import stage_bounds
 
+FloatArray = NDArray[np.float64]
 BUBBLE_GOALS = {8: 0.16}
 
 

@@ -8,7 +8,7 @@ a profile without measured halves is taken to have), ``predicted`` (several part
 """
 
 from dynpipe_ds.planning.assumed import assume_halves
-from dynpipe_ds.planning.bounds import least_seconds
+from dynpipe_ds.planning.bounds import least_seconds, stage_bounds
 from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
 from dynpipe_ds.planning.on_partition import plan_on_partition
 from dynpipe_ds.planning.planner import PlannedOrder, plan_order
@@ -17,5 +17,5 @@ from dynpipe_ds.planning.together import PlannedBatch, plan_batch
 
 __all__ = [
     "PlannedBatch", "PlannedOrder", "PredictedBatch", "activation_caps", "assume_halves", "least_seconds",
-    "plan_batch", "plan_on_partition", "plan_order", "predict_batches", "worker_bytes_of_1f1b",
+    "plan_batch", "plan_on_partition", "plan_order", "predict_batches", "stage_bounds", "worker_bytes_of_1f1b",
 ]  # fmt: skip

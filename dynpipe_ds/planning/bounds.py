@@ -101,6 +101,9 @@ def stage_bounds(
         weights_s: all seconds of its weight gradients.
         tail_s: least seconds that its last gradient takes through the stages before it.
         trains: whether it has a backward.
+
+    Returns:
+        Seconds, of the shape that the arguments have together.
     """
     idle_s = np.where(trains, np.maximum(returns_s - ahead_s, 0.0), 0.0)
     return np.asarray(head_s + idle_s + awaited_s + np.maximum(weights_s, tail_s))
