@@ -124,6 +124,7 @@ def test_who_joins_with_one_that_dies_comes_later(point: Point, undisturbed: lis
     assert {item for rank in (first, second, fellow) for item in rank[1].items()} == expected
 
 
+@pytest.mark.exhaustive
 def test_who_has_no_room_says_so(undisturbed: list[Any]) -> None:
     results = run_ranks(grow_or_not, 2, POINTS[2], no_room, newcomers=1, may_die={2})
     for result, expected in zip(results, undisturbed, strict=False):

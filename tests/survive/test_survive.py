@@ -104,6 +104,7 @@ def test_a_spare_takes_its_place(
     check(outcomes[:4], whole, {victim}, 4, also=[spare])
 
 
+@pytest.mark.exhaustive
 def test_who_was_silent_and_comes_back_ends(tmp_path: Path, undisturbed: Undisturbed) -> None:
     job = replace(JOBS["adamw"], silent_s=2.0, stop_s=45.0)
     outcomes = run_job(job, {1: FORWARD}, str(tmp_path / "note"))
