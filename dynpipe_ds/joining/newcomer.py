@@ -138,12 +138,15 @@ class Newcomer:
 
     def _known_doors(self) -> list[Address]:
         """Those that doors have named, and the one that this process was told of at first."""
+        token = self._token
         try:
             named = self._named_doors()
         except ValueError:  # its file is gone
             if not self._doors:
                 raise
             named = []
+        if self._doors and self._token != token:  # its file is another job's now
+            self._token, named = token, []
         return list(dict.fromkeys([*self._doors, *named]))
 
     def _named_doors(self) -> list[Address]:

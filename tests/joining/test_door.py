@@ -240,3 +240,24 @@ def test_a_door_that_names_a_lost_one_is_knocked_at_again() -> None:
     assert one.job == JOB
     one.hang_up()
     second.close()
+
+
+def test_another_jobs_door_in_the_same_file_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN)
+    file, first, other = tmp_path / "door.json", Door(PAPERS, "word"), Door(PAPERS, "another")
+    first.lead(JOB)
+    other.lead({**JOB, "num_stages": 7})
+    write_door_file(file, first.address, "word")
+    one = Newcomer(str(file), "n")
+    one.knock(5.0)
+    write_door_file(file, other.address, "another")
+    one.hang_up()
+    one.knock(5.0)
+    assert one.job == JOB
+    one.hang_up()
+    first.close()
+    one.job = {}
+    with pytest.raises(OverError):
+        one.knock(0.5)
+    assert not one.job
+    other.close()
