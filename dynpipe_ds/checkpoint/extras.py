@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 Plain = dict[str, Any]
 
 ATTRIBUTES = "attributes_in_checkpoints"  # of a module: names of others of its attributes
+_PROFILES = ("profiles", "newest", "measured")  # of the balancer's state: sequences of profiles, if they are there
 
 
 def common_state(run: Run) -> Plain:
     """State that is the same on every rank: all that decisions rest on but :func:`rank_state`."""
     known = run.balancer.state_dict()
-    packed = {key: pack(known[key]) for key in ("profiles", "newest") if key in known}
+    packed = {key: pack(known[key]) for key in _PROFILES if key in known}
     return {
         "num_batches": run.num_batches,
         "controller": {**known, **packed},
@@ -45,7 +46,7 @@ def _balancer_state(common: Plain) -> Plain:
     stored = common["controller"]
     if "profiles" not in stored:
         return {**stored, "newest": [PipelineProfile.loads(text) for text in stored["newest"]]}
-    return {**stored, **{key: unpack(stored[key]) for key in ("profiles", "newest") if key in stored}}
+    return {**stored, **{key: unpack(stored[key]) for key in _PROFILES if key in stored}}
 
 
 def stored_profile(common: Plain, config: DynamicPipelineConfig) -> PipelineProfile | None:
