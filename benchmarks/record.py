@@ -27,6 +27,9 @@ from scenarios.machine import Reading, busy_load, busy_words
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 
+COLOUR_MAP = "cividis_r"
+"""Of seconds: darker means slower, as in the pages of ``dynpipe report``."""
+
 # Okabe and Ito's palette, told apart with every common form of colour blindness; in order of lightness.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
 HATCHES = ("", "//", "xx", "..", "\\\\", "--", "++")

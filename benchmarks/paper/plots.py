@@ -10,6 +10,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from benchmarks.record import COLOUR_MAP
+
 STYLES: dict[str, tuple[str, str]] = {
     "static uniform": ("#999999", ""),
     "static parameters": ("#D9D9D9", "//"),
@@ -119,7 +121,7 @@ def plot_heat_map(
     axes: Any = figure.subplots()
     num_batches, num_layers = layers_ms.shape
     image = axes.imshow(
-        layers_ms.T, aspect="auto", origin="lower", cmap="cividis", interpolation="nearest",
+        layers_ms.T, aspect="auto", origin="lower", cmap=COLOUR_MAP, interpolation="nearest",
         extent=(-0.5, num_batches - 0.5, -0.5, num_layers - 0.5),
     )
     edges = np.repeat(np.arange(num_batches + 1) - 0.5, 2)[1:-1]

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.record import new_figure, save_figure
+from benchmarks.record import COLOUR_MAP, new_figure, save_figure
 from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.summary import summarise
 from dynpipe_ds import LayerProfile, PipelineProfile
@@ -66,8 +66,8 @@ def save_heat_map(name: str, values: Mapping[str, Any], path: Path) -> Path:
     cost_ms = 1e3 * np.array(ours["layers_s"]).sum(axis=2).T
     figure = new_figure(9, 4.5)
     axes = figure.subplots()
-    top = float(np.quantile(cost_ms, 0.99))  # one slow batch must not darken all others
-    image = axes.imshow(cost_ms, aspect="auto", origin="lower", cmap="cividis", vmin=0, vmax=top)
+    top = float(np.quantile(cost_ms, 0.99))  # one slow batch must not fade all others
+    image = axes.imshow(cost_ms, aspect="auto", origin="lower", cmap=COLOUR_MAP, vmin=0, vmax=top)
     figure.colorbar(image, label="forward and backward of a micro-batch (ms)")
     _draw_cuts(axes, ours["boundaries"], "-", "white", "ours")
     _draw_cuts(axes, values["runs"][UNIFORM]["boundaries"], "--", "#E69F00", "static uniform")
