@@ -2,13 +2,14 @@
 # make repack-demo  train on four ranks, and on fewer as the model is pruned
 # make ops     compile what DeepSpeed compiles for CPUs, before tests need it
 # make test    run the test suite
-# make test-all  the same with every case of the large matrices (checkpoints, lost ranks)
+# make test-all  the same with every value of the large matrices (checkpoints, lost ranks)
+# make test-every  the same with every combination of these values: hours
 # make test-lowest  the quickstart and `dynpipe doctor --numerics` on the lowest torch and DeepSpeed that are supported, in
 #              .venv-lowest; downloads a torch with CUDA (TORCH_LOWEST='torch==2.4.0+cpu' where there is such a build)
 # make lint    ruff and mypy
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, about 8 minutes; rewrites benchmarks/results and the table of docs/results.md
-# make bench-full  all benchmarks, hours
+# make bench-full  all benchmarks, between two and three hours
 # make gpu     all that one CUDA device can say, in at most ten minutes and without network; writes benchmarks/results/gpu.
 #              WHEELS=folder: in a fresh environment made from wheels; DEVICE=cpu: a rehearsal, in outputs/gpu
 # make wheels  gathers those wheels in WHEELS (by default: wheels); CUDA_TORCH= leaves torch out
@@ -44,7 +45,7 @@ GPU_BIN   = $(if $(WHEELS),$(GPU_VENV)/bin,$(BIN))
 # A file's tests share fixtures. In the order of collection the long files do not come last.
 PARALLEL  = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: env ops run repack-demo test test-all test-lowest lint docs bench bench-full gpu gpu-device gpu-env wheels clean
+.PHONY: env ops run repack-demo test test-all test-every test-lowest lint docs bench bench-full gpu gpu-device gpu-env wheels clean
 env: $(READY)
 
 # torch goes first and pinned: left to the dependencies, the newest build would come with gigabytes of CUDA.
@@ -79,7 +80,10 @@ test: ops
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: ops
-	$(BIN)/python -m pytest $(PARALLEL) -m "exhaustive or not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not combination" $(ARGS)
+
+test-every: ops
+	$(BIN)/python -m pytest $(PARALLEL) -m "" $(ARGS)
 
 $(LOWEST)/.ready: setup.py dynpipe_ds/_versions.py
 	$(PYTHON) -m venv $(LOWEST)

@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other and keep what they say in ``benchmarks/results/``.
 
 python -m benchmarks.run                       the quick set, about 8 minutes on two idle cores
-python -m benchmarks.run --full                everything, about five hours
+python -m benchmarks.run --full                everything, between two and three hours
 python -m benchmarks.run --only scenarios      some of them
 python -m benchmarks.run --force               write over kept results even if the machine is busy
 
@@ -61,21 +61,21 @@ class Experiment:
 
 EXPERIMENTS = (
     Experiment("scenarios", "benchmarks.scenarios.main --quick", "benchmarks.scenarios.main"),
-    Experiment("overhead", "benchmarks.overhead.main --quick", "benchmarks.overhead.main"),
-    Experiment("planner", "", "benchmarks.planner.main", writes=False),
-    Experiment("orders", "", "benchmarks.planner.orders --each", writes=False),
-    Experiment("schedules", "", "benchmarks.schedules"),
-    Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping"),
-    Experiment("schedules_real", "", "benchmarks.schedules --real"),
-    Experiment("experts", "", "benchmarks.experts"),
+    Experiment("overhead", "benchmarks.overhead.main --quick"),
+    Experiment("planner", "", "benchmarks.planner.main --budget 20 --samples 40", writes=False),
+    Experiment("orders", "", "benchmarks.planner.orders", writes=False),
+    Experiment("schedules", "", "benchmarks.schedules --stages 4"),
+    Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping --stages 4"),
+    Experiment("schedules_real", "", "benchmarks.schedules --real --set run.batches=32"),
+    Experiment("experts", "", "benchmarks.experts --layers 1 --batches 2"),
     Experiment("experts_measured", "", "benchmarks.experts.measured"),
     Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),
     Experiment("elastic", "", "benchmarks.elastic.main pauses"),
-    Experiment("layers", "", "benchmarks.layers.main", writes=False),
-    Experiment("plain", "", "benchmarks.plain.main", writes=False),
-    Experiment("checkpoint", "", "benchmarks.checkpoint.main", writes=False),
+    Experiment("layers", "", "benchmarks.layers.main --repeats 7", writes=False),
+    Experiment("plain", "", "benchmarks.plain.main --pairs 30", writes=False),
+    Experiment("checkpoint", "", "benchmarks.checkpoint.main --repeats 7", writes=False),
     Experiment("replay", "", "benchmarks.replay.validate"),
-    Experiment("paper", "benchmarks.paper.main throughput --quick", "benchmarks.paper.main all"),
+    Experiment("paper", "benchmarks.paper.main throughput --quick", "benchmarks.paper.main all --processes 2"),
 )
 
 

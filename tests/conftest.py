@@ -9,11 +9,15 @@ import os
 import pytest
 import torch
 
+from tests.matrix import mark_combinations
+
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a device that is not there."""
+    """Tell combinations from new values, before ``-m`` chooses; skip what needs a device that is not there."""
+    mark_combinations(items)
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") == "cuda":
         return
     for item in items:

@@ -20,8 +20,9 @@ UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
 EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
 LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
 RUN = tuple(method.label for method in (*STATIC, *PAPERS, *VARIANTS, *OURS[:2], OURS[3], PLANNED[1]))
-"""Methods that every pipeline up to 8 stages is run with."""
-MANY_STAGES = (UNIFORM, STATIC[1].label, "partition:time", OPTIMAL, AUTO, PLANNED[1].label)
+"""Methods that pipelines of up to 4 stages are run with."""
+MANY_STAGES = (UNIFORM, "partition:time", AUTO, PLANNED[1].label)
+"""With more: every rank is a process, and all of them share the processors."""
 SLOW = 1 / 1.5  # speed of the slow worker
 
 
@@ -30,9 +31,9 @@ class Size:
     """How much is run.
 
     Args:
-        pipelines: numbers of stages and the blocks of their models.
+        pipelines: numbers of stages and the blocks of their models; with more than 8 half the batches.
         scenarios: which.
-        methods: labels; with more than 8 stages only those of :data:`MANY_STAGES`.
+        methods: labels; with more than 4 stages only those of :data:`MANY_STAGES`.
         batches: of a run.
         few: stages for the tables of network and workers.
         depths: blocks of the simulated tables.
@@ -46,12 +47,8 @@ class Size:
     depths: tuple[int, ...]
 
 
-FULL = Size(
-    (*((stages, blocks) for stages in (2, 4) for blocks in (24, 40)), *((8, blocks) for blocks in (24, 32, 40, 48, 56)),
-     (16, 32), (24, 48)),
-    SCENARIOS, RUN, 40, (4,), DEPTHS,
-)  # fmt: skip
-"""The paper's depths on 8 stages, MoE's 32 blocks on 16, Figure 3's 24 stages; all of them: ``compared``, on paper."""
+FULL = Size(((4, 24), (8, 40), (16, 32), (24, 48)), SCENARIOS, RUN, 40, (4,), DEPTHS)
+"""One depth on 4, 8 and Figure 3's 24 stages, MoE's 32 blocks on 16. Every depth and size: ``compared``, on paper."""
 QUICK = Size(((4, 24),), ("freezing", "moe"), (UNIFORM, STATIC[1].label, "partition:time", OPTIMAL), 20, (4,), (24,))
 
 LAYER_MS = 30.0
@@ -78,10 +75,11 @@ def case(trace: str, method: str, num_stages: int, size: Size, **options: object
         size: its batches.
         **options: further fields of the case.
     """
+    batches = size.batches if num_stages <= 8 else size.batches // 2
     # The paper's interval, in proportion to its 10,000 iterations.
-    every = max(1, round(interval(scenario_of(trace)) * size.batches / ITERATIONS))
+    every = max(1, round(interval(scenario_of(trace)) * batches / ITERATIONS))
     return Case(
-        trace, method, num_stages, 4 * num_stages, size.batches, LAYER_MS, every,
+        trace, method, num_stages, 4 * num_stages, batches, LAYER_MS, every,
         **options,  # type: ignore[arg-type]
     )
 
@@ -98,7 +96,7 @@ def throughput(size: Size, traces: Sequence[str] = ()) -> list[Case]:
         for num_stages, depth in size.pipelines
         for trace in traces or [f"model:{name}_cost:{depth}" for name in size.scenarios]
         for method in size.methods
-        if (num_stages <= 8 or method in MANY_STAGES) and (num_stages != 16 or scenario_of(trace) == "moe")
+        if (num_stages <= 4 or method in MANY_STAGES) and (num_stages != 16 or scenario_of(trace) == "moe")
     ]
 
 
@@ -145,7 +143,7 @@ def replicas(size: Size) -> list[Case]:
     Args:
         size: how much.
     """
-    methods = (UNIFORM, "static parameters", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO)
+    methods = (UNIFORM, "static parameters", "contiguous diffusion:time", AUTO)
     pipelines = ((16, 8), (24, 30)) if len(size.scenarios) > 2 else ((16, 8),)
     return [
         case(f"model:{name}:{depth}", method, num_stages, size, replicas=count)

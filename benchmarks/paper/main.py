@@ -6,9 +6,9 @@
     python -m benchmarks.paper.main compared       # Figure 3 with its settings, all contenders, on paper (20 minutes)
     python -m benchmarks.paper.main one_node       # DynPipe Table 2: pruning's last phase, on paper (3 minutes)
     python -m benchmarks.paper.main unstable       # DynPipe D.2: does balancing gain more on an unstable network?
-    python -m benchmarks.paper.main throughput     # the same runs on the real engine, replay (hours)
+    python -m benchmarks.paper.main throughput     # the same runs on the real engine, replay (an hour)
     python -m benchmarks.paper.main throughput --stages 2 4 8
-    python -m benchmarks.paper.main recorded       # the same for the recorded traces, 2 and 4 stages
+    python -m benchmarks.paper.main recorded       # the same for the recorded traces, 4 stages
     python -m benchmarks.paper.main bubbles        # Figure 1, from the runs of 'throughput'
     python -m benchmarks.paper.main overhead       # Figure 4, DynPipe Table 1, from the runs of 'throughput'
     python -m benchmarks.paper.main network        # link delays on the real engine, replay

@@ -1,4 +1,4 @@
-"""The four runs of one scenario: dense, static uniform, static parameters, ours; trained in turns."""
+"""The three runs of one scenario: static uniform, static parameters, ours; trained in turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from scenarios.data import load_corpus
 from scenarios.settings import Settings, config_folder
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
-DENSE, UNIFORM, PARAMETERS, OURS = "dense", "static uniform", "static parameters", "ours"
-RUNS = (DENSE, UNIFORM, PARAMETERS, OURS)
+UNIFORM, PARAMETERS, OURS = RUNS = ("static uniform", "static parameters", "ours")
 
 # Schedules that are over after six batches; half as much to compute where a batch takes long.
 EARLY: Mapping[str, tuple[str, ...]] = {
@@ -50,8 +49,6 @@ def settings_of(run: str, settings: Settings) -> tuple[Settings, bool]:
         run: one of :data:`RUNS`.
         settings: the scenario's.
     """
-    if run == DENSE:
-        return replace(settings, scenario="none", scenario_settings={}, partition_method="parameters"), False
     method = "uniform" if run == UNIFORM else "parameters"
     return replace(settings, partition_method=method), run == OURS
 
@@ -82,18 +79,17 @@ class TimedRun:
             )
 
 
-def build_runs(settings: Settings, names: Sequence[str] = RUNS) -> dict[str, TimedRun]:
+def build_runs(settings: Settings) -> dict[str, TimedRun]:
     """Build the runs; they read the same data.
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
 
     Args:
         settings: the scenario's.
-        names: of :data:`RUNS`, in their order.
     """
     tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     runs: dict[str, TimedRun] = {}
-    for name in names:
+    for name in RUNS:
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:

@@ -1,4 +1,4 @@
-"""All scenarios with real compute: dense, static uniform, static parameters and ours, in turns, next to the ideal.
+"""All scenarios with real compute: static uniform, static parameters and ours, in turns, next to the ideal.
 
 python -m benchmarks.scenarios.main [--quick] [--only pruning moe] [--set model.depth=8]
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 from benchmarks.ranks import Send, on_ranks
 from benchmarks.record import RESULTS, add_force, environment, force, save
-from benchmarks.scenarios.contenders import EARLY, RUNS, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
+from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
 from benchmarks.scenarios.summary import text
 
 NAME = "scenarios"
-FULL = ("run.batches=62", "run.window=6", "run.warmup_batches=2")
+FULL = ("run.batches=50", "run.window=3", "run.warmup_batches=2")
 QUICK = ("run.batches=18", "run.window=2", "run.warmup_batches=2", "ds.gradient_accumulation_steps=4")
 SETTLED_FULL, SETTLED_QUICK = 32, 8
 """First batch of the windows at the end: all changes are over, and ours had time to notice."""
@@ -30,7 +30,7 @@ def run_rank(send: Send, scenario: str, options: argparse.Namespace) -> None:
     if options.quick:
         overrides += EARLY[scenario]
     settings = read_settings([*overrides, *options.set])
-    runs = build_runs(settings, RUNS[1:] if options.quick else RUNS)  # without the dense model: it is in no ratio
+    runs = build_runs(settings)
     train_in_turns(runs, settings)
     _, *windows = settings.run.windows()
     send({

@@ -12,13 +12,13 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.record import COLOUR_MAP, new_figure, save_figure
-from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
+from benchmarks.scenarios.contenders import OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.summary import summarise
 from dynpipe_ds import LayerProfile, PipelineProfile
 from dynpipe_ds.reporting import around_move, save_chrome_trace, save_gantt
 from dynpipe_ds.simulation import Interval, Workload, simulate
 
-_BARS = ((DENSE, "#999999", ".."), (UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))
+_BARS = ((UNIFORM, "#E69F00", "\\\\"), (PARAMETERS, "#D55E00", "//"), (OURS, "#0072B2", ""))
 _OUTLINE = withStroke(linewidth=5, foreground="black")
 _LATE = 5  # batches at the end that a picture of one batch is the mean of
 
@@ -32,18 +32,16 @@ def save_rates(scenarios: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """
     figure = new_figure(11, 4.2)
     axes = figure.subplots()
-    width, summaries = 0.2, {name: summarise(values) for name, values in scenarios.items()}
+    width, summaries = 0.25, {name: summarise(values) for name, values in scenarios.items()}
     for number, (run, colour, hatch) in enumerate(_BARS):
         for place, summary in enumerate(summaries.values()):
-            if run == DENSE and run not in summary.tokens_per_s:
-                continue
             same = run == PARAMETERS and run not in summary.tokens_per_s
             spread = summary.tokens_per_s[UNIFORM if same else run]
             median, least, greatest = (
                 100 * v / summary.ideal_tokens_per_s for v in (spread.median, spread.least, spread.greatest)
             )
             axes.bar(
-                place + (number - 1.5) * width, median, width, color=colour, hatch=hatch, edgecolor="white",
+                place + (number - 1) * width, median, width, color=colour, hatch=hatch, edgecolor="white",
                 yerr=[[median - least], [greatest - median]], capsize=2, label=run if place == 0 else None,
             )
     axes.axhline(100, color="black", linewidth=1, label="ideal: best partition, no overhead")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import table
-from benchmarks.scenarios.contenders import DENSE, OURS, PARAMETERS, UNIFORM
+from benchmarks.scenarios.contenders import OURS, PARAMETERS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s, window_s
 from scenarios.report.comparison import same_bits
 from scenarios.report.interval import SAME_PARTITION, Estimate, ratio_of_totals
@@ -150,7 +150,7 @@ def _num_batches(windows: Sequence[Sequence[int]]) -> int:
 
 
 HEAD = (
-    "scenario", "dense, tokens/s", "static uniform", "static parameters", "ours", "ideal",
+    "scenario", "static uniform, tokens/s", "static parameters", "ours", "ideal",
     "ours / best static (95% interval)", "ours / ideal (least to greatest)",
     "of which the cut", "whole run: ours / best static (95% interval)", "whole run: ours / ideal",
     "own overhead", "losses",
@@ -167,12 +167,10 @@ def row(name: str, values: Mapping[str, Any]) -> list[str]:
     s = summarise(values)
 
     def rate(run: str) -> str:
-        if run not in s.tokens_per_s:
-            return "the same cut" if run == PARAMETERS else "not run"
-        return f"{s.tokens_per_s[run].median:,.0f}"
+        return f"{s.tokens_per_s[run].median:,.0f}" if run in s.tokens_per_s else "the same cut"
 
     return [
-        name, rate(DENSE), rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
+        name, rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
         told(s.speedup),
         f"{s.share.median:.1%} ({s.share.least:.1%} to {s.share.greatest:.1%})",
         f"{s.cut_share.median:.1%}", told(s.whole_speedup), f"{s.whole_share:.1%}", f"{s.overhead:.2%}",
@@ -195,6 +193,6 @@ def text(all_values: Mapping[str, Mapping[str, Any]]) -> str:
         "window as one pair. *Ideal*: the partition that is best for the layer times as measured in the very "
         "window, micro-batch by micro-batch, chosen with hindsight, with the schedule's fill and drain, without any "
         "overhead. *Of which the cut*: the same if only our choice of boundaries counts, on paper; the rest are "
-        "messages and overhead. *Dense* is the model without the dynamism, statically cut by parameters."
+        "messages and overhead."
     )
     return f"{words}\n\n{table(HEAD, [row(name, values) for name, values in all_values.items()])}"

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.record import environment
 from benchmarks.scenarios.contenders import (
-    DENSE,
     EARLY,
     OURS,
     PARAMETERS,
@@ -25,7 +24,6 @@ from benchmarks.scenarios.contenders import (
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
 from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
-from benchmarks.scenarios.pictures import save_rates
 from benchmarks.scenarios.summary import HEAD, row, summarise
 from tests.benchmarks.test_record import IDLE
 from tests.distributed.ranks import run_ranks
@@ -93,7 +91,6 @@ def example() -> dict[str, Any]:
     return {
         "windows": [[0, 2], [2, 4], [4, 6]], "settled": 2, "num_batches": 6,
         "runs": {
-            DENSE: measured([100.0, 100.0, 100.0], [0.0]) | stays,
             UNIFORM: measured([80.0, 100.0, 60.0], losses) | stays,
             PARAMETERS: measured([80.0, 90.0, 120.0], losses) | stays, OURS: measured([100.0, 50.0, 60.0], losses),
         },
@@ -143,7 +140,6 @@ def test_the_end_is_after_all_changes(scenario: str) -> None:
         assert sum(window.start >= settled for window in settings.run.windows()) >= 5
         static, moves = settings_of(UNIFORM, settings)
         assert (static.partition_method, moves, static.scenario) == ("uniform", False, scenario)
-        assert settings_of(DENSE, settings)[0].scenario == "none"
 
 
 TINY = (
@@ -167,7 +163,7 @@ def train_tiny(_: int) -> dict[str, Any]:
 
 def test_a_tiny_run(tmp_path: Path) -> None:
     values, other = run_ranks(train_tiny, 2)
-    assert list(values["runs"]) == [DENSE, UNIFORM, OURS]  # by parameters the cut is the same
+    assert list(values["runs"]) == [UNIFORM, OURS]  # by parameters the cut is the same
     ours = values["runs"][OURS]
     assert ours["boundaries"] == other["runs"][OURS]["boundaries"]
     means_s = np.mean(ours["micro_batches_s"], axis=3)
@@ -181,10 +177,3 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
     assert "the same cut" in (tmp_path / "scenarios.md").read_text()
-
-
-def test_the_quick_set_has_no_dense_model(tmp_path: Path) -> None:
-    values = example()
-    del values["runs"][DENSE]
-    assert row("freezing", values)[1:4] == ["not run", *row("freezing", example())[2:4]]
-    assert save_rates({"freezing": values}, tmp_path / "rates").is_file()

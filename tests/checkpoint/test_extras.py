@@ -11,7 +11,9 @@ from tests.checkpoint.fakes import make_run
 from tests.decide.test_speeds import play
 
 
-@pytest.mark.parametrize(("slow", "section"), [({}, {}), ({1: 1.5}, {}), ({1: 1.5}, {"stage_speeds": [1.0, 0.5, 1, 1]})])
+@pytest.mark.parametrize(
+    ("slow", "section"), [({}, {}), ({1: 1.5}, {}), ({1: 1.5}, {"stage_speeds": [1.0, 0.5, 1.0, 1.0]})]
+)
 def test_what_was_measured_of_workers_is_kept(slow: dict[int, float], section: dict[str, object]) -> None:
     balancer, _ = play(slow, num_batches=12, **section)
     assert (balancer.speeds is not None) == bool(slow), "profiles as measured and at unit speed differ"
