@@ -67,7 +67,7 @@ EXPERIMENTS = (
     Experiment("schedules", "", "benchmarks.schedules --stages 4"),
     Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping --stages 4"),
     Experiment("schedules_real", "", "benchmarks.schedules --real --set run.batches=32"),
-    Experiment("experts", "", "benchmarks.experts --layers 1 --batches 2"),
+    Experiment("experts", "", "benchmarks.experts"),
     Experiment("experts_measured", "", "benchmarks.experts.measured"),
     Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),
     Experiment("elastic", "", "benchmarks.elastic.main pauses"),
