@@ -1,6 +1,6 @@
 """What snapshots in a neighbour's memory cost: the same model without them and with them, window by window in turns.
 
-python -m benchmarks.faults.snapshots [--minutes 9 --rounds 8 --models 8x128x64 6x512x32 --ranks 2 --quick]
+python -m benchmarks.faults.snapshots [--minutes 9 --rounds 10 --models 8x128x64 6x512x32 --ranks 2 --quick]
 
 *auto*: the smallest interval that costs less than 3% by the library's own accounting; *every 5*: one every five
 batches, which costs enough to be seen in few windows. A window has as many batches as *auto* leaves between two
@@ -263,7 +263,7 @@ def run_rank(send: Send, cases: list[tuple[str, str]], most_rounds: int, minutes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=9.0, help="after which no round is begun, of all together")
-    parser.add_argument("--rounds", type=int, default=8, help="at most")
+    parser.add_argument("--rounds", type=int, default=10, help="at most")
     parser.add_argument(
         "--models", nargs="+", default=["8x128x64", "6x512x32"],
         help="blocks x hidden x length; the last one is trained with bf16 and ZeRO-1, too",
