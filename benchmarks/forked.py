@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from scenarios.launch import free_port
+from scenarios.ports import ANY_PORT, reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = ["benchmarks.preload"]
@@ -39,8 +39,7 @@ def run_forked(
         RankError: if a rank raises or dies; the others are ended.
     """
     _context.set_forkserver_preload(PRELOAD)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with reserved_port() as port, tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / str(number) for number in range(num_ranks + newcomers)]
         ours, theirs = _context.Pipe(duplex=False)
         places = [_place(rank, num_ranks, port, f"{folder}/door.json" * bool(newcomers)) for rank in range(len(logs))]
@@ -86,7 +85,7 @@ def _received(pipe: Connection) -> Iterator[Any]:
 def _place(number: int, num_ranks: int, port: int, door: str) -> dict[str, str]:
     """What a process finds in its environment; who comes after the ranks is to join them."""
     joins = number >= num_ranks
-    rank, size, meets_at = (0, 1, free_port()) if joins else (number, num_ranks, port)
+    rank, size, meets_at = (0, 1, ANY_PORT) if joins else (number, num_ranks, port)
     place = {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(meets_at),

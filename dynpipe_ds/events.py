@@ -89,8 +89,8 @@ class Overhead:
     """Seconds that this rank has spent on not training, since the engine was made.
 
     Attributes:
-        profiling_s: marking where layers begin and end (marks times what one was measured to take), counting sizes,
-            adding up, and exchanging profiles (waiting for slower ranks left out).
+        profiling_s: marking where layers begin and end (of the host's work on marks, what the device had to wait for),
+            counting sizes, adding up, and exchanging profiles (waiting for slower ranks left out).
         planning_s: choosing boundaries and deciding.
         migrating_s: moving layers and rebuilding optimizers.
         repacking_s: re-packing onto fewer or more ranks, from the decision to the next batch.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from scenarios.opening import TOLD
+from scenarios.ports import reserved_port
 from scenarios.ranks import ASKED, ENDED, LISTENS
 
 _LOOK_S = 0.2  # between two looks whether more ranks listen
@@ -54,15 +54,16 @@ class LaunchSettings:
         return self.num_accelerators * sum(bool(line.partition("#")[0].strip()) for line in lines)
 
 
-def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettings) -> list[str]:
+def launch_command(module: str, arguments: Sequence[str], settings: LaunchSettings, port: int) -> list[str]:
     """Return the command that runs a module on all ranks.
 
     Args:
         module: run as ``python -m``.
         arguments: its arguments.
         settings: where.
+        port: where ranks of this machine alone meet.
     """
-    places = ["--hostfile", settings.hostfile] if settings.hostfile else ["--master_port", str(free_port())]
+    places = ["--hostfile", settings.hostfile] if settings.hostfile else ["--master_port", str(port)]
     return [
         sys.executable, "-m", "deepspeed.launcher.runner", "--no_local_rank", "--quiet",
         "--num_accelerators", str(settings.num_accelerators), *places, "--module", module, *arguments,
@@ -91,7 +92,8 @@ def launch(module: str, arguments: Sequence[str], settings: LaunchSettings, *, t
         environment = {"DS_ACCELERATOR": get_accelerator().device_name(), **os.environ, "PATH": path, ASKED: folder}
         if told:
             environment[TOLD] = "1"
-        return asking.run(launch_command(module, arguments, settings), environment)
+        with reserved_port() as port:
+            return asking.run(launch_command(module, arguments, settings, port), environment)
 
 
 class _Asking:
@@ -148,10 +150,3 @@ class _Asking:
     def __exit__(self, *raised: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def free_port() -> int:
-    """A port that no other job on this machine uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

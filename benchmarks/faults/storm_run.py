@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.forked import PRELOAD
-from scenarios.launch import free_port
+from scenarios.ports import ANY_PORT, reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 _JOIN = "DYNPIPE_JOIN"
@@ -51,20 +52,21 @@ class StormRun:
         self._processes: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._temporary = tempfile.TemporaryDirectory()
+        self._port = ExitStack()
         self._folder = Path(self._temporary.name)
         (self._folder / "tmp").mkdir()
 
     def start(self) -> None:
         """Start the workers."""
         _context.set_forkserver_preload(PRELOAD)
-        port = free_port()
+        port = self._port.enter_context(reserved_port())
         for rank in range(self._workers):
             self._run({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self._workers)}, port)
 
     def join(self) -> None:
         """Start a worker that joins."""
         door = str(self._folder / "door.json")
-        self._run({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", _JOIN: door}, free_port())
+        self._run({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", _JOIN: door}, ANY_PORT)
 
     def _run(self, variables: dict[str, str], port: int) -> None:
         ours, theirs = _context.Pipe(duplex=False)
@@ -168,6 +170,7 @@ class StormRun:
         for process in self._processes.values():
             process.join()
         self._temporary.cleanup()
+        self._port.close()
 
 
 def _work(pipe: Connection, folder: str, variables: dict[str, str], training: tuple[int, float, str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.job import Job
 from benchmarks.record import ROOT
+from scenarios.ports import reserved_port
 
 _GRACE_S = 3.0  # for the others' own errors, after one process failed
 _ERROR_CHARS = 1000
@@ -52,26 +52,18 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    until_s, port = time.time() + budget_s, _free_port()
-    jobs = [
-        Job(module, device, small, rank, size, port, until_s, str(folder), options) for rank in range(size)
-    ]
-    processes = [_start(job) for job in jobs]
-    try:
-        error = _wait(processes, jobs, budget_s)
-    finally:
-        for process in processes:
-            _end(process)
+    until_s = time.time() + budget_s
+    with reserved_port() as port:
+        jobs = [Job(module, device, small, rank, size, port, until_s, str(folder), options) for rank in range(size)]
+        processes = [_start(job) for job in jobs]
+        try:
+            error = _wait(processes, jobs, budget_s)
+        finally:
+            for process in processes:
+                _end(process)
     path = jobs[0].values_path
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return Outcome(values, error, time.monotonic() - started)
-
-
-def _free_port() -> int:
-    # Not that of scenarios.launch, which imports DeepSpeed: this process must not fail with it.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:

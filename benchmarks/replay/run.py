@@ -42,7 +42,7 @@ from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import simulate
-from scenarios.launch import free_port
+from scenarios.ports import reserved_port
 
 IN_WORDS = {
     "virtual": "replay: the real engine in virtual time; layers don't compute",
@@ -307,11 +307,12 @@ def replay_all(send: Callable[[Result], None], cases: Sequence[Case]) -> None:
     """
     if any(case.clock == "sleeping" for case in cases):
         _wake_first()
-    for case in cases:
-        start_rank()  # a world of its own for every run: an engine makes process groups and never gives them back
-        with time_of(case) as clock:
-            send(Replay(case, clock).run())
-        _leave()
+    with contextlib.ExitStack() as ports:
+        for case in cases:
+            start_rank()  # a world of its own for every run: an engine makes process groups and never gives them back
+            with time_of(case) as clock:
+                send(Replay(case, clock).run())
+            _leave(ports)
 
 
 def _wake_first() -> None:
@@ -323,11 +324,15 @@ def _wake_first() -> None:
             os.setpriority(os.PRIO_PROCESS, 0, -15)
 
 
-def _leave() -> None:
-    """End this world; the next one meets at another port, since late ranks could still reach the old one."""
+def _leave(ports: contextlib.ExitStack) -> None:
+    """End this world; the next one meets at another port, since late ranks could still reach the old one.
+
+    Args:
+        ports: keeps those that the first rank has reserved.
+    """
     import deepspeed.comm.comm as deepspeed_comm
 
-    port = [free_port() if dist.get_rank() == 0 else 0]
+    port = [ports.enter_context(reserved_port()) if dist.get_rank() == 0 else 0]
     dist.broadcast_object_list(port, src=0)
     os.environ["MASTER_PORT"] = str(port[0])
     dist.barrier()

@@ -13,6 +13,7 @@ from dynpipe_ds.cli.command import OK, PROBLEMS, ProblemError, Result, UsageErro
 from dynpipe_ds.cli.demonstration.outcome import Event, line, text_of, values_of
 from dynpipe_ds.cli.demonstration.rank import EVENTS
 from dynpipe_ds.cli.running import Processes, leaving_in_order
+from dynpipe_ds.ranks.ports import reserved_port
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.demonstration.rank")
 DEFAULT_FOLDER = "dynpipe-demo"
@@ -38,9 +39,9 @@ def run(arguments: argparse.Namespace) -> Result:
     """
     folder = _folder(arguments.folder)
     told = _Teller(folder / EVENTS)
-    with leaving_in_order(), Processes(folder) as processes:
+    with leaving_in_order(), reserved_port() as port, Processes(folder) as processes:
         print(f"output: {folder}", file=sys.stderr, flush=True)
-        pair.start(processes, folder, [*COMMAND, str(folder)])
+        pair.start(processes, folder, [*COMMAND, str(folder)], port)
         failure = pair.wait(processes, folder, look=told.look)
     if failure:
         raise ProblemError(f"{failure}; 'dynpipe doctor' looks for the cause, the logs are in {folder}")

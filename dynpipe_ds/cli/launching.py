@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from types import FrameType
 from typing import IO
 
 from dynpipe_ds.joining.newcomer import JOIN
+from dynpipe_ds.ranks.ports import ANY_PORT
 
 _POLL_S = 0.1
 _GRACE_S = 10.0  # for the others, to show errors of their own and to end by themselves
@@ -142,15 +142,8 @@ def newcomer_environment(door: str, local_rank: int) -> dict[str, str]:
         door: where to knock.
         local_rank: which of this machine's devices it uses.
     """
-    alone = rank_environment(0, 1, free_port())
+    alone = rank_environment(0, 1, ANY_PORT)
     return {**alone, "LOCAL_RANK": str(local_rank), JOIN: door}
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 _lock = threading.Lock()

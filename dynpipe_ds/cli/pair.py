@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -44,11 +43,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def start(processes: Processes, folder: Path, command: Sequence[str]) -> None:
-    """Start both; the folder is for what they leave: records, logs and signs of progress."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+def start(processes: Processes, folder: Path, command: Sequence[str], port: int) -> None:
+    """Start both, which meet at a port; the folder is for what they leave: records, logs and signs of progress."""
     # This Python's packages, the CPU, and nothing of a launcher around this command.
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     path = [str(Path(dynpipe_ds.__file__).parents[1])]
@@ -56,7 +52,7 @@ def start(processes: Processes, folder: Path, command: Sequence[str]) -> None:
     for rank in map(str, range(NUM_RANKS)):
         environment = kept | {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(NUM_RANKS), "LOCAL_SIZE": str(NUM_RANKS),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": os.pathsep.join(path),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(path),
             "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         log = folder / f"rank-{rank}.log"

@@ -9,9 +9,10 @@ from typing import Any
 
 from dynpipe_ds.cli import reading
 from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command
-from dynpipe_ds.cli.launching import Launched, free_port, newcomer_environment, rank_environment
+from dynpipe_ds.cli.launching import Launched, newcomer_environment, rank_environment
 from dynpipe_ds.cli.running import leaving_in_order
 from dynpipe_ds.joining.door import DOOR_FILE
+from dynpipe_ds.ranks.ports import reserved_port
 
 
 def add_parser(commands: Any) -> None:
@@ -37,10 +38,9 @@ def run(arguments: argparse.Namespace) -> Result:
     command = arguments.command_line[arguments.command_line[:1] == ["--"] :]
     if not command:
         raise UsageError("there is no script to run; give it after --")
-    with leaving_in_order(), tempfile.TemporaryDirectory(prefix="dynpipe-run-") as folder:
+    with leaving_in_order(), reserved_port() as port, tempfile.TemporaryDirectory(prefix="dynpipe-run-") as folder:
         door = str(Path(folder) / "door.json")
         launched = Launched(command, survivors_stay=arguments.survivors_stay)
-        port = free_port()
         for rank in range(arguments.workers):
             environment = rank_environment(rank, arguments.workers, port)
             launched.start(str(rank), {**environment, DOOR_FILE: door})

@@ -6,7 +6,6 @@ Its process runs its script once more, as a worker that is to join. Whoever star
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 from dynpipe_ds.joining.door import TOKEN, Address
 from dynpipe_ds.joining.newcomer import JOIN, LEFT
+from dynpipe_ds.ranks.ports import ANY_PORT
 
 
 def wait_again(door: Address, token: str) -> NoReturn:
@@ -34,12 +34,9 @@ def newcomer_environment(door: Address, token: str) -> dict[str, str]:
         door: where to knock.
         token: what it takes.
     """
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port = int(bound.getsockname()[1])
     return {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        JOIN: f"{door.host}:{door.port}", TOKEN: token, LEFT: "1",
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ANY_PORT), JOIN: f"{door.host}:{door.port}", TOKEN: token, LEFT: "1",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +85,8 @@ class BatchRecorder:
     Attributes:
         marks: kind, layer and seconds of each, in order, of the newest batch; none until it was stopped.
         obstacles: what layers returned that can't be sent to another stage, by layer.
-        mark_s: seconds that a mark takes, hooks included, as measured when this was made.
+        mark_s: seconds that a mark takes besides those that are timed in the batch, such as calling a hook, as measured
+            when this was made.
         order: what the batch runs, once it has begun; ``None`` for a schedule of the user's own.
     """
 
@@ -99,6 +100,9 @@ class BatchRecorder:
         self._labels: list[tuple[int, int]] = []
         self._begun: list[int] = []  # which marks begin an instruction
         self._stamps: list[Any] = []
+        self._made_s: list[float] = []  # when the host made each mark
+        self._spent_s: list[float] = []  # what the host did for each mark
+        self._marking_s = 0.0
         self._phase = FORWARD
         self._num_forwards = 0
         self._meter: ActivationMeter | None = None
@@ -106,8 +110,8 @@ class BatchRecorder:
 
     @property
     def recording_s(self) -> float:
-        """Seconds that the marks of the batch have taken, and what counted its activations."""
-        return len(self._stamps) * self.mark_s + (self._meter.seconds if self._meter is not None else 0.0)
+        """Seconds that the marks of the newest batch have taken, and what counted its activations."""
+        return self._marking_s + (self._meter.seconds if self._meter is not None else 0.0)
 
     def start(self, meter: ActivationMeter | None = None) -> None:
         """Begin a batch.
@@ -116,6 +120,7 @@ class BatchRecorder:
             meter: counts activation bytes in the first micro-batch when given.
         """
         self._labels, self._stamps, self._begun, self._num_forwards = [], [], [], 0
+        self._made_s, self._spent_s, self._marking_s = [], [], 0.0
         self.marks, self.order, self._split = [], None, ()
         self._meter = meter
         self._mark(TRANSFER)
@@ -166,15 +171,21 @@ class BatchRecorder:
         Returns:
             Its output, untouched.
         """
+        now_s, number = self._clock.now_s, len(self._spent_s)
         self._mark(self._phase, layer)
+        marked_s = now_s()
         inputs = {id(t): t for t in tensors_in(x)}  # before the layer changes a list or dict of them
-        with self._metering(layer):
+        metering = self._metering(layer)
+        began_s = now_s()
+        with metering:
             y = function(x)
+        ended_s = now_s()
         self._see(layer, y)
         if torch.is_grad_enabled():
             for tensor in tensors_in(y):
                 if tensor.grad_fn is not None and id(tensor) not in inputs:
                     tensor.register_hook(partial(self._gradient_ready, layer))  # type: ignore[no-untyped-call]
+        self._spent_s[number] += began_s - marked_s + now_s() - ended_s
         return y
 
     @contextmanager
@@ -198,6 +209,8 @@ class BatchRecorder:
         """End the batch and add up its marks."""
         self._mark(TRANSFER)
         durations_s = self._clock.durations_s(self._stamps)
+        self._marking_s = len(self._stamps) * self.mark_s + _lost_s(self._made_s, self._spent_s, durations_s)
+        self._stamps = []  # events take time to be let go, which counts now and not in the next batch
         self.marks = [(*label, seconds) for label, seconds in zip(self._labels, durations_s, strict=False)]
         times = _summarise(self.marks, self._micro_batches(), self._num_forwards, frozenset(self._split))
         first_forward, first_backward = (self._first(kind) for kind in (FORWARD, BACKWARD))
@@ -254,8 +267,11 @@ class BatchRecorder:
                 self.obstacles[layer] = what
 
     def _mark(self, kind: int, layer: int = -1) -> None:
+        made_s = self._clock.now_s()
+        self._made_s.append(made_s)
         self._labels.append((kind, layer))
         self._stamps.append(self._clock.stamp())
+        self._spent_s.append(self._clock.now_s() - made_s)
 
     def _gradient_ready(self, layer: int, _gradient: Tensor) -> None:
         self._mark(WEIGHT if self._phase == WEIGHT else BACKWARD, layer)  # a whole backward may run as W
@@ -266,22 +282,42 @@ class BatchRecorder:
         return self._meter.hooks(layer)
 
 
+def _lost_s(made_s: Sequence[float], spent_s: Sequence[float], durations_s: Sequence[float]) -> float:
+    """Seconds of the host's work on marks for which the computation waited.
+
+    A device that still has work queued when a mark is made does not wait. How far it is behind the host is what its own
+    clock says of the mark, less the host's, counted from the mark at which that is least. A CPU is never behind.
+
+    Args:
+        made_s: when the host made each mark.
+        spent_s: what it did for it.
+        durations_s: from each mark to the next one, in the computation.
+    """
+    late_s = [there_s - here_s for there_s, here_s in zip(accumulate(durations_s, initial=0.0), made_s, strict=True)]
+    least_s = min(late_s)
+    return sum(max(0.0, seconds - (late - least_s)) for seconds, late in zip(spent_s, late_s, strict=True))
+
+
 def _mark_s(recorder: BatchRecorder, num_layers: int = 32, repeats: int = 3) -> float:
-    """Seconds by which recording lengthens a layer that does next to nothing, a half for each of its two marks."""
+    """Seconds by which recording lengthens a layer that does next to nothing, besides those that are timed in a batch.
+
+    A half for each of the layer's two marks.
+    """
     @torch.inference_mode(False)
     @torch.enable_grad()
     def seconds(run: Callable[[int, Callable[[Any], Any], Any], Any]) -> float:
         first = x = torch.ones(1, requires_grad=True)
+        recorder._spent_s = []
         started_s = recorder._clock.now_s()
         for layer in range(num_layers):
             x = run(layer, torch.neg, x)
         torch.autograd.grad(x, first)
-        return recorder._clock.now_s() - started_s
+        return recorder._clock.now_s() - started_s - sum(recorder._spent_s)
 
     seconds(recorder.run)
     with_s = min(seconds(recorder.run) for _ in range(repeats))
     without_s = min(seconds(lambda _, function, x: function(x)) for _ in range(repeats))
-    recorder._labels, recorder._stamps = [], []
+    recorder._labels, recorder._stamps, recorder._made_s, recorder._spent_s = [], [], [], []
     recorder._types, recorder.obstacles = {}, {}  # a tensor in host memory could not be sent from a device
     return max(0.0, with_s - without_s) / (2 * num_layers)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import points, storm
+from benchmarks.faults import points, snapshots, storm
 
 
 class Told:
@@ -85,3 +85,31 @@ def test_points_are_grouped_and_late_ones_counted() -> None:
     assert "| saving | 2 | 1.50 | 2.50 | 2.25 | 3.50 |" in text
     assert "| last | 1 | 2.50 | 2.50 | 3.50 | 3.50 |" in text
     assert "Not measured, since no rank came by or the time was over: saving: y." in text
+
+
+@pytest.mark.parametrize(("share", "every"), [(0.0, 1), (0.0059, 1), (0.006, 2), (0.12, 21)])
+def test_the_smallest_interval_below_the_goal(share: float, every: int) -> None:
+    """What one every five batches costs, scaled: exactly 3% is not below it."""
+    assert snapshots.smallest_interval(share) == every
+
+
+@pytest.mark.parametrize(("interval", "batch_s", "left_s", "length"), [
+    (21, 0.5, 1000.0, 25),  # a whole interval, in multiples of five
+    (21, 0.5, 100.0, 10),  # six rounds of three windows have to fit
+    (3, 0.1, 1000.0, 30),  # three seconds at least
+    (21, 60.0, 100.0, 5),
+])  # fmt: skip
+def test_a_window_holds_a_snapshot_if_there_is_time(interval: int, batch_s: float, left_s: float, length: int) -> None:
+    assert snapshots.window_length(interval, batch_s, left_s) == length
+
+
+def test_what_a_snapshot_costs_in_pairs() -> None:
+    """Ten batches of 0.1 s, and one snapshot of 50 ms every five: 10% more, so 17 batches are below 3%."""
+    seconds = {snapshots.WITHOUT: [1.0] * 6, snapshots.AUTO: [1.0, 1.05] * 3, snapshots.OFTEN: [1.1] * 6}
+    row = {
+        "model": "m", "optimizer": "o", "state_bytes": 2e6, "window": 10, "wall_s": seconds, "cpu_s": seconds,
+        "spent_s": {snapshots.WITHOUT: 0.0, snapshots.AUTO: 0.12, snapshots.OFTEN: 0.48}, "same_losses": True,
+    }  # fmt: skip
+    assert snapshots.intervals(row) == ["m", "o", "6 of 10", "40.0", "50.0 (50.0 to 50.0)", "14", "17 (17 to 17)"]
+    none, auto, _ = snapshots.costs(row)
+    assert none[4:6] == ["100.0", ""] and auto[5].startswith("+2.5% (") and auto[7] == "1.95%"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,10 @@ def _tell(send: Send, first: int) -> None:
         sys.exit(0)  # as a rank that leaves
 
 
+def _tell_port(send: Send) -> None:
+    send(int(os.environ["MASTER_PORT"]))
+
+
 def _fail(_: Send, how: str) -> None:
     if os.environ["RANK"] != "2":
         time.sleep(600)
@@ -38,6 +43,14 @@ def _fail(_: Send, how: str) -> None:
 def test_the_first_rank_is_heard() -> None:
     assert list(run_forked(_tell, 3, 5)) == [("0", "3", 5), ("0", "3", 6)]
     assert not multiprocessing.active_children()
+
+
+def test_where_ranks_meet_is_kept_for_them() -> None:
+    told = run_forked(_tell_port, 1)
+    port = next(told)
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    assert list(told) == []
 
 
 @pytest.mark.parametrize(("how", "said"), [

@@ -21,9 +21,10 @@ from dynpipe_ds.cli.numerics.record import NORM, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.numerics.reference import train_undivided
 from dynpipe_ds.cli.pair import start, wait
 from dynpipe_ds.cli.running import Processes
+from dynpipe_ds.ranks.ports import reserved_port
 from tests.cli.conftest import Command
 from tests.cli.mutants import MUTANTS, Patches
-from tests.distributed.ranks import reserved_port, run_ranks
+from tests.distributed.ranks import run_ranks
 
 TYPICAL = [
     "dropped_clip", "norm_of_the_first_stage", "gradient_divided_twice", "tied_gradients_added_once_too_few",
@@ -173,8 +174,8 @@ def test_processes_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     folder.mkdir()
     before = set(psutil.Process().children())
     patience_s = 1.0 if "no progress" in found else 60.0
-    with Processes(folder) as processes:
-        start(processes, folder, rank_that(tmp_path, code))
+    with reserved_port() as port, Processes(folder) as processes:
+        start(processes, folder, rank_that(tmp_path, code), port)
         failure = wait(processes, folder, patience_s)
     assert failure.startswith(found) if found else failure == ""
     assert set(psutil.Process().children()) <= before

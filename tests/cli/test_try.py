@@ -31,8 +31,8 @@ from dynpipe_ds.cli.trying.settings import (
     WAYS,
     Settings,
 )
+from dynpipe_ds.ranks.ports import reserved_port
 from tests.cli.conftest import Command, Done
-from tests.distributed.ranks import reserved_port
 from tests.matrix import mostly
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"

@@ -14,13 +14,12 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from dynpipe_ds.ranks.ports import reserved_port
 
 DOOR = "TEST_DOOR"
 """Environment variable of all processes of a test: the file for ``elastic.door_file``."""
@@ -86,18 +87,6 @@ def start_fork_server() -> None:
     """Start what ranks are forked from, unless it runs; a process has one, and benchmarks preload less into theirs."""
     context.set_forkserver_preload(["tests.distributed.preload"])
     forkserver.ensure_running()
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port for those who are told of it: bound here until the end, so that the system gives it to nobody else.
-
-    Who listens there sets ``SO_REUSEADDR``, as torch's store does; it may do so again and again.
-    """
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        s.bind(("127.0.0.1", 0))
-        yield int(s.getsockname()[1])
 
 
 class _World(NamedTuple):

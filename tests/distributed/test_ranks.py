@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from multiprocessing.connection import wait
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import ranks
-from tests.distributed.ranks import RankFailure, reserved_port, run_ranks
+from tests.distributed.ranks import RankFailure, run_ranks
 
 
 def total(rank: int, offset: int) -> tuple[int, int]:
@@ -107,13 +106,3 @@ def answer_late(rank: int) -> int:
 
 def test_a_rank_that_may_die_and_lives_is_waited_for() -> None:
     assert run_ranks(answer_late, 2, may_die={1}) == [0, 1]
-
-
-def test_a_reserved_port_is_free_for_a_store_and_for_nobody_else() -> None:
-    with reserved_port() as port:
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", port))
-        for _ in range(2):
-            store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
-            store.set("key", "value")
-            del store

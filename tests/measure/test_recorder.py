@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from dynpipe_ds.measure.clock import HostClock
 from dynpipe_ds.measure.recorder import BACKWARD, FORWARD, LOAD, STEP, TRANSFER, WEIGHT, BatchRecorder
 from dynpipe_ds.messages import values
 from dynpipe_ds.schedule import split_at_once
@@ -23,6 +24,10 @@ class Told:
 
     def __init__(self, marks: Sequence[tuple[int, int, float]] = MARKS) -> None:
         self._marks = marks
+
+    def now_s(self) -> float:
+        """The host takes no time."""
+        return 0.0
 
     def stamp(self) -> None:
         """Nothing to look at."""
@@ -133,3 +138,33 @@ def test_what_was_timed_at_the_start_is_no_layer(monkeypatch: pytest.MonkeyPatch
     recorder.instruction(FORWARD, 0)
     recorder.run(3, lambda x: x, torch.ones(2))
     assert recorder.obstacles == {3: "a tensor on the device cpu, while the stages compute on cuda"}
+
+
+class Slow(HostClock):
+    """A clock of a host that takes long for every stamp, and of a device that comes to each one later and later."""
+
+    host_s = stamp_s = later_s = late_s = 0.0
+
+    def now_s(self) -> float:
+        """The host's."""
+        return self.host_s
+
+    def stamp(self) -> float:
+        """The device's, once the host has told it."""
+        self.host_s += self.stamp_s
+        self.late_s += self.later_s
+        return self.host_s + self.late_s
+
+
+@pytest.mark.parametrize(("later_s", "waited"), [(0.0, 5), (1.0, 1)], ids=["host limits", "device limits"])
+def test_what_the_host_spends_on_marks_counts_where_the_device_waits_for_it(later_s: float, waited: int) -> None:
+    """Marks may take longer in a batch than when they were timed at the start."""
+    clock = Slow()
+    recorder = BatchRecorder(clock)
+    clock.stamp_s, clock.later_s = 0.25, later_s
+    recorder.start()
+    recorder.instruction(FORWARD, 0)
+    recorder.run(0, lambda x: x, torch.ones(2))
+    recorder.instruction(STEP)
+    recorder.stop()
+    assert recorder.recording_s == waited * 0.25

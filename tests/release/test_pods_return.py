@@ -24,8 +24,9 @@ import pytest
 pytest.importorskip("kubernetes_validate", reason="pip install dynpipe_ds[dev]")
 
 from dynpipe_ds.config import SECTION, parse_config
+from dynpipe_ds.ranks.ports import reserved_port
 from tests.distributed.models import run_and_digest
-from tests.distributed.ranks import reserved_port, run_ranks
+from tests.distributed.ranks import run_ranks
 from tests.release import pod_training
 from tests.release.api_server import load_manifest
 from tests.release.pod_training import GOES_IN, GROW_AFTER, RUN, STAGES

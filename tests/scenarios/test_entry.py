@@ -195,12 +195,12 @@ def test_a_rank_runs_the_job_and_any_other_process_starts_ranks(start: Entry) ->
 
 
 def test_launch_command(tmp_path: Path) -> None:
-    command = launch_command("scenarios.train", ["run.batches=3"], LaunchSettings(num_accelerators=4))
+    command = launch_command("scenarios.train", ["run.batches=3"], LaunchSettings(num_accelerators=4), 29617)
     assert command[:3] == [sys.executable, "-m", "deepspeed.launcher.runner"]
-    assert " --num_accelerators 4 --master_port " in " ".join(command) and "--quiet" in command
+    assert " --num_accelerators 4 --master_port 29617 " in " ".join(command) and "--quiet" in command
     assert command[-3:] == ["--module", "scenarios.train", "run.batches=3"]
     (tmp_path / "hosts").write_text("worker-1 slots=4\n", encoding="utf-8")
-    command = launch_command("scenarios.train", [], LaunchSettings(hostfile=str(tmp_path / "hosts")))
+    command = launch_command("scenarios.train", [], LaunchSettings(hostfile=str(tmp_path / "hosts")), 29617)
     assert f"--hostfile {tmp_path / 'hosts'} --module" in " ".join(command) and "--master_port" not in command
 
 

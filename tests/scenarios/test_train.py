@@ -6,21 +6,22 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from scenarios.ports import reserved_port
+
 ROOT = Path(__file__).parents[2]
+_ports = ExitStack()  # reserved until this process ends
 
 
 def launch_command(*overrides: str) -> list[str]:
     """Return the command that runs the entry on two ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _ports.enter_context(reserved_port())
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, "--no_local_rank", "--num_accelerators", "2", "--master_port", port]
     command += ["--module", "scenarios.train", "model=gpt_tiny", "model.depth=4", *overrides]

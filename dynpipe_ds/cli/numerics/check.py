@@ -17,6 +17,7 @@ from dynpipe_ds.cli.numerics.record import Record, load
 from dynpipe_ds.cli.numerics.reference import train_undivided
 from dynpipe_ds.cli.pair import PATIENCE_S, start, wait
 from dynpipe_ds.cli.running import Processes
+from dynpipe_ds.ranks.ports import reserved_port
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.numerics.rank")
 
@@ -33,8 +34,8 @@ def check_numerics(command: Sequence[str] = COMMAND, patience_s: float = PATIENC
     """
     with tempfile.TemporaryDirectory(prefix="dynpipe-numerics-") as name:
         folder = Path(name)
-        with Processes(folder) as processes:
-            start(processes, folder, [*command, str(folder)])
+        with reserved_port() as port, Processes(folder) as processes:
+            start(processes, folder, [*command, str(folder)], port)
             references = {mode: train_undivided(mode) for mode in MODES}
             failure = wait(processes, folder, patience_s)
         checks = [check for mode in MODES for check in check_mode(folder, mode, references[mode])]

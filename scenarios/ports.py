@@ -1,0 +1,22 @@
+"""Ports for ranks on this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ANY_PORT = 0
+"""For a rank that is alone: nobody else has to be told where its store listens."""
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port on this machine for those who are told of it: bound until the end, so the system gives it to nobody else.
+
+    Who listens there sets ``SO_REUSEADDR``, as torch's store does; it may do so again and again.
+    """
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield int(bound.getsockname()[1])
