@@ -33,10 +33,14 @@ class Policy:
         forwards_until: stages before this one prefer a forward to a backward, all others the reverse.
         patience: work that nobody waits for begins only if nothing else is known to come within this share of its
             seconds.
+        depth: forwards that a stage may be ahead of its backwards, as a multiple of what it is under 1F1B. A stage that
+            is far ahead is often in the middle of a forward when a gradient comes, which then comes late to all stages
+            before it.
     """
 
     forwards_until: int
     patience: float
+    depth: float = inf
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class _Run:
         self.splits = [sent and any(weight_s) for sent, weight_s in zip(sends, self.weight_s, strict=True)]
         self.forward_first = [works and s < policy.forwards_until for s, works in enumerate(has_backward)]
         self.patience = policy.patience
+        self.most_ahead = [policy.depth * (self.num_stages - stage) for stage in range(self.num_stages)]
         self.ran: list[list[Op]] = [[] for _ in sends]
         self.whole: list[set[int]] = [set() for _ in sends]
         self.stages: list[int] = []
@@ -154,7 +159,7 @@ class _Run:
         activation_link_s, gradient_link_s = self.activation_link_s, self.gradient_link_s
         activation_bytes, weight_bytes, caps = self.activation_bytes, self.weight_bytes, self.caps
         is_prompt, splits, forward_first = self.is_prompt, self.splits, self.forward_first
-        patience, frozen = self.patience, self.frozen_boundaries
+        patience, frozen, most_ahead = self.patience, self.frozen_boundaries, self.most_ahead
         last, count = self.num_stages - 1, self.count
         # When messages come, by micro-batch, and of each wire when its newest does.
         activations, gradients = ([[inf] * (count + 1) for _ in caps] for _ in range(2))
@@ -173,7 +178,7 @@ class _Run:
             f, b, w = forwards[s], backwards[s], weights[s]
             activation_s, gradient_s = activations[s][f], gradients[s][b]
             room = caps[s] - held[s]
-            has_room = room >= activation_bytes[s]
+            has_room = room >= activation_bytes[s] and f - b < most_ahead[s]
             can_split = splits[s] and room >= weight_bytes[s] - activation_bytes[s]
             if gradient_s <= now_s and is_prompt[s] and not (forward_first[s] and activation_s <= now_s and has_room):
                 op = _WEIGHT if w < b and not can_split else _BACKWARD

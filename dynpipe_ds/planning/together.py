@@ -211,7 +211,7 @@ class _Case:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.policies = first_policies(problem.num_stages, QUICK, varies=bool(varying))
+        self.policies = first_policies(problem.num_stages, QUICK)
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_bounded = 0
 

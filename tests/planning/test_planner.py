@@ -150,7 +150,7 @@ def test_a_backward_is_whole_where_a_split_one_has_no_room() -> None:
 
 def test_zb_h1() -> None:
     """Qi et al. 2024: on equal stages with F = B = W, a bubble of (S - 1)(F + B - W) in the memory of 1F1B."""
-    for num_stages, num_micro_batches in ((2, 4), (3, 6), (4, 8), (4, 12), (8, 16), (8, 24)):
+    for num_stages, num_micro_batches in ((2, 4), (3, 6), (4, 8), (4, 12), (8, 16), (8, 24), (16, 32)):
         workload = Workload(
             [1.0] * num_stages, [2.0] * num_stages, num_micro_batches, weight_s=[1.0] * num_stages,
             activation_bytes=[1] * num_stages,
@@ -160,6 +160,27 @@ def test_zb_h1() -> None:
         assert planned.simulation.bubble_ratio == pytest.approx((num_stages - 1) / planned.seconds)
         assert buffered_1f1b(workload).makespan_s == 3 * (num_micro_batches + num_stages - 1)
         assert max(planned.peak_bytes) <= num_stages, "what stage 0 holds under 1F1B"
+
+
+def test_a_stage_is_no_further_ahead_than_its_depth_allows() -> None:
+    """As far as under 1F1B, and twice as far, where there is room for more."""
+    for workload in workloads(seed=8, each=2):
+        num_stages, count = workload.num_stages, workload.num_micro_batches
+        for depth in (1.0, 2.0):
+            order = list_order(workload, [999] * num_stages, Policy(num_stages, 0.5, depth)).order(count)
+            for stage, stream in enumerate(order.stages):
+                assert most_begun(stream) <= depth * (num_stages - stage)
+
+
+def test_messages_that_take_time_cost_many_stages_little() -> None:
+    """A stage that is far ahead is in the middle of a forward when a gradient comes; without depths this takes 7%."""
+    workload = Workload(
+        [1.0] * 16, [2.0] * 16, 32, weight_s=[1.0] * 16, activation_bytes=[1] * 16, activation_link_s=0.05,
+        gradient_link_s=0.05,
+    )
+    planned = plan_order(workload, effort=20_000)
+    assert planned.seconds <= 1.02 * planned.least_s
+    assert max(planned.peak_bytes) <= 16, "what stage 0 holds under 1F1B"
 
 
 def test_who_splits() -> None:
