@@ -88,17 +88,30 @@ def _note_moves(patches: Patches, after: Callable[[Any], None] = lambda engine: 
     patches.put(Training, "move_layers", migrate_and_note)
 
 
-def _put_arrived(patches: Patches, change: Callable[[Any], object]) -> None:
-    """Let every layer that arrives be changed."""
-    original = migrate.unpack
+def _put_arrived(patches: Patches, change: Callable[[Any, Any], object]) -> None:
+    """Let every layer that has arrived be changed, given the optimizer that has its state."""
+    original = migrate.Migration.run  # before its end, what was changed would be overwritten by what is received
 
-    def unpack(*args: Any, **kwargs: Any) -> Any:
-        arrived = original(*args, **kwargs)
-        if arrived.layer is not None:
-            change(arrived.layer)
-        return arrived
+    def run(migration: Any, *args: Any, **kwargs: Any) -> Any:
+        stage = migration._stage
+        before = set(stage.local_layers())
+        num_bytes = original(migration, *args, **kwargs)
+        for layer, module in stage.local_layers().items():
+            if layer not in before and module is not None:
+                change(module, stage.optimizer)
+        return num_bytes
 
-    patches.put(migrate, "unpack", unpack)
+    patches.put(migrate.Migration, "run", run)
+
+
+def _put_states(patches: Patches, change: Callable[[int, Any], object]) -> None:
+    """Let the optimizer state of parameters that have arrived be changed, given their index in the layer and views."""
+
+    def all_of(layer: Any, optimizer: Any) -> None:
+        for i, share in enumerate(optimizer.shares([p for p in layer.parameters() if p.requires_grad])):
+            change(i, share.state)
+
+    _put_arrived(patches, all_of)
 
 
 def _put_received(patches: Patches, change: Callable[[Any, Any], Any], *, only_after_moves: bool = False) -> None:
@@ -112,19 +125,6 @@ def _put_received(patches: Patches, change: Callable[[Any, Any], Any], *, only_a
 
     _note_moves(patches)
     patches.instruct(schedule.RecvGrad, receive)
-
-
-def _put_entries(patches: Patches, change: Callable[[int, Any], None]) -> None:
-    """Let what a layer that leaves takes along of its optimizer be changed, given parameter index and state."""
-    original = migrate.Migration._entries
-
-    def entries(self: Any, layer: Any) -> Any:
-        found = original(self, layer)
-        for i, entry in enumerate(found):
-            change(i, entry.state)
-        return found
-
-    patches.put(migrate.Migration, "_entries", entries)
 
 
 def _put_installed(patches: Patches, change: Callable[[Any], None], *, grown: bool) -> None:
@@ -331,17 +331,17 @@ def stale_first_output_send(patches: Patches) -> None:
 
 @mutant("fp32", "weights")
 def frozen_layer_thaws_by_moving(patches: Patches) -> None:
-    _put_arrived(patches, lambda layer: layer.requires_grad_(True))
+    _put_arrived(patches, lambda layer, _: layer.requires_grad_(True))
 
 
 @mutant("fp32", "weights")
 def trained_layer_freezes_by_moving(patches: Patches) -> None:
-    _put_arrived(patches, lambda layer: layer.requires_grad_(False))
+    _put_arrived(patches, lambda layer, _: layer.requires_grad_(False))
 
 
 @mutant("ZeRO-1", "weights")
 def freezing_not_noticed(patches: Patches) -> None:
-    patches.put(Stage, "notice_frozen_layers", lambda self: Change.NONE)
+    patches.put(Stage, "_unnoticed", lambda self: Change.NONE)
 
 
 @mutant("fp32", "gradient")
@@ -379,7 +379,7 @@ def layers_in_another_order(patches: Patches) -> None:
 
 @mutant("fp32", "loss")
 def layer_arrives_as_first_built(patches: Patches) -> None:
-    def fresh(layer: Any) -> None:
+    def fresh(layer: Any, _: Any) -> None:
         if type(layer).__name__ == "Block":
             index = (layer.bias.numel() - 16) // 2
             state = type(layer)(index, 0.0, True, False).state_dict()
@@ -390,7 +390,7 @@ def layer_arrives_as_first_built(patches: Patches) -> None:
 
 @mutant("fp32", "buffers")
 def buffers_stay_behind(patches: Patches) -> None:
-    def without(layer: Any) -> None:
+    def without(layer: Any, _: Any) -> None:
         for buffer in layer.buffers():
             buffer.zero_()
 
@@ -406,9 +406,10 @@ def optimizer_state_stays_behind(patches: Patches) -> None:
 @mutant("ZeRO-1", "optimizer state")
 def flat_optimizer_state_stays_behind(patches: Patches) -> None:
     def without_moments(_: int, state: Any) -> None:
-        state.update({key: torch.zeros_like(state[key]) for key in ("exp_avg", "exp_avg_sq") if key in state})
+        for key in {"exp_avg", "exp_avg_sq"} & set(state):
+            state[key].zero_()
 
-    _put_entries(patches, without_moments)
+    _put_states(patches, without_moments)
 
 
 @mutant("bf16", "optimizer state")
@@ -419,10 +420,10 @@ def optimizer_stale_after_a_move(patches: Patches) -> None:
     def stale(index: int, state: Any) -> None:
         if "exp_avg" in state:
             if index in seen:
-                state["exp_avg"] = torch.full_like(state["exp_avg"], 0.01)
+                state["exp_avg"].fill_(0.01)
             seen.add(index)
 
-    _put_entries(patches, stale)
+    _put_states(patches, stale)
 
 
 @mutant("fp32", "weights")
