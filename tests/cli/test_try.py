@@ -396,10 +396,14 @@ def test_who_ends_it_ends_what_it_started(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     script = [sys.executable, "-c", COMPILES]
     command = [sys.executable, "-m", "dynpipe_ds", "try", "--folder", str(tmp_path / "out"), "--", *script]
-    # A shell lets what it starts in the background ignore Ctrl-C, and so what that starts.
+
+    def as_a_terminal_starts_it() -> None:
+        """A shell lets what it starts in the background ignore Ctrl-C, ``nohup`` a hang-up, and so what that starts."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
     tried = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=as_a_terminal_starts_it
     )
     log = tmp_path / "out" / "run-1" / "output.log"
     while not (log.exists() and log.read_text()):
