@@ -9,7 +9,6 @@ The bound of a batch is the least, over all contiguous cuts, of what the slowest
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.paper.report import Report
-from benchmarks.record import RESULTS, table
+from benchmarks.record import RESULTS, load, table
 from benchmarks.replay.case import WARM_UP, Case
 from benchmarks.replay.clocks import Costs
 from benchmarks.schedules.on_paper import TODAY, TOGETHER
@@ -245,10 +244,13 @@ def notes(found: Sequence[Limit]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kept", type=Path, default=RESULTS / "schedules" / "paper_halves.json")
+    parser.add_argument("--kept", type=Path, default=RESULTS / "schedules", help="folder with paper_halves.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "schedules")
     options = parser.parse_args()
-    found = list(limits(json.loads(options.kept.read_text(encoding="utf-8"))["values"]))
+    kept = load(options.kept, "paper_halves")
+    if kept is None:
+        parser.error(f"{options.kept} has no paper_halves.json; run python -m benchmarks.schedules --paper --halves")
+    found = list(limits(kept["values"]))
     report = Report("limits", options.out, "simulation", False, "What no cut and no order can beat")
     report.text = (
         f"Medians over six load models, gains over *{TODAY}* of whole blocks, chosen for each batch with hindsight. "
