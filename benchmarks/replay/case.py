@@ -20,6 +20,7 @@ from benchmarks.traces import Trace, TraceBatch
 from benchmarks.traces.equations import EQUATIONS
 from benchmarks.traces.models import MODELS
 from dynpipe_ds.partition import balanced, partitioner_names, register_partitioner
+from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload
 
 PROBED = "probed"
@@ -243,7 +244,7 @@ class Case:
 
     def workload(
         self, moment: TraceBatch, boundaries: Sequence[int], batch: int, *, replica: int = 0,
-        costs: Costs | None = None,
+        costs: Costs | None = None, order: Order | None = None,
     ) -> Workload:
         """What the simulator needs to know of a batch.
 
@@ -253,6 +254,7 @@ class Case:
             batch: number of the batch.
             replica: data-parallel replica.
             costs: of everything but the layers; ``None``: of this case.
+            order: that it runs; ``None``: 1F1B. It may be older than what is frozen.
         """
         costs = costs or self.known_costs()
         factors = self.micro_batch_factors(moment, batch, replica)
@@ -268,12 +270,15 @@ class Case:
         told_s = stages(moment.backward_s)  # frozen layers lead, and have none
         backward_s = told_s + costs.backward_s * trains
         frozen = frozen_boundaries(moment, boundaries)
+        weight_s = self.weight_share * told_s + costs.weight_s * trains
+        if order is not None and order.split(frozen) and frozen:
+            # Its first stage that trains sends no gradient any more: all of its backward runs as the second half.
+            backward_s[frozen], weight_s[frozen] = told_s[frozen], told_s[frozen] + costs.weight_s
         activation_s, gradient_s = self.links_s(batch)
         return Workload(
             forward_s, backward_s, self.num_micro_batches, activation_link_s=activation_s + costs.message_s,
             gradient_link_s=gradient_s + costs.message_s, step_s=costs.step_s,
-            frozen_boundaries=frozen, weight_s=self.weight_share * told_s + costs.weight_s * trains,
-            split_s=costs.weight_s * trains,
+            frozen_boundaries=frozen, weight_s=weight_s, split_s=costs.weight_s * trains,
         )
 
 

@@ -120,7 +120,9 @@ class _Simulated:
         if self._ran is None or self._ran[0] != key:
             self._ran = key, [
                 [
-                    self._simulate(self.case.workload(moment, boundaries, batch, replica=r, costs=costs), order)
+                    self._simulate(
+                        self.case.workload(moment, boundaries, batch, replica=r, costs=costs, order=order), order
+                    )
                     for r in range(self.case.replicas)
                 ]
                 for costs in self.costs
