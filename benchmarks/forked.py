@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from scenarios.ports import ANY_PORT, reserved_port
+from dynpipe_ds.ranks import ANY_PORT, reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 PRELOAD = ["benchmarks.preload"]

@@ -15,8 +15,8 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from dynpipe_ds.ranks import reserved_port
 from scenarios.opening import TOLD
-from scenarios.ports import reserved_port
 from scenarios.ranks import ASKED, ENDED, LISTENS
 
 _LOOK_S = 0.2  # between two looks whether more ranks listen

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.forked import PRELOAD
-from scenarios.ports import ANY_PORT, reserved_port
+from dynpipe_ds.ranks import ANY_PORT, reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 _JOIN = "DYNPIPE_JOIN"

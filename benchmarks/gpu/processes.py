@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.job import Job
 from benchmarks.record import ROOT
-from scenarios.ports import reserved_port
+from dynpipe_ds.ranks import reserved_port
 
 _GRACE_S = 3.0  # for the others' own errors, after one process failed
 _ERROR_CHARS = 1000

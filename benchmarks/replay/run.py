@@ -40,9 +40,9 @@ from benchmarks.replay.layers import ReplayLayer, loss_fn, micro_batches
 from benchmarks.replay.travelling import timed_messages, virtual_time
 from benchmarks.traces import TraceBatch
 from dynpipe_ds.measure import use_clock
+from dynpipe_ds.ranks import reserved_port
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import simulate
-from scenarios.ports import reserved_port
 
 IN_WORDS = {
     "virtual": "replay: the real engine in virtual time; layers don't compute",

@@ -15,6 +15,12 @@ def reserved_port() -> Iterator[int]:
     """A port on this machine for those who are told of it: bound until the end, so the system gives it to nobody else.
 
     Who listens there sets ``SO_REUSEADDR``, as torch's store does; it may do so again and again.
+
+    Yields:
+        The port's number.
+
+    Raises:
+        OSError: if no port is free.
     """
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

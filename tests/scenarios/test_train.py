@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from scenarios.ports import reserved_port
+from dynpipe_ds.ranks import reserved_port
 
 ROOT = Path(__file__).parents[2]
 _ports = ExitStack()  # reserved until this process ends
