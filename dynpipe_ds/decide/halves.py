@@ -65,7 +65,7 @@ class Halves:
             splits: whether it splits backwards if it is none: then it measures the halves of layers that have changed
                 by itself, and only what splitting adds calls for a trial.
         """
-        if not self._backward_s:
+        if self._batch < 0:  # the first is slow in parts
             return False
         is_due = self.num_trials < TRIALS or self._batch + 1 >= self._next_trial
         return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s)))

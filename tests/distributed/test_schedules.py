@@ -205,4 +205,4 @@ def test_a_controller_tries_halves_by_itself() -> None:
         found[schedule] = run_ranks(by_itself, 3, Run(3, 6, config=config))
     for usual, auto in zip(found["1f1b"], found["auto"], strict=True):
         assert auto[:2] == usual[:2]
-        assert (usual[2], usual[3]) == ([], False) and (auto[2][:2], auto[3]) == ([2, 3], True)
+        assert (usual[2], usual[3]) == ([], False) and (auto[2][:2], auto[3]) == ([1, 2], True)
