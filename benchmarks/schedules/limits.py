@@ -160,7 +160,7 @@ class Limit:
         return 1.0 - self.total_s / (self.stages * self.least_s)
 
 
-STARTING = 4
+STARTING = 3
 """Batches of a run before its first planned order: profiles of whole backwards, and of both halves."""
 
 
