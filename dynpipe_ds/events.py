@@ -94,8 +94,8 @@ class Overhead:
         planning_s: choosing boundaries and deciding.
         migrating_s: moving layers and rebuilding optimizers.
         repacking_s: re-packing onto fewer or more ranks, from the decision to the next batch.
-        snapshots_s: copying state for the case that a worker is lost: what training waited for, and on a CPU what the
-            copying threads computed.
+        snapshots_s: copying state for the case that a worker is lost: what training waited for, on a CPU what the
+            copying threads computed, and what batches took longer beyond that while a copy was on its way.
         compiling_s: compiling layers in batches (``torch.compile``): the first time, and where layers arrive.
     """
 

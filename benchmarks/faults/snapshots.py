@@ -1,11 +1,12 @@
 """What snapshots in a neighbour's memory cost: the same model without them and with them, window by window in turns.
 
-python -m benchmarks.faults.snapshots [--minutes 9 --rounds 10 --models 8x128x64 6x512x32 --ranks 2 --quick]
+python -m benchmarks.faults.snapshots [--minutes 12 --rounds 10 --models 8x128x64 6x512x32 --ranks 2 --quick]
 
 *auto*: the smallest interval that costs less than 3% by the library's own accounting; *every 5*: one every five
-batches, which costs enough to be seen in few windows. A window has as many batches as *auto* leaves between two
-snapshots, so that each one holds a snapshot; fewer if there is no time for six rounds of them, and the interval of
-confidence is then wider. CPU time is that of all ranks, threads included: on a busy machine it alone says something.
+batches, which costs enough to be seen in few windows; *none, again*: a second engine without them, which tells how far
+two engines differ by themselves. A window has as many batches as *auto* leaves between two snapshots, so that each one
+holds a snapshot; fewer if there is no time for six rounds of them, and the interval of confidence is then wider. CPU
+time is that of all ranks, threads included: on a busy machine it alone says something.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from scenarios.report.interval import LEAST_PAIRS, Estimate, ratio_of_totals
 NAME = "snapshots"
 GOAL = 0.03
 EVERY = 5
-WITHOUT, AUTO, OFTEN = "none", "auto", f"every {EVERY}"
+WITHOUT, AGAIN, AUTO, OFTEN = "none", "none, again", "auto", f"every {EVERY}"
 SURVIVE: dict[str, dict[str, Any]] = {
-    WITHOUT: {}, AUTO: {"enabled": True}, OFTEN: {"enabled": True, "snapshot_every": EVERY},
+    WITHOUT: {}, AGAIN: {}, AUTO: {"enabled": True}, OFTEN: {"enabled": True, "snapshot_every": EVERY},
 }
 ADAMW, BF16 = "AdamW", "bf16, ZeRO-1"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -99,6 +100,21 @@ def window_length(interval: int, batch_s: float, left_s: float) -> int:
     return EVERY * max(1, min(math.ceil(wanted / EVERY), affordable // EVERY))
 
 
+def without_snapshots_s(batches: Sequence[tuple[float, bool]]) -> float:
+    """What a window would have taken without snapshots, by its batches that had none.
+
+    Args:
+        batches: seconds of each, and whether a snapshot was on its way.
+
+    Returns:
+        Seconds; not a number if all had one.
+    """
+    quiet_s = [seconds for seconds, is_under_way in batches if not is_under_way]
+    if not quiet_s:
+        return math.nan
+    return math.fsum(quiet_s) + (len(batches) - len(quiet_s)) * statistics.median(quiet_s)
+
+
 class Engines:
     """One engine of each kind, and what its windows took.
 
@@ -108,6 +124,7 @@ class Engines:
 
     Attributes:
         wall_s: seconds of every window, by kind.
+        around_s: what every window would have taken if batches with a snapshot on its way had been as those without.
         cpu_s: processor seconds of all ranks in it, by kind.
         losses: of all batches, by kind.
     """
@@ -123,6 +140,7 @@ class Engines:
     def forget(self) -> None:
         """Begin to count anew."""
         self.wall_s: dict[str, list[float]] = {kind: [] for kind in SURVIVE}
+        self.around_s: dict[str, list[float]] = {kind: [] for kind in SURVIVE}
         self.cpu_s: dict[str, list[float]] = {kind: [] for kind in SURVIVE}
         self._before_s = [engine.overhead.snapshots_s for engine in self._engines.values()]
 
@@ -133,11 +151,15 @@ class Engines:
             kind: of the engine.
             num_batches: in it.
         """
-        start_s, start_cpu_s = now_s(), time.process_time()
-        engine = self._engines[kind]
-        self.losses[kind] += [float(engine.train_batch(self._data)) for _ in range(num_batches)]
+        engine, batches = self._engines[kind], []
+        last_s, start_cpu_s = now_s(), time.process_time()
+        for _ in range(num_batches):
+            self.losses[kind].append(float(engine.train_batch(self._data)))
+            start_s, last_s = last_s, now_s()
+            batches.append((last_s - start_s, engine.dynamic.snapshots.is_under_way))
         used_s = torch.tensor(time.process_time() - start_cpu_s, dtype=torch.float64)
-        self.wall_s[kind].append(now_s() - start_s)
+        self.wall_s[kind].append(math.fsum(seconds for seconds, _ in batches))
+        self.around_s[kind].append(without_snapshots_s(batches))
         dist.all_reduce(used_s)
         self.cpu_s[kind].append(float(used_s))
 
@@ -186,7 +208,7 @@ def measure(model: str, optimizer: str, most_rounds: int, left_s: float) -> dict
             engines.run(kind, window)
     return {
         "model": model, "optimizer": optimizer, "state_bytes": state_bytes, "window": window,
-        "wall_s": engines.wall_s, "cpu_s": engines.cpu_s, "spent_s": engines.spent_s(),
+        "wall_s": engines.wall_s, "around_s": engines.around_s, "cpu_s": engines.cpu_s, "spent_s": engines.spent_s(),
         "same_losses": all(losses == engines.losses[WITHOUT] for losses in engines.losses.values()),
     }
 
@@ -202,15 +224,27 @@ def more(row: Mapping[str, Any], kind: str, seconds: str) -> Estimate:
     return ratio_of_totals(row[seconds][kind], row[seconds][WITHOUT]).change
 
 
+def around(row: Mapping[str, Any], kind: str) -> Estimate:
+    """What windows took more than they would have taken if all their batches had been as those without a snapshot.
+
+    Args:
+        row: of :func:`measure`.
+        kind: of snapshots.
+    """
+    pairs = [pair for pair in zip(row["wall_s"][kind], row["around_s"][kind], strict=True) if pair[1] == pair[1]]
+    return ratio_of_totals(*zip(*pairs, strict=True)).change if pairs else Estimate(math.nan)
+
+
 def costs(row: Mapping[str, Any]) -> list[list[str]]:
     """The rows of the first table: what each kind costs."""
     found = []
     for kind in SURVIVE:
         count = len(row["wall_s"][kind]) * row["window"]
         batch_ms = 1e3 * statistics.median(row["wall_s"][kind]) / row["window"]
-        compared = ("", "") if kind == WITHOUT else (
-            more(row, kind, "wall_s").text("+.1%", ""), more(row, kind, "cpu_s").text("+.1%", "")
-        )
+        compared = ["", "", ""]
+        if kind != WITHOUT:
+            compared = [more(row, kind, seconds).text("+.1%", "") for seconds in ("wall_s", "cpu_s")]
+            compared += [around(row, kind).text("+.1%", "") if SURVIVE[kind] else ""]
         spent_s = row["spent_s"][kind]
         found.append([
             row["model"], row["optimizer"], f"{row['state_bytes'] / 1e6:.0f}", kind, f"{batch_ms:.1f}", *compared,
@@ -222,7 +256,7 @@ def costs(row: Mapping[str, Any]) -> list[list[str]]:
 
 def intervals(row: Mapping[str, Any]) -> list[str]:
     """A row of the second table: what one snapshot costs, and how often the goal allows one."""
-    without_s, paired = sum(row["wall_s"][WITHOUT]), more(row, OFTEN, "wall_s")
+    without_s, paired = sum(row["wall_s"][WITHOUT]), around(row, OFTEN)
     assert paired.low is not None and paired.high is not None, "there are enough pairs"
     pairs, spent = len(row["wall_s"][WITHOUT]), row["spent_s"][OFTEN] / without_s
     snapshot_ms = 1e3 * EVERY * without_s / (pairs * row["window"])
@@ -237,13 +271,14 @@ def intervals(row: Mapping[str, Any]) -> list[str]:
 def report(values: Mapping[str, Any], folder: Path) -> None:
     """Write the tables."""
     costs_head = (
-        "model", "optimizer", "state of a stage, MB", "snapshots", "batch, ms", "wall time (95% interval)",
-        "CPU time of all ranks", f"own accounting (goal {GOAL:.0%})", "own accounting, ms a batch", "same losses",
+        "model", "optimizer", "state of a stage, MB", "snapshots", "batch, ms", "wall time over *none* (95% interval)",
+        "CPU time of all ranks", "batches with one on its way, over those around them",
+        f"own accounting (goal {GOAL:.0%})", "own accounting, ms a batch", "same losses",
     )
     intervals_head = (
         "model", "optimizer", "windows of batches", "one snapshot by own accounting, ms",
-        "in pairs of windows, ms (95% interval)", f"smallest interval below {GOAL:.0%} by own accounting, batches",
-        "by pairs of windows",
+        "by the batches around it, ms (95% interval)", f"smallest interval below {GOAL:.0%} by own accounting, batches",
+        "by the batches around",
     )
     rows = values["rows"]
     first = table(costs_head, [line for row in rows for line in costs(row)])
@@ -262,7 +297,7 @@ def run_rank(send: Send, cases: list[tuple[str, str]], most_rounds: int, minutes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no round is begun, of all together")
+    parser.add_argument("--minutes", type=float, default=12.0, help="after which no round is begun, of all together")
     parser.add_argument("--rounds", type=int, default=10, help="at most")
     parser.add_argument(
         "--models", nargs="+", default=["8x128x64", "6x512x32"],
@@ -277,7 +312,7 @@ def main() -> None:
     if options.rounds < LEAST_PAIRS:
         parser.error(f"--rounds {options.rounds}: give at least {LEAST_PAIRS}, without which there is no interval")
     if options.quick:
-        options.minutes, options.models = 1.5, ["8x128x64"]
+        options.minutes, options.models = 2.0, ["8x128x64"]
     cases = [(model, ADAMW) for model in options.models] + [(options.models[-1], BF16)]
     found = environment()
     [values] = on_ranks(options.ranks, run_rank, cases, options.rounds, options.minutes)

@@ -6,8 +6,6 @@ is still on its way lets all others wait for the next batch, not for it.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.ranks.agreement import gather
 from dynpipe_ds.snapshots.capture import Captured, capture
-from dynpipe_ds.snapshots.interval import LONGEST, smallest_interval
+from dynpipe_ds.snapshots.interval import LONGEST, SnapshotCost, smallest_interval
 from dynpipe_ds.snapshots.inventory import Seat, Snapshot
 from dynpipe_ds.snapshots.memory import COPIES, allowed_bytes, free_bytes, problem, state_bytes
 from dynpipe_ds.snapshots.neighbours import neighbours, share_is_safe
@@ -28,9 +26,6 @@ from dynpipe_ds.telling import log, warn
 
 if TYPE_CHECKING:
     from dynpipe_ds.run import Run
-
-_BATCHES = 8
-"""Their median is a batch's time."""
 
 _DATA_SHARE = 8
 """Micro-batches that no snapshot covers yet may take this part of what copies may; twice that if a snapshot fails."""
@@ -62,8 +57,7 @@ class Snapshots:
         self._hold_device: Callable[[], object] = lambda: None
         self._next = self._floor = 0
         self._last: int | None = None
-        self._blocked_s = self._cost_s = 0.0
-        self._batches_s: deque[float] = deque(maxlen=_BATCHES)
+        self._cost = SnapshotCost()
         self._data_bytes = self.micro_batches = 0
         self._told: set[str] = set()
 
@@ -73,6 +67,11 @@ class Snapshots:
     def is_on(self) -> bool:
         """Whether snapshots are taken."""
         return self._courier is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a copy was on its way when the newest batch began."""
+        return self._courier is not None and self._courier.is_busy
 
     def start(self, node: str) -> None:
         """Begin if the section says so; collective over all ranks.
@@ -189,7 +188,7 @@ class Snapshots:
         started = self._run.clock.now_s()
         if self._is_due(batch):
             self._take(batch)
-        self._blocked(self._run.clock.now_s() - started)
+        self._spent(self._run.clock.now_s() - started, before_batch=True)
 
     def before_change(self) -> None:
         """Let nobody, the optimizer above all, change what is still being copied."""
@@ -197,7 +196,7 @@ class Snapshots:
             return
         started = self._run.clock.now_s()
         self._finish_local()
-        self._blocked(self._run.clock.now_s() - started)
+        self._spent(self._run.clock.now_s() - started)
 
     def end_batch(self, seconds: float) -> None:
         """Take note of a batch.
@@ -207,7 +206,7 @@ class Snapshots:
         """
         if self._courier is not None:
             self._finish_local()
-            self._batches_s.append(seconds)
+            self._cost.batch(seconds, is_under_way=self.is_under_way)
             self._data_bytes = self._run.stage.pipeline.reading.kept.num_bytes(self._run.num_batches - 1)
 
     def inventory(self) -> list[Snapshot]:
@@ -217,18 +216,14 @@ class Snapshots:
 
     # -- deciding -----------------------------------------------------------------------------
 
-    @property
-    def _cost(self) -> float:
-        """Of the newest snapshot, as a multiple of a batch."""
-        return self._cost_s / statistics.median(self._batches_s) if self._batches_s else 0.0
-
     def _is_due(self, batch: int) -> bool:
         """Whether all ranks take one now; collective over all ranks."""
         assert self._courier is not None
         limit = self.store.max_bytes
         affordable = LONGEST if limit is None else limit // _DATA_SHARE // max(self._data_bytes, 1)
-        busy, broken, cost, room = self._greatest(
-            self._courier.is_busy, self._courier.is_broken, self._cost, -max(affordable, 1)
+        busy, broken, cost, room, is_new = self._greatest(
+            self._courier.is_busy, self._courier.is_broken, self._cost.in_batches, -max(affordable, 1),
+            not self._cost.is_compared,
         )
         if broken:
             self.tell("group", "a copy did not come through, so the ranks connect anew for the next one")
@@ -239,7 +234,8 @@ class Snapshots:
             self._next = batch + 1
             return False
         every = self.config.snapshot_every
-        interval = smallest_interval(cost) if every == "auto" else every
+        least = 2 if is_new else 1  # batches without one, to compare with
+        interval = max(least, smallest_interval(cost)) if every == "auto" else every
         due = self._floor if self._last is None else self._last + min(interval, int(-room))
         if self._last is not None and self._last < self._floor:
             due = self._floor
@@ -258,7 +254,7 @@ class Snapshots:
         assert self._courier is not None
         self.store.begin(batch)
         outgoing = Outgoing(batch)
-        self._cost_s = 0.0
+        self._cost.begin()
         try:
             self._fill(outgoing, capture(self._run, self._extra()))
         except Exception as error:  # noqa: BLE001 - this rank's trouble; the others are told in the thread
@@ -294,15 +290,16 @@ class Snapshots:
                 self._hold_device()
         self._outgoing = None
 
-    def _blocked(self, seconds: float) -> None:
-        self._cost_s += seconds
+    def _spent(self, seconds: float, *, before_batch: bool = False) -> None:
+        self._cost.spend(seconds, before_batch=before_batch)
         self._run.overhead.snapshots_s += seconds
 
     def _take_note(self, outcomes: Iterable[Outcome]) -> None:
         """What the thread computed on a CPU was taken from training; on the host of an accelerator it was idle."""
         for outcome in outcomes:
             if accelerator.is_synchronous():
-                self._blocked(outcome.cpu_s)
+                self._spent(outcome.cpu_s)
+            self._run.overhead.snapshots_s += self._cost.end()
             if outcome.is_complete:
                 self._run.stage.pipeline.reading.kept.forget_before(outcome.batch)
                 continue

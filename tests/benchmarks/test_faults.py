@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_the_smallest_interval_below_the_goal(share: float, every: int) -> None:
 
 @pytest.mark.parametrize(("interval", "batch_s", "left_s", "length"), [
     (21, 0.5, 1000.0, 25),  # a whole interval, in multiples of five
-    (21, 0.5, 100.0, 10),  # six rounds of three windows have to fit
+    (21, 0.5, 130.0, 10),  # six rounds of four windows have to fit
     (3, 0.1, 1000.0, 30),  # three seconds at least
     (21, 60.0, 100.0, 5),
 ])  # fmt: skip
@@ -105,11 +106,24 @@ def test_a_window_holds_a_snapshot_if_there_is_time(interval: int, batch_s: floa
 
 def test_what_a_snapshot_costs_in_pairs() -> None:
     """Ten batches of 0.1 s, and one snapshot of 50 ms every five: 10% more, so 17 batches are below 3%."""
-    seconds = {snapshots.WITHOUT: [1.0] * 6, snapshots.AUTO: [1.0, 1.05] * 3, snapshots.OFTEN: [1.1] * 6}
+    seconds = {
+        snapshots.WITHOUT: [1.0] * 6, snapshots.AGAIN: [1.01] * 6, snapshots.AUTO: [1.0, 1.05] * 3,
+        snapshots.OFTEN: [1.1] * 6,
+    }
+    around_s = {**seconds, snapshots.AUTO: [1.0] * 5 + [math.nan], snapshots.OFTEN: [1.0] * 6}
     row = {
         "model": "m", "optimizer": "o", "state_bytes": 2e6, "window": 10, "wall_s": seconds, "cpu_s": seconds,
-        "spent_s": {snapshots.WITHOUT: 0.0, snapshots.AUTO: 0.12, snapshots.OFTEN: 0.48}, "same_losses": True,
+        "around_s": around_s,
+        "spent_s": {snapshots.WITHOUT: 0.0, snapshots.AGAIN: 0.0, snapshots.AUTO: 0.12, snapshots.OFTEN: 0.48},
+        "same_losses": True,
     }  # fmt: skip
     assert snapshots.intervals(row) == ["m", "o", "6 of 10", "40.0", "50.0 (50.0 to 50.0)", "14", "17 (17 to 17)"]
-    none, auto, _ = snapshots.costs(row)
-    assert none[4:6] == ["100.0", ""] and auto[5].startswith("+2.5% (") and auto[7] == "1.95%"
+    none, again, auto, _ = snapshots.costs(row)
+    assert none[4:6] == ["100.0", ""] and again[5].startswith("+1.0%") and again[7] == ""
+    assert auto[5].startswith("+2.5% (") and auto[7].startswith("+2.0%") and auto[8] == "1.95%"
+
+
+def test_batches_with_a_snapshot_are_compared_with_those_of_their_window() -> None:
+    batches = [(1.5, True), (1.0, False), (1.0, False), (1.1, False)]
+    assert snapshots.without_snapshots_s(batches) == pytest.approx(4.1)
+    assert math.isnan(snapshots.without_snapshots_s([(1.0, True)] * 5))

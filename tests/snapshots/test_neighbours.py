@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from dynpipe_ds.snapshots.interval import LONGEST, SHARE, smallest_interval
 from dynpipe_ds.snapshots.neighbours import neighbours, share_is_safe
 
 
@@ -34,15 +33,3 @@ def test_replicas_keep_what_they_share_if_they_are_not_lost_together(
     nodes: str, replicas: list[int], safe: bool
 ) -> None:
     assert share_is_safe(nodes, replicas) is safe
-
-
-@pytest.mark.parametrize("cost", [0.001, 0.0299, 0.03, 0.031, 0.25, 3.0, 40.0])
-def test_the_interval_is_the_smallest_that_costs_less_than_the_share(cost: float) -> None:
-    found = smallest_interval(cost)
-    assert cost / found < SHARE
-    assert found == 1 or cost / (found - 1) >= SHARE
-
-
-def test_intervals_end_somewhere() -> None:
-    assert smallest_interval(float("nan")) == smallest_interval(0.0) == 1
-    assert smallest_interval(float("inf")) == smallest_interval(1e9) == LONGEST
