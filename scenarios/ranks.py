@@ -71,8 +71,8 @@ def end_quietly() -> None:
         # Not by an exception: what is imported meanwhile might catch it.
         signal.signal(signal.SIGTERM, lambda number, _frame: end_as_asked(number, os._exit))
         (Path(folder) / f"{LISTENS}{os.getpid()}").touch()
-        if (Path(folder) / ASKED).exists():
-            end_as_asked(signal.SIGTERM)
+        if (Path(folder) / ASKED).exists():  # at once: while Python shuts down, the signal that may come would kill
+            end_as_asked(signal.SIGTERM, os._exit)
 
 
 def check_installed() -> None:
