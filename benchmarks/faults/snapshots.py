@@ -231,7 +231,7 @@ def around(row: Mapping[str, Any], kind: str) -> Estimate:
         row: of :func:`measure`.
         kind: of snapshots.
     """
-    pairs = [pair for pair in zip(row["wall_s"][kind], row["around_s"][kind], strict=True) if pair[1] == pair[1]]
+    pairs = [pair for pair in zip(row["wall_s"][kind], row["around_s"][kind], strict=True) if not math.isnan(pair[1])]
     return ratio_of_totals(*zip(*pairs, strict=True)).change if pairs else Estimate(math.nan)
 
 

@@ -136,6 +136,7 @@ class Snapshots:
         safe = share_is_safe(nodes, pipeline.ranks_of(pipeline.stage_id))
         self._sends_shared = not safe and pipeline.replica == 0
         self._next, self._last = self._run.num_batches, None
+        self._cost = SnapshotCost()  # other ranks hold other layers, and send over other links
         return nodes
 
     def pause(self) -> None:
