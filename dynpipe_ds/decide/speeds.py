@@ -159,24 +159,26 @@ class Speeds:
 
     def _compare(self, boundaries: tuple[int, ...], costs: list[tuple[float, ...]]) -> None:
         """What layers took on their old and their new worker; those that stayed tell how the old one has changed."""
-        stages = [Placement.from_boundaries(cuts).layer_stages for cuts in (boundaries, self._boundaries)]
-        groups: dict[tuple[int, int], list[int]] = {}
-        for layer, pair in enumerate(zip(*stages, strict=True)):
-            groups.setdefault(pair, []).append(layer)
         after = [costs for _, costs in self._costs]
-        ratios = {pair: _Ratio.of(layers, costs, after) for pair, layers in groups.items()}
-        stayed = {a: ratio for (a, b), ratio in ratios.items() if a == b and ratio is not None}
+        stayed_layers, moved = _stayed_and_moved(boundaries, self._boundaries)
+        found = {stage: _Ratio.of(layers, costs, after) for stage, layers in stayed_layers.items()}
+        stayed = {stage: ratio for stage, ratio in found.items() if ratio is not None}
         usual = median([ratio.log for ratio in stayed.values()]) if stayed else 0.0
         # Layers that stayed and take another share of the time: the model changes, and moved layers may have, too.
         drift = max([abs(ratio.log - usual) for ratio in stayed.values()] + [abs(usual)])
-        for (a, b), ratio in ratios.items():
-            if a == b or ratio is None:
+        chance = max([CONFIDENCE * ratio.noise for ratio in stayed.values()], default=0.0)
+        tells = drift <= max(math.log(LEAST_RATIO), chance)  # else by more than those that stayed, perhaps
+        for (a, b), layers, beside in moved:
+            ratio, together = _Ratio.of(layers, costs, after), _Ratio.of(layers, costs, after, beside)
+            if ratio is None or together is None:
                 continue
             noise = max([ratio.noise, *(other.noise for other in stayed.values())])
-            slower, doubt = ratio.log - (stayed[a].log if a in stayed else usual), max(CONFIDENCE * noise, drift)
+            own, doubt = stayed[a].log if a in stayed else usual, max(CONFIDENCE * noise, drift)
+            slower, least = ratio.log - own, min(abs(ratio.log - own), abs(together.log - own))
             pair, slower = ((a, b), slower) if a < b else ((b, a), -slower)
-            if abs(slower) > max(math.log(LEAST_RATIO), doubt):
-                self._links[pair] = slower
+            if least > max(math.log(LEAST_RATIO), doubt):
+                if tells:
+                    self._links[pair] = slower
             elif pair in self._links and abs(self._links[pair]) > doubt:
                 self._links[pair] = 0.0  # no longer
 
@@ -243,6 +245,41 @@ def _batch(stored: Any) -> _Batch:
     return number, tuple(costs)
 
 
+def _stayed_and_moved(
+    before: Sequence[int], after: Sequence[int]
+) -> tuple[dict[int, list[int]], list[tuple[tuple[int, int], list[int], list[int]]]]:
+    """Which layers tell how much slower one worker is than another.
+
+    A pass of a stage begins with its first or its last layer, and what a pass takes by itself is measured with that
+    layer. So where a boundary moves by one layer, three layers take other times on workers that are alike; together
+    they take what they took.
+
+    Args:
+        before: S + 1 boundaries.
+        after: the same.
+
+    Returns:
+        Of each stage the layers that stayed in the midst of it. Of two stages the layers that went from the first to
+        the second, with the layers beside them that stayed, and now begin or end a stage, or did so before.
+    """
+    old, new = (Placement.from_boundaries(cuts).layer_stages for cuts in (before, after))
+    ends = [{position for cut in cuts for position in (cut - 1, cut)} for cuts in (before, after)]
+    num_layers = len(old)
+    turned = {layer for layer in range(num_layers) if (layer in ends[0]) != (layer in ends[1])}
+    stayed: dict[int, list[int]] = {}
+    moved: dict[tuple[int, int], list[int]] = {}
+    for layer, pair in enumerate(zip(old, new, strict=True)):
+        if pair[0] != pair[1]:
+            moved.setdefault(pair, []).append(layer)
+        elif layer not in turned:
+            stayed.setdefault(pair[0], []).append(layer)
+    found = []
+    for pair, layers in moved.items():  # layers of a pair are a row
+        sides = (layers[0] - 1, layers[-1] + 1)
+        found.append((pair, layers, [i for i in sides if i in turned and old[i] == new[i]]))
+    return stayed, found
+
+
 class _Ratio:
     """What some layers took after a move, over what they took before.
 
@@ -256,9 +293,26 @@ class _Ratio:
 
     @classmethod
     def of(
-        cls, layers: Sequence[int], before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+        cls, layers: Sequence[int], before: Sequence[Sequence[float]], after: Sequence[Sequence[float]],
+        beside: Sequence[int] = (),
     ) -> _Ratio | None:
-        sums = [[math.fsum(costs[layer] for layer in layers) for costs in batches] for batches in (before, after)]
+        """Compare.
+
+        Args:
+            layers: which.
+            before: seconds of all layers in each batch before.
+            after: the same afterwards.
+            beside: layers that what these take more than before is added to.
+
+        Returns:
+            ``None`` where they took nothing.
+        """
+        sums, others = (
+            [[math.fsum(costs[layer] for layer in some) for costs in batches] for batches in (before, after)]
+            for some in (layers, beside)
+        )
+        had = median(others[0])
+        sums[1] = [own + other - had for own, other in zip(sums[1], others[1], strict=True)]
         usual = [median(each) for each in sums]
         if min(usual) <= 0:
             return None

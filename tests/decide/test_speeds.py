@@ -136,6 +136,18 @@ def test_layers_that_change_after_a_move_tell_of_no_worker() -> None:
     assert shown(((0, 2, 4), [1.0] * 4), ((0, 3, 4), cheaper)).values is None, "the last layer stayed, and changed"
 
 
+def test_layers_that_change_by_unlike_amounts_while_they_move_tell_of_no_worker() -> None:
+    """Tokens leave early: the deeper a layer is, the less it takes, and the one that moved fell by more than others."""
+    exited = [1.0, 1.0, 1.0, 0.9, 0.8, 0.4, 0.5, 0.5, 0.5]
+    assert shown(((0, 3, 6, 9), [1.0] * 9), ((0, 2, 5, 9), exited)).values is None
+
+
+def test_what_a_pass_takes_by_itself_tells_of_no_worker() -> None:
+    """It is measured with the layer that a stage begins with, whichever that is."""
+    before, after = [0.25, 0.2, 0.2, 0.25, 0.2, 0.2], [0.25, 0.2, 0.25, 0.2, 0.2, 0.2]
+    assert shown(((0, 3, 6), before), ((0, 2, 6), after)).values is None
+
+
 def test_layers_that_changed_just_before_they_moved_tell_of_no_worker() -> None:
     """They moved because they had changed: the batches before are those of another model, all but the newest."""
     speeds, cheaper = Speeds(None), [1.0] * 6 + [0.4, 0.4]
