@@ -19,7 +19,7 @@ from dynpipe_ds.measure.profile import LayerProfile, PipelineProfile
 from dynpipe_ds.schedule import Order
 
 TRIALS = 2
-"""Trials before halves are known: one alone may have been an odd one."""
+"""Trials in a row where no order splits backwards by itself: one alone may have been an odd one."""
 
 DRIFT = 0.1
 """Share of the model's backward seconds that must have changed until halves are measured anew."""
@@ -55,8 +55,8 @@ class Halves:
 
     @property
     def is_known(self) -> bool:
-        """Whether halves of any layer were measured often enough to plan with."""
-        return bool(self._shares) and self.num_trials >= TRIALS
+        """Whether halves of any layer were measured; an order that is planned by them goes on measuring them."""
+        return bool(self._shares)
 
     def wants_trial(self, *, splits: bool = False) -> bool:
         """Whether the next profiled batch should be a trial.
@@ -67,7 +67,9 @@ class Halves:
         """
         if self._batch < 0:  # the first is slow in parts
             return False
-        is_due = self.num_trials < TRIALS or self._batch + 1 >= self._next_trial
+        if not splits and self.num_trials < TRIALS:
+            return True
+        is_due = self._batch + 1 >= self._next_trial
         return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s)))
 
     def expect_change(self) -> None:
@@ -107,6 +109,7 @@ class Halves:
             self._count_trial(seconds, profile)
         if split:  # an order that splits backwards measures halves, too
             self._compared_s, self._is_stale = seconds, False
+            self.num_trials = self.num_trials if is_trial else max(self.num_trials, TRIALS)
         return replace(profile, layers=layers)
 
     def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:

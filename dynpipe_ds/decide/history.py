@@ -131,7 +131,7 @@ class History:
         """The newest profiles combined, backwards whole, of a worker of speed 1; ``None`` before the first batch."""
         if not self._newest:
             return None
-        if self.has_changed:
+        if self.has_changed or not self.is_complete:  # a run's first batch is slow in parts
             return self._profiles[-1]
         if self.varies:
             return self._combined(self._num_varying, "mean")

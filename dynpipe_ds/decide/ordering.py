@@ -111,9 +111,12 @@ class Ordering:
     # -- choosing -----------------------------------------------------------------------------
 
     def is_planned(self) -> bool:
-        """Whether orders are planned by now: enough was measured, and there is a choice."""
+        """Whether orders are planned by now: enough was measured, and there is a choice.
+
+        That is sooner than layers move: an order that was planned from one batch is given up without any cost.
+        """
         newest = self._history.newest
-        return self._history.is_complete and self._halves.is_known and self._orders.has_choice(newest[-1])
+        return bool(newest) and self._halves.is_known and self._orders.has_choice(newest[-1])
 
     def is_due(self) -> bool:
         """Whether to plan now, within planning's share of the time.
@@ -124,6 +127,8 @@ class Ordering:
         if not self.is_planned():
             return False
         newest = self._history.newest[-1]
+        if not self._history.is_complete and self.order is not None:
+            return False  # the first decision, on cut and order together, comes soon
         if self._settled is None:
             return self._orders.can_spend(newest, owes=True)
         news = self._news()
@@ -260,7 +265,7 @@ class Ordering:
             if profile is not None and tuple(boundaries) != profile.boundaries:
                 self._settled = None  # moved at a glance: an order is still to be planned
             return self._orders.order_on(boundaries)
-        self._settled = self._state()
+        self._settled = self._state() if self._history.is_complete else None
         best = self._orders.best(profile, boundaries, self._varying())
         least = self._orders.least_effort(profile)
         self._searched = max(least, self._orders.effort + self._orders.spent)
