@@ -72,13 +72,13 @@ class Doorway:
             ValueError: on every rank, if a door can't be opened.
         """
         config, leads = self._run.config.elastic, dist.get_rank() == 0
-        door_file = config.door_file or os.environ.get(DOOR_FILE)
+        door_files = [file for file in (config.door_file, os.environ.get(DOOR_FILE)) if file]  # spares know the latter
         self._token = from_first(lambda: self._token or find_token())
 
         def open_door() -> Door:
             door = self.door or Door(self._papers, self._token, config.port if leads else 0)
-            if leads and not self._has_led and door_file is not None:
-                write_door_file(Path(door_file), door.address, self._token)
+            for file in door_files if leads and not self._has_led else ():
+                write_door_file(Path(file), door.address, self._token)
             return door
 
         self.door = together(open_door, self._run.stage.device, lambda text: ValueError(
@@ -94,7 +94,7 @@ class Doorway:
                 self._has_led = True
                 log.info(
                     "dynamic_pipeline: workers may join: dynpipe join %s -- script.py ...",
-                    door_file or "{}:{}".format(*self.door.address),
+                    door_files[0] if door_files else "{}:{}".format(*self.door.address),
                 )
 
     def _told(self, doors: list[list[Any]]) -> dict[str, Any]:
