@@ -170,9 +170,13 @@ class Snapshots:
     # -- around a batch -----------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Take note of a change between batches that going back would not repeat: older snapshots are of no use."""
-        self._floor = self._next = self._run.num_batches
+        """Take note of a change between batches that going back would not repeat."""
+        self.expire()
         self.num_changes += 1
+
+    def expire(self) -> None:
+        """Older snapshots are of no use any more: take another one before the next batch."""
+        self._floor = self._next = self._run.num_batches
 
     def begin_batch(self) -> None:
         """Take a snapshot if one is due; collective over all ranks if one may be."""

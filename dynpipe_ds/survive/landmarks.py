@@ -86,6 +86,16 @@ class Landmarks:
             self._known.clear()
             self._count()
 
+    def expire(self, problem: str) -> None:
+        """Checkpoints of earlier batches can't be gone back to any more.
+
+        Args:
+            problem: why.
+        """
+        for mark in self._known:
+            if mark.batch < self._run.num_batches:
+                mark.problem = mark.problem or problem
+
     def begin_batch(self) -> None:
         """A batch is about to begin: what the script did since it saved a checkpoint, or loaded one, counts as well."""
         for mark in self._known[-1:]:

@@ -114,6 +114,10 @@ class Repeating:
         self.between.append(acts)
         if self._inherited:
             acts.load_state_dict(self._inherited.pop(0))
+            return
+        # What it knew before nobody has kept, and in earlier batches it did not act.
+        self._run.snapshots.expire()
+        self._run.landmarks.expire("later on the script gave an object to engine.between_batches")
 
     def inherit(self, state: Mapping[str, Any]) -> None:
         """Keep what the job's own knew when this worker joined: its script has not told of any yet.

@@ -1,4 +1,4 @@
-"""Blocks of code: each Python block is run or its names are looked up, JSON is valid, commands exist."""
+"""Blocks of code: each Python block is run and its names are looked up, JSON is valid, commands exist."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from tests.cli.conftest import example_profile
 from tests.docs import commands, names, pages
 from tests.docs.pages import ROOT, Block
 
-HERE, RANKS, NAMES = "run in this process", "tests/docs/test_on_ranks.py", "names are looked up"
+HERE, RANKS, WORKERS = "run in this process", "tests/docs/test_on_ranks.py", "tests/docs/test_on_workers.py"
 
-# How each Python block of a page is checked, in order: in one of the three ways, or by the test that runs it.
+# How each Python block of a page is checked, in order: in this process, or by the test that runs it.
 CHECKED: dict[str, list[str]] = {
     "README.md": [RANKS],
     "docs/change_one_import.md": [RANKS, RANKS],
     "docs/checkpoints.md": [RANKS],
-    "docs/cli.md": [HERE, RANKS, HERE, NAMES],
+    "docs/cli.md": [HERE, RANKS, HERE],
     "docs/clients.md": [HERE],
     "docs/configuration.md": [RANKS],
-    "docs/elastic.md": [NAMES],
+    "docs/elastic.md": [WORKERS],
     "docs/experts.md": [HERE, HERE],
     "docs/extending.md": [RANKS, RANKS, "tests/release/test_docs.py"],
     "docs/finer_layers.md": [HERE],
@@ -42,11 +42,11 @@ CHECKED: dict[str, list[str]] = {
     "docs/huggingface.md": ["tests/hf/test_on_ranks.py", "tests/hf/test_adapters.py"],
     "docs/nodes.md": ["tests/slurm/test_nodes_on_slurm.py"],
     "docs/objections.md": [HERE],
-    "docs/repacking.md": [NAMES],
+    "docs/repacking.md": [WORKERS],
     "docs/scenarios.md": ["tests/scenarios/test_docs_example.py"],
     "docs/schedules.md": [RANKS],
     "docs/simulation.md": [HERE] * 6,
-    "docs/survive.md": [NAMES, NAMES],
+    "docs/survive.md": [WORKERS, WORKERS],
     "docs/trainers.md": ["tests/hf/test_trainers_page.py"] * 2,
     "docs/watch.md": ["tests/reporting/test_run_page.py"],
 }
@@ -55,7 +55,7 @@ CHECKED: dict[str, list[str]] = {
 GIVEN: dict[str, Any] = {
     "engine": DynamicPipelineEngine, "deepspeed": deepspeed, "numpy": numpy,
     "DynamicPipelineModule": DynamicPipelineModule, "PipelineModule": PipelineModule,
-    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches", "loader"), names.UNKNOWN),
+    **dict.fromkeys(("layers", "loss_fn", "data_iter", "position", "num_batches", "data", "batches"), names.UNKNOWN),
 }
 VALUES = {"numpy": numpy, "num_stages": 4, "num_micro_batches": 8, "forward_s": [1.0] * 4, "backward_s": [2.0] * 4}
 PYTHON = [block for page in pages.pages() for block in pages.blocks(page, "python")]
@@ -80,9 +80,9 @@ def test_every_page_says_how_its_blocks_are_checked() -> None:
         page: len(ways) for page, ways in CHECKED.items()
     }
     for way in {way for ways in CHECKED.values() for way in ways}:
-        assert way in (HERE, NAMES) or (ROOT / way).exists()
+        assert way == HERE or (ROOT / way).exists()
     for page, ways in CHECKED.items():
-        for way in set(ways) - {HERE, NAMES, RANKS}:
+        for way in set(ways) - {HERE, RANKS}:
             assert Path(page).name in (ROOT / way).read_text(encoding="utf-8")
 
 
