@@ -71,7 +71,7 @@ class DynamicPipelineConfig(Section):
     )
     profile_batches: _PositiveInt = key(
         3,
-        "How many of the newest profiled batches a decision combines. There is no decision before.",
+        "How many of the newest profiled batches a decision combines. No layer moves before.",
         rule="a whole number of batches >= 1",
         example="3",
     )

@@ -135,7 +135,6 @@ class Limit:
         auto_bubble: its mean bubble.
         least_s: no cut and order takes less, where layers and messages alone take time.
         hosted_s: the same where each pass takes its host time, and each batch its step.
-        started_s: the same, with the first timed batches as they were run until a planned order ran.
         total_s: all work of layers.
     """
 
@@ -146,22 +145,17 @@ class Limit:
     auto_bubble: float
     least_s: float
     hosted_s: float
-    started_s: float
     total_s: float
 
     @property
     def charged_s(self) -> float:
-        """Hindsight with host time, step and our start, which are taken to make it longer as they do the bound."""
-        return self.hindsight_s * self.started_s / self.least_s
+        """Hindsight with host time and step, which are taken to make it longer as they do the bound."""
+        return self.hindsight_s * self.hosted_s / self.least_s
 
     @property
     def least_bubble(self) -> float:
         """Share of idle time that is left where each batch takes no longer than the bound."""
         return 1.0 - self.total_s / (self.stages * self.least_s)
-
-
-STARTING = 3
-"""Batches of a run before its first planned order: profiles of whole backwards, and of both halves."""
 
 
 def limits(kept: Sequence[dict[str, Any]]) -> Iterator[Limit]:
@@ -186,11 +180,10 @@ def limits(kept: Sequence[dict[str, Any]]) -> Iterator[Limit]:
                 )
             for found, seconds in zip((free_s, hosted_s, total_s), known[moment.batch], strict=True):
                 found.append(seconds)
-        started_s = [*ran["batches_s"][WARM_UP:STARTING], *hosted_s[STARTING - WARM_UP :]]
         bubbles = ran["bubbles"][WARM_UP:]
         yield Limit(
             case.num_stages, paper[TODAY]["seconds"], paper[TOGETHER]["seconds"], ran["wall_s"],
-            math.fsum(bubbles) / len(bubbles), *map(math.fsum, (free_s, hosted_s, started_s, total_s)),
+            math.fsum(bubbles) / len(bubbles), *map(math.fsum, (free_s, hosted_s, total_s)),
         )  # fmt: skip
 
 
@@ -208,7 +201,6 @@ def text_of(found: Sequence[Limit]) -> str:
         "hindsight: cut and order for each batch, for nothing": [_median(c, "hindsight_s") for c in columns],
         "**bound**: any cut, any order": [_median(c, "least_s") for c in columns],
         "**bound** with host time and step": [_median(c, "hosted_s") for c in columns],
-        f"the same from batch {STARTING} on": [_median(c, "started_s") for c in columns],
         "hindsight, longer by as much as that bound is": [_median(c, "charged_s") for c in columns],
         "bound over hindsight": [f"{median(o.hindsight_s / o.least_s for o in c):.3f}" for c in columns],
         "least bubble": [f"{median(o.least_bubble for o in c):.1%}" for c in columns],
@@ -230,10 +222,9 @@ def notes(found: Sequence[Limit]) -> Iterator[str]:
     for size, goal in HALVES_GOALS.items():
         here = [one for one in found if one.stages == size]
         if here:
-            most, started = (median(o.today_s / getattr(o, name) for o in here) for name in ("hosted_s", "started_s"))
+            most = median(o.today_s / o.hosted_s for o in here)
             verdict = "out of reach" if most < goal else "within the bound"
-            late = "" if most < goal or started >= goal else ", but out of reach for a run that starts as ours does"
-            yield f"{size} stages: at most {most:.3f}x (goal {goal:.2f}x: {verdict}{late})."
+            yield f"{size} stages: at most {most:.3f}x (goal {goal:.2f}x: {verdict})."
         if here and size in BUBBLE_GOALS:
             least, wanted = median(o.least_bubble for o in here), BUBBLE_GOALS[size]
             yield (
@@ -255,7 +246,7 @@ def main() -> None:
     report.text = (
         f"Medians over six load models, gains over *{TODAY}* of whole blocks, chosen for each batch with hindsight. "
         "Halves of blocks, runs of 40 batches. The bounds hold for every contiguous cut and every order, in whatever "
-        f"memory. *From batch {STARTING} on*: the first timed batches are those that were run."
+        "memory."
     )
     report.table, report.notes = text_of(found), list(notes(found))
     report.values = [vars(one) for one in found]
