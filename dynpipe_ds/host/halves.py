@@ -198,6 +198,8 @@ def backward_input(engine: Any, buffer_id: int) -> None:
     if taken is None:
         return
     inputs = [tensor for tensor in links_of(engine).received.get(buffer_id, Passage()).wanting if tensor.requires_grad]
+    if inputs and in_flight.prompt(engine) and any(isinstance(half, _Whole) for half in in_flight.halves.values()):
+        _finish_all(engine)  # those wait with all layers, whose gradients are added up in the order of micro-batches
     if not inputs:
         in_flight.halves[buffer_id] = taken
     elif engine.is_last_stage():

@@ -13,10 +13,11 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
+from dynpipe_ds.schedule import Order
 from tests.distributed.configs import CLIPPED
 from tests.distributed.models import LENGTH, Block, Embed, Head, data
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_layouts import case_of, compare_with_undivided
+from tests.distributed.test_layouts import case_of, compare_with_undivided, train_each, train_undivided
 from tests.distributed.test_shapes import make
 from tests.matrix import mostly
 
@@ -233,3 +234,26 @@ WAYS: dict[str, dict[str, Any]] = {
 )
 def test_a_layer_that_is_skipped_behind_a_frozen_prefix(name: str, way: str, num_stages: int) -> None:
     compare_with_undivided(case_of(SKIPS[name], **WAYS[way]), num_stages)
+
+
+LATE = Order.parse(
+    "F0 SA0 F1 SA1 F2 SA2 F3 SA3 RG0 B0 RG1 B1 RG2 B2 RG3 B3 | "
+    "RA0 F0 B0 SG0 RA1 F1 B1 SG1 RA2 F2 B2 SG2 RA3 F3 B3 SG3 W0 W1 W2 W3 @ 2 1"
+)
+"""The last two layers add up their gradients in each ``B``, but where no input wants a gradient all wait for ``W``."""
+
+
+def run_late(engine: Any, _batch: int) -> None:
+    ordering = engine.dynamic.balancer.ordering
+    ordering.is_due = lambda: False
+    ordering.adopt(LATE, engine.partition)
+
+
+def test_some_backwards_are_split_and_others_wait_as_a_whole() -> None:
+    """Gradients are added up in the order of micro-batches all the same."""
+    undivided = case_of(SKIPS["all but one"])
+    whole = train_undivided(undivided)
+    case = replace(undivided, num_stages=2, first=(0, 2, 5), before_batch=run_late)
+    outcomes = [rank[0] for rank in run_ranks(train_each, 2, [case])]
+    assert outcomes[0].losses == whole.losses
+    assert {k: v for o in outcomes for k, v in o.digest.items()} == whole.digest
