@@ -109,7 +109,8 @@ class Halves:
             self._count_trial(seconds, profile)
         if split:  # an order that splits backwards measures halves, too
             self._compared_s, self._is_stale = seconds, False
-            self.num_trials = self.num_trials if is_trial else max(self.num_trials, TRIALS)
+            if not is_trial:
+                self.num_trials = max(self.num_trials, TRIALS)
         return replace(profile, layers=layers)
 
     def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:

@@ -174,7 +174,8 @@ class Speeds:
                 continue
             noise = max([ratio.noise, *(other.noise for other in stayed.values())])
             own, doubt = stayed[a].log if a in stayed else usual, max(CONFIDENCE * noise, drift)
-            slower, least = ratio.log - own, min(abs(ratio.log - own), abs(together.log - own))
+            slower, with_others = ratio.log - own, together.log - own
+            least = min(abs(slower), abs(with_others)) if slower * with_others > 0 else 0.0
             pair, slower = ((a, b), slower) if a < b else ((b, a), -slower)
             if least > max(math.log(LEAST_RATIO), doubt):
                 if tells:
