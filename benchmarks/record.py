@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
@@ -39,6 +40,8 @@ LARGEST_JSON = 100_000
 """Bytes of a JSON file of results; larger ones are compressed."""
 MACHINES = RESULTS / "machines.json"
 """Seconds of the calibration kernel on machines that were idle when results were kept."""
+LOOKS, PAUSE_S = 12, 5.0
+"""How often a benchmark looks for an idle machine before it begins, and the pause after a look: a minute and a half."""
 FORCE = "BENCHMARKS_FORCE"
 """Environment variable that ``--force`` of the runner sets for the benchmarks it starts."""
 
@@ -64,25 +67,37 @@ def installed() -> dict[str, Any]:
     }
 
 
-def environment(threads: int = 2, *, reading: Reading | None = None, machines: Path = MACHINES) -> dict[str, Any]:
+def environment(
+    threads: int = 2, *, reading: Reading | None = None, machines: Path = MACHINES, looks: int = LOOKS
+) -> dict[str, Any]:
     """The same, and how busy the machine is.
 
     Looks at the machine for a second and computes the calibration kernel, so call it first, before anything is started;
-    prints what is wrong with the machine.
+    prints what is wrong with the machine. While something is, it waits and looks again: what was started before may
+    end, and a virtual machine's neighbours come and go.
 
     Args:
         threads: how many compute at the same time in the benchmark; at most the processors are tried.
         reading: of the machine, if it is known already.
         machines: file of the calibration kernel's seconds on idle machines.
+        looks: at most, :data:`PAUSE_S` apart; the last one counts.
     """
     threads = min(threads, os.cpu_count() or 1)
     values = {**installed(), "forced": bool(os.environ.get(FORCE))}
     if reading is None:
-        values["began"] = machine.count()
-        reading = machine.look(threads, _known(machines).get(_machine(values, threads)))
+        values["began"], reading = _look(threads, _known(machines).get(_machine(values, threads)))
+        for _ in range(0 if values["forced"] else looks - 1):
+            if not reading.reasons():
+                break
+            time.sleep(PAUSE_S)
+            values["began"], reading = _look(threads, _known(machines).get(_machine(values, threads)))
     values |= {"load": None if reading.load is None else round(reading.load, 1), "machine": machine.as_values(reading)}
     print("".join(f"{line}\n\n" for line in head(values)), end="", flush=True)
     return values
+
+
+def _look(threads: int, kept_kernel_s: float | None) -> tuple[machine.Counters, Reading]:
+    return machine.count(), machine.look(threads, kept_kernel_s)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,7 @@ def measure(job: Job) -> dict[str, Any]:
     """Ask torch and the driver; multiply and copy."""
     device = torch.device(job.device)
     found: dict[str, Any] = {
-        "environment": ended(environment()), "cuda": torch.version.cuda, "triton": _version("triton"),
+        "environment": ended(environment(looks=1)), "cuda": torch.version.cuda, "triton": _version("triton"),
     }
     if job.device == "cuda":
         found |= _of_cuda(device)

@@ -176,7 +176,7 @@ def main(words: list[str] | None = None) -> int:
     def save(done: dict[str, dict[str, Outcome]]) -> None:
         sections = [(m.title, section(m, done[m.name])) for m in MEASUREMENTS if m.name in done]
         # Asked for in another process: this one would take memory of the device.
-        found = done[FACTS][FACTS].values.get("environment") or ended(environment())
+        found = done[FACTS][FACTS].values.get("environment") or ended(environment(looks=1))
         seconds = time.time() - options.started_s
         write(options.out, about | {"environment": found, "seconds": seconds}, sections, done)
 

@@ -243,7 +243,7 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, outcomes: dict[str, Outcome]) -> No
         return outcomes.get(module, Outcome({}, f"{module} does not work", 1.0))
 
     monkeypatch.setattr(main.processes, "run", run)
-    monkeypatch.setattr(main, "environment", lambda: environment(reading=IDLE))
+    monkeypatch.setattr(main, "environment", lambda **_: environment(reading=IDLE))
 
 
 @pytest.mark.exhaustive

@@ -112,6 +112,23 @@ def test_the_figure_of_an_idle_machine_is_kept_and_looked_at(tmp_path: Path, mon
     assert name.endswith("2 threads") and about["cpu"] in name
 
 
+def test_an_idle_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, slept = tmp_path / "machines.json", list[float]()
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(machine, "count", lambda: Counters(0.0, 0.0, 0.0, {}, None))
+
+    def reasons_of(readings: list[Reading], looks: int = record.LOOKS) -> list[str]:
+        slept.clear()
+        monkeypatch.setattr(machine, "look", lambda *_: readings.pop(0))
+        return record.reasons(record.environment(machines=file, looks=looks))
+
+    assert not reasons_of([BUSY, BUSY, IDLE, BUSY]) and slept == [record.PAUSE_S] * 2
+    assert reasons_of([BUSY] * record.LOOKS) and len(slept) == record.LOOKS - 1, "the last look counts"
+    assert reasons_of([BUSY, IDLE], looks=1) and not slept
+    monkeypatch.setenv(record.FORCE, "1")
+    assert reasons_of([BUSY, IDLE]) and not slept, "who forces results does not wait"
+
+
 def test_of_older_results_the_load_is_known() -> None:
     kept = {"cores": 2, "load": 40.4}
     assert record.reasons(kept) == ["the load is 40.4 on 2 processors"] and record.head(kept)
