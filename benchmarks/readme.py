@@ -69,13 +69,13 @@ def performance(results: Path = RESULTS) -> str:
         Markdown; what was never measured is left out.
     """
     about, told_of, head, cells = _scenarios(load(results / "scenarios", "scenarios"))
-    replayed, stages, speedups = _replay(load(results / "paper", "throughput"))
+    replayed, kinds, speedups = _replay(load(results / "paper", "throughput"))
     names = list(dict.fromkeys([*cells, *speedups]))
     rows = [
-        [f"`{name}`", *cells.get(name, [""] * len(head)), *(speedups.get(name, {}).get(count, "") for count in stages)]
+        [f"`{name}`", *cells.get(name, [""] * len(head)), *(speedups.get(name, {}).get(count, "") for count in kinds)]
         for name in names
     ]
-    columns = ("`SCENARIO=`", *head, *(f"replay, {count} stages" for count in stages))
+    columns = ("`SCENARIO=`", *head, *(f"{kind}, {count} stages" for count, kind in kinds.items()))
     one = [table(columns, rows)] if rows else []
     parts = [*about[:-1], *told_of, *replayed, *one, *about[-1:], _overhead(results / "overhead")]
     return "\n\n".join(part for part in parts if part) or "Not measured yet: `make bench`."
@@ -107,10 +107,11 @@ def _scenarios(values: dict[str, Any] | None) -> tuple[list[str], list[str], tup
     return [*head_lines(about), f"{in_words(about)}."], [words], head, cells
 
 
-def _replay(report: dict[str, Any] | None) -> tuple[list[str], list[int], dict[str, dict[int, str]]]:
-    """Words, numbers of stages, and cells by load model and stages."""
+def _replay(report: dict[str, Any] | None) -> tuple[list[str], dict[int, str], dict[str, dict[int, str]]]:
+    """Words, what was done for which number of stages, and cells by load model and stages."""
     if report is None:
-        return [], [], {}
+        return [], {}, {}
+    kinds = {row["stages"]: row.get("kind", "replay") for row in report["values"]}
     by_scenario: dict[str, dict[int, str]] = {}
     balancers = {*PAPER_LABELS, *VARIANT_LABELS, "diffusion:time", "diffusion:parameters"}  # the last: older results
     for row in sorted(report["values"], key=lambda row: -row.get("blocks", 0)):  # of several depths, the smallest
@@ -118,16 +119,17 @@ def _replay(report: dict[str, Any] | None) -> tuple[list[str], list[int], dict[s
                         for labels in (OUR_LABELS, balancers))  # fmt: skip
         cell = f"**{ours:.2f}x**, {theirs:.2f}x, {row['reached']:.0%}"
         by_scenario.setdefault(row["scenario"], {})[row["stages"]] = cell
-    stages = sorted({count for cells in by_scenario.values() for count in cells})
+    shown = sorted(count for count in kinds if all(count in cells for cells in by_scenario.values()))
     words = (
         "*Replay* covers more stages than cores. It is the real engine with real messages, decisions and moves in "
         "virtual time. A load model gives the time of each layer. Everything else is a calibrated constant. A cell has "
         "our speedup over the best static partition, the speedup of the best other balancer, and our share of the "
-        "ideal (every batch on its best partition, without overhead). Two runs give the same cells, so there are no "
+        "ideal (every batch on its best partition, without overhead). In *simulation* the "
+        "engine's balancer decides alike, and batches are computed. Two runs give the same cells, so there are no "
         "intervals. A load model changes by other amounts than the scenario of the same name. All tables, beside the "
         "paper's figures, are in `benchmarks/results/paper`."
     )
-    return [words], stages, by_scenario
+    return [words], {count: kinds[count] for count in shown}, by_scenario
 
 
 def _overhead(folder: Path) -> str:

@@ -157,7 +157,7 @@ def main() -> None:
         command = experiment.command(full=options.full or (options.only is not None and not experiment.quick))
         if command:
             runs.append(run(experiment, command, RESULTS))
-    keep(runs, RESULTS)
+            keep(runs, RESULTS)  # at once: hours may be interrupted
     subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
     print(f"\n{overview(runs)}\n\n{sum(r['seconds'] for r in runs) / 60:.1f} minutes; results are in {RESULTS}")
     if any(r["exit_code"] for r in runs):

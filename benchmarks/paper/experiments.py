@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.paper.published import interval
 from benchmarks.replay.case import ORDERS as PLANNED
-from benchmarks.replay.case import OURS, PAPERS, STATIC, VARIANTS, Case, Result
+from benchmarks.replay.case import OURS, STATIC, Case, Result
 from benchmarks.replay.predict import predict
 from benchmarks.replay.run import describe, run_cases
 from benchmarks.traces.equations import ITERATIONS
-from benchmarks.traces.models import DEPTHS
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 UNIFORM, OPTIMAL, AUTO = STATIC[0].label, OURS[0].label, OURS[1].label
 EVERY = 4  # batches between two decisions of methods with an interval, where the model changes now and then
 LINK_SPREAD = 1.0  # of the drawn link delays, relative to their mean; cut off at 4 times the mean
-RUN = tuple(method.label for method in (*STATIC, *PAPERS, *VARIANTS, *OURS[:2], OURS[3], PLANNED[1]))
-"""Methods that pipelines of up to 4 stages are run with."""
-MANY_STAGES = (UNIFORM, "partition:time", AUTO, PLANNED[1].label)
-"""With more: every rank is a process, and all of them share the processors."""
+RUN = (
+    *(method.label for method in STATIC), "partition:time", "balanced:time", "contiguous diffusion:time", OPTIMAL, AUTO,
+    PLANNED[1].label,
+)  # fmt: skip
+"""Methods of the tables of throughput; all of the paper's are in ``compared``."""
+RECORDED_RUN = (UNIFORM, OPTIMAL, AUTO, PLANNED[1].label)
+"""Methods that recorded traces are run with."""
+REPLAYED_STAGES = 4
+"""Most stages that are run on the engine, where every rank is a process; more are simulated (replay/predict.py)."""
 SLOW = 1 / 1.5  # speed of the slow worker
 
 
@@ -33,7 +38,7 @@ class Size:
     Args:
         pipelines: numbers of stages and the blocks of their models; with more than 8 half the batches.
         scenarios: which.
-        methods: labels; with more than 4 stages only those of :data:`MANY_STAGES`.
+        methods: labels.
         batches: of a run.
         few: stages for the tables of network and workers.
         depths: blocks of the simulated tables.
@@ -47,8 +52,8 @@ class Size:
     depths: tuple[int, ...]
 
 
-FULL = Size(((4, 24), (8, 40), (16, 32), (24, 48)), SCENARIOS, RUN, 40, (4,), DEPTHS)
-"""One depth on 4, 8 and Figure 3's 24 stages, MoE's 32 blocks on 16. Every depth and size: ``compared``, on paper."""
+FULL = Size(((4, 24), (8, 40), (16, 32), (24, 48)), SCENARIOS, RUN, 40, (4,), (24, 48))
+"""One depth on 4, 8 and Figure 3's 24 stages, MoE's 32 blocks on 16. Every depth and size: ``compared``."""
 QUICK = Size(((4, 24),), ("freezing", "moe"), (UNIFORM, STATIC[1].label, "partition:time", OPTIMAL), 20, (4,), (24,))
 
 LAYER_MS = 30.0
@@ -96,7 +101,7 @@ def throughput(size: Size, traces: Sequence[str] = ()) -> list[Case]:
         for num_stages, depth in size.pipelines
         for trace in traces or [f"model:{name}_cost:{depth}" for name in size.scenarios]
         for method in size.methods
-        if (num_stages <= 4 or method in MANY_STAGES) and (num_stages != 16 or scenario_of(trace) == "moe")
+        if num_stages != 16 or scenario_of(trace) == "moe"
     ]
 
 
@@ -154,24 +159,39 @@ def replicas(size: Size) -> list[Case]:
     ]
 
 
-def run(cases: Sequence[Case], raw: Path) -> list[Result]:
-    """Replay the cases that ``raw`` does not hold yet, and add them there.
+def run(cases: Sequence[Case], raw: Path, processes: int = 1) -> list[Result]:
+    """Make the runs that ``raw`` does not hold yet, and add them there; on the engine up to :data:`REPLAYED_STAGES`.
 
     Args:
         cases: runs.
         raw: file of JSON lines.
+        processes: how many simulate at the same time.
     """
-    return _complete(cases, raw, lambda missing: run_cases(missing))
+
+    def make(missing: Sequence[Case]) -> Iterator[Result]:
+        yield from run_cases([c for c in missing if c.num_stages <= REPLAYED_STAGES])
+        yield from _simulated([c for c in missing if c.num_stages > REPLAYED_STAGES], processes)
+
+    return _complete(cases, raw, make)
 
 
-def simulate_all(cases: Sequence[Case], raw: Path) -> list[Result]:
+def simulate_all(cases: Sequence[Case], raw: Path, processes: int = 1) -> list[Result]:
     """Simulate the cases that ``raw`` does not hold yet.
 
     Args:
         cases: runs.
         raw: file of JSON lines.
+        processes: how many simulate at the same time.
     """
-    return _complete(cases, raw, lambda missing: map(predict, missing))
+    return _complete(cases, raw, lambda missing: _simulated(missing, processes))
+
+
+def _simulated(cases: Sequence[Case], processes: int) -> Iterator[Result]:
+    if processes == 1 or len(cases) < 2:
+        yield from map(predict, cases)
+        return
+    with get_context("forkserver").Pool(processes) as pool:
+        yield from pool.imap(predict, cases)
 
 
 def _complete(cases: Sequence[Case], raw: Path, make: Callable[[Sequence[Case]], Iterable[Result]]) -> list[Result]:

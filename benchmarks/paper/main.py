@@ -6,13 +6,13 @@
     python -m benchmarks.paper.main compared       # Figure 3 with its settings, all contenders, on paper (20 minutes)
     python -m benchmarks.paper.main one_node       # DynPipe Table 2: pruning's last phase, on paper (3 minutes)
     python -m benchmarks.paper.main unstable       # DynPipe D.2: does balancing gain more on an unstable network?
-    python -m benchmarks.paper.main throughput     # the same runs on the real engine, replay (an hour)
+    python -m benchmarks.paper.main throughput     # balancers that can run: replay on 4 stages, else simulation
     python -m benchmarks.paper.main throughput --stages 2 4 8
     python -m benchmarks.paper.main recorded       # the same for the recorded traces, 4 stages
     python -m benchmarks.paper.main bubbles        # Figure 1, from the runs of 'throughput'
     python -m benchmarks.paper.main overhead       # Figure 4, DynPipe Table 1, from the runs of 'throughput'
-    python -m benchmarks.paper.main network        # link delays on the real engine, replay
-    python -m benchmarks.paper.main workers        # one stage 1.5 times slower, replay
+    python -m benchmarks.paper.main network        # link delays, on paper
+    python -m benchmarks.paper.main workers        # one stage 1.5 times slower, on paper
     python -m benchmarks.paper.main replicas       # 8 and 30 data-parallel replicas, simulation
     python -m benchmarks.paper.main paper          # all that needs no engine
     python -m benchmarks.replay.validate           # simulator against engine
@@ -25,24 +25,45 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.paper import compared, experiments, listed, tables, unstable
 from benchmarks.paper.report import KINDS, Report
 from benchmarks.record import in_words, installed
+from benchmarks.replay.case import Case, Result
 from benchmarks.replay.record import FOLDER
 from benchmarks.traces import Trace
 
 RESULTS = Path(__file__).parents[1] / "results" / "paper"
 
 
+def _throughput(options: argparse.Namespace) -> list[Result]:
+    return experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl", options.processes)
+
+
+def _simulate(name: str, cases: Sequence[Case], options: argparse.Namespace) -> list[Result]:
+    return experiments.simulate_all(cases, options.raw / f"{name}.jsonl", options.processes)
+
+
+def _simulated(results: Sequence[Result]) -> list[str]:
+    """A line that says which rows are not replayed, if some are."""
+    stages = sorted({run.case.num_stages for run in results if run.kind == "simulation"})
+    if not stages:
+        return []
+    return [
+        f"Rows of {' and '.join(map(str, stages))} stages are SIMULATION: the engine's own balancer decides, batches "
+        "are computed by dynpipe_ds.simulation, and overheads are charged as in replay."
+    ]
+
+
 def throughput(options: argparse.Namespace) -> None:
-    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
+    results = _throughput(options)
     report = Report("throughput", options.out, "replay", options.quick, "Throughput (DynPipe Table 2, Figure 3)")
     report.text = "Load models of the six kinds of dynamism. "
     report.pictures += tables.heat_maps(report, results)
+    report.notes = _simulated(results)
     tables.throughput(report, results)
 
 
@@ -53,7 +74,8 @@ def recorded(options: argparse.Namespace) -> None:
     if options.quick:
         files = [file for file in files if file.stem in options.size.scenarios]
     few = tuple(dict.fromkeys((stages, 0) for stages, _ in options.size.pipelines if stages <= 4))
-    size = replace(options.size, pipelines=few)
+    methods = tuple(m for m in options.size.methods if m in experiments.RECORDED_RUN)
+    size = replace(options.size, pipelines=few, methods=methods)
     cases = experiments.throughput(size, [str(file.relative_to(Path.cwd())) for file in files])
     results = experiments.run(cases, options.raw / "recorded.jsonl")
     title = "Throughput, traces recorded from this project's scenarios"
@@ -63,19 +85,23 @@ def recorded(options: argparse.Namespace) -> None:
 
 
 def bubbles(options: argparse.Namespace) -> None:
-    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
-    tables.bubbles(Report("bubbles", options.out, "replay", options.quick, "Bubble ratios (Figure 1)"), results)
+    results = _throughput(options)
+    report = Report("bubbles", options.out, "replay", options.quick, "Bubble ratios (Figure 1)")
+    report.notes = _simulated(results)
+    tables.bubbles(report, results)
 
 
 def overhead(options: argparse.Namespace) -> None:
-    results = experiments.run(experiments.throughput(options.size), options.raw / "throughput.jsonl")
+    results = _throughput(options)
     title = "Overheads (Figure 4) and what one re-balance costs (DynPipe Table 1)"
-    tables.overhead(Report("overhead", options.out, "replay", options.quick, title), results)
+    report = Report("overhead", options.out, "replay", options.quick, title)
+    report.notes = _simulated(results)
+    tables.overhead(report, results)
 
 
 def network(options: argparse.Namespace) -> None:
-    results = experiments.run(experiments.network(options.size), options.raw / "network.jsonl")
-    report = Report("network", options.out, "replay", options.quick, "Unstable network (DynPipe D.2)")
+    results = _simulate("network", experiments.network(options.size), options)
+    report = Report("network", options.out, "simulation", options.quick, "Unstable network (DynPipe D.2)")
     report.text = (
         "A message travels for a while, and its sender goes on: *steady delays* a fifth of a dense stage's forward, "
         "*delays vary* the same times N(1, 1) cut off at 0 and 4, anew for every message."
@@ -85,9 +111,9 @@ def network(options: argparse.Namespace) -> None:
 
 
 def workers(options: argparse.Namespace) -> None:
-    results = experiments.run(experiments.workers(options.size), options.raw / "workers.jsonl")
+    results = _simulate("workers", experiments.workers(options.size), options)
     title = "Unequal workers: the second stage is 1.5 times slower"
-    report = Report("workers", options.out, "replay", options.quick, title)
+    report = Report("workers", options.out, "simulation", options.quick, title)
     report.text = (
         "*optimal* and *simulated* are told the speeds (`stage_speeds`); the paper's balancers only see that layers on "
         "the slow stage take longer."
@@ -96,7 +122,7 @@ def workers(options: argparse.Namespace) -> None:
 
 
 def replicas(options: argparse.Namespace) -> None:
-    results = experiments.simulate_all(experiments.replicas(options.size), options.raw / "replicas.jsonl")
+    results = _simulate("replicas", experiments.replicas(options.size), options)
     report = Report("replicas", options.out, "simulation", options.quick, "Data-parallel replicas (Figure 3)")
     report.text = "16 stages with 8 replicas, 24 with 30; a batch ends with the slowest replica. "
     report.notes = ["Links, gradient reduction, profiling and moving take no time here."]
@@ -134,7 +160,7 @@ def unstable_network(options: argparse.Namespace) -> None:
 TABLES: dict[str, Callable[[argparse.Namespace], None]] = {
     f.__name__: f for f in (published, balancers, one_node, throughput, recorded, bubbles, overhead, network, workers)
 } | {"replicas": replicas, "compared": on_paper, "unstable": unstable_network}
-ON_PAPER = ("published", "balancers", "one_node", "compared", "unstable", "replicas")
+ON_PAPER = ("published", "balancers", "one_node", "compared", "unstable", "network", "workers", "replicas")
 """Tables for which nothing is run on the engine."""
 
 
@@ -146,7 +172,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", choices=known)
     parser.add_argument("--methods", nargs="+", choices=experiments.FULL.methods, metavar="METHOD")
     parser.add_argument("--batches", type=int)
-    parser.add_argument("--processes", type=int, default=1, help="rows at a time of 'compared' and 'one_node'")
+    parser.add_argument("--processes", type=int, default=1, help="how many simulate at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
     options = parser.parse_args()

@@ -87,6 +87,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         panels.setdefault(f"{num_stages} stages, {blocks_of(any_run)} blocks", {})[name.replace("_", "\n")] = speedups
         values.append({
             "scenario": name, "blocks": blocks_of(any_run), "stages": num_stages, "replicas": any_run.case.replicas,
+            "kind": any_run.kind,
             "speedups": speedups,
             "throughputs": {label: run.throughput for label, run in runs.items()}, "last_quarter": last,
             "ideal": ideal, "reached": reached,
@@ -145,7 +146,8 @@ def heat_maps(report: Report, results: Sequence[Result]) -> list[str]:
         run, name = runs[OPTIMAL], scenario_of(trace)
         case, trace, parts = run.case, run.case.load_trace(), run.boundaries_by_batch()
         costs = 1e3 * np.array([trace.at(b, case.num_batches).seconds for b in range(case.num_batches)])
-        title = f"{name}, {blocks_of(run)} blocks, {num_stages} stages: told layer times and {OPTIMAL}'s cuts (replay)"
+        size = f"{blocks_of(run)} blocks, {num_stages} stages"
+        title = f"{name}, {size}: told layer times and {OPTIMAL}'s cuts ({run.kind})"
         names.append(f"layers_{name}_quick.png" if report.quick else f"layers_{name}.png")
         plot_heat_map(report.folder / names[-1], costs, parts, title=title)
         last = case.num_batches - 1

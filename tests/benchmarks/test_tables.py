@@ -83,7 +83,6 @@ def test_intervals_follow_the_scenario() -> None:
 def test_the_full_set_has_the_papers_pipelines() -> None:
     cases = experiments.throughput(experiments.FULL)
     assert {case.num_stages for case in cases} == {4, 8, 16, 24}
-    assert {case.method for case in cases if case.num_stages == 8} == set(experiments.MANY_STAGES)
     assert {case.trace for case in cases if case.num_stages == 16} == {"model:moe_cost:32"}
     assert {case.num_micro_batches // case.num_stages for case in cases} == {4}
     assert experiments.scenario_of("model:early_exit_cost:24") == "early_exit"
