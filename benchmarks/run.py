@@ -36,6 +36,9 @@ from benchmarks.record import (
 )
 from scenarios.machine import BUSY, Reading
 
+_ACCELERATOR = "[real_accelerator.py:"
+"""In DeepSpeed's lines about the accelerator, which no result needs."""
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -109,7 +112,7 @@ def run(
     if not experiment.writes and code == 0:
         own = folder / experiment.name
         own.mkdir(parents=True, exist_ok=True)
-        rest = "".join(line for line in lines if not line.startswith(BUSY))
+        rest = "".join(line for line in lines if not line.startswith(BUSY) and _ACCELERATOR not in line)
         text = "\n\n".join([*(told or head(before)), rest, in_words(before)])
         remember(before, folder / "machines.json")
         (own / ("output.busy.md" if beside else "output.md")).write_text(text + "\n", encoding="utf-8")

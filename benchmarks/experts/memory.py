@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,13 +81,13 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def counted(optimizer: str, weights: str, width: int, experts: int) -> dict[str, int]:
+def counted(folder: str, optimizer: str, weights: str, width: int, experts: int) -> dict[str, int]:
     """Train a little, and count before the last step; all blocks have experts."""
     model = GPTConfig(depth=DEPTH, hidden=HIDDEN, heads=2, mlp_ratio=width, seq_len=16, vocab_size=64)
     settings = Settings(
         model=model, scenario="moe",
         scenario_settings={"every": 1, "num_experts": experts, "expert_weights": weights, "capacity_factor": None},
-        data=DataSettings(), partition_method="uniform", run=RunSettings(num_stages=1), seed=5, output_dir=Path(),
+        data=DataSettings(), partition_method="uniform", run=RunSettings(num_stages=1), seed=5, output_dir=Path(folder),
         deepspeed=merge(load_deepspeed_json(OPTIMIZERS[optimizer]), {
             "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
         }),
@@ -109,9 +110,9 @@ def counted(optimizer: str, weights: str, width: int, experts: int) -> dict[str,
     return found
 
 
-def count_rank(send: Send, optimizer: str, weights: str, width: int, experts: int) -> None:
+def count_rank(send: Send, folder: str, optimizer: str, weights: str, width: int, experts: int) -> None:
     """Count on this rank; the first one tells of the fullest."""
-    found = counted(optimizer, weights, width, experts)
+    found = counted(folder, optimizer, weights, width, experts)
     fullest = torch.tensor(list(found.values()))
     dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
     send(dict(zip(found, fullest.tolist(), strict=True)))
@@ -119,9 +120,11 @@ def count_rank(send: Send, optimizer: str, weights: str, width: int, experts: in
 
 def lasting(num_ranks: int, optimizer: str, weights: str, experts: int) -> Bytes:
     """Count in two trainings, each in processes of its own."""
-    few, many = (
-        next(iter(list(on_ranks(num_ranks, count_rank, optimizer, weights, width, experts)))) for width in WIDTHS
-    )
+    with tempfile.TemporaryDirectory() as folder:  # for journals
+        few, many = (
+            next(iter(list(on_ranks(num_ranks, count_rank, folder, optimizer, weights, width, experts))))
+            for width in WIDTHS
+        )
     numbers = DEPTH * experts * 2 * HIDDEN * HIDDEN * (WIDTHS[1] - WIDTHS[0])
     parts = {part: (many[part] - few[part]) / numbers for part in few}
     parts["gradients"] = parts["all"] - parts["weights"] - parts["optimizer state"] - parts["fp32 weights"]

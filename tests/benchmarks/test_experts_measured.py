@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,18 +90,18 @@ def test_a_gradient_that_is_not_what_the_lanes_gave_is_an_error() -> None:
         check_gradients([right, right + torch.eye(3, 5)], rows, 1)
 
 
-def _measures(_rank: int) -> dict[str, list[Any]]:
+def _measures(_rank: int, folder: str) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"replayed": [], "predicted": []}
     replayed.run_rank(found["replayed"].append, SIZES, [SETTING], 1, 1)
     predicted.run_rank(found["predicted"].append, SIZES, [SETTING], 1, 1)
     options = argparse.Namespace(tokens=32, hidden=16, experts=4, repeats=1)
     found["points"] = two_ranks.measure(options)
-    found["bytes"] = [memory.counted("AdamW", weights, 4, 4) for weights in memory.WEIGHTS]
+    found["bytes"] = [memory.counted(folder, "AdamW", weights, 4, 4) for weights in memory.WEIGHTS]
     return found
 
 
-def test_every_benchmark_runs_on_two_ranks() -> None:
-    one, _ = run_ranks(_measures, 2)
+def test_every_benchmark_runs_on_two_ranks(tmp_path: Path) -> None:
+    one, _ = run_ranks(_measures, 2, str(tmp_path))
     [(_, _, measured)] = one["replayed"]
     assert list(measured) == list(replayed.CONTENDERS)
     assert all(len(each.seconds) == 1 and each.seconds[0] >= each.waits_s[0] for each in measured.values())
