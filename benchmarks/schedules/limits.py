@@ -1,9 +1,13 @@
 """What no cut and no order can beat: upper bounds of the gains that whole runs are to reach.
 
-    python -m benchmarks.schedules.limits        # ten seconds; reads what `--paper --halves` has kept
+    python -m benchmarks.schedules.limits        # half a minute; reads what `--paper --halves` has kept
 
 The bound of a batch is the least, over all contiguous cuts, of what the slowest stage takes in whatever order
 (:func:`dynpipe_ds.planning.stage_bounds`).
+
+Where loads are new in every batch, nobody can plan for the next one. What can be known is their mean. A second table
+has what one cut and one order gain that are planned by the mean of all batches of the run, before it begins and for
+nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,17 +24,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.paper.experiments import scenario_of
+from benchmarks.paper.published import CHANGING_EVERY_BATCH
 from benchmarks.paper.report import Report
 from benchmarks.record import RESULTS, load, table
 from benchmarks.replay.case import WARM_UP, Case
 from benchmarks.replay.clocks import Costs
-from benchmarks.schedules.on_paper import TODAY, TOGETHER
+from benchmarks.schedules.on_paper import TODAY, TOGETHER, profile_of
 from benchmarks.schedules.replayed import AUTO_RUN, HALVES_GOALS
 from benchmarks.traces import TraceBatch
-from dynpipe_ds.planning import stage_bounds
+from dynpipe_ds.measure.profile import smooth
+from dynpipe_ds.partition import optimal, simulated
+from dynpipe_ds.planning import plan_batch, stage_bounds, worker_bytes_of_1f1b
+from dynpipe_ds.simulation import Timetable
 
 FloatArray = NDArray[np.float64]
 BUBBLE_GOALS = {8: 0.16}
+MEAN_EFFORT = 300_000
+"""Computations that the plan by the mean may look at: more than any that a run makes."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,10 @@ class Limit:
         return 1.0 - self.total_s / (self.stages * self.least_s)
 
 
+def _case(one: dict[str, Any]) -> Case:
+    return Case(**{k: tuple(map(tuple, v)) if k == "leaves" else v for k, v in one["case"].items()})
+
+
 def limits(kept: Sequence[dict[str, Any]]) -> Iterator[Limit]:
     """Bounds of what was run.
 
@@ -165,7 +181,7 @@ def limits(kept: Sequence[dict[str, Any]]) -> Iterator[Limit]:
         kept: values of ``paper_halves.json``.
     """
     for one in kept:
-        case = Case(**{k: tuple(map(tuple, v)) if k == "leaves" else v for k, v in one["case"].items()})
+        case = _case(one)
         costs = case.known_costs()
         messages = Costs(message_s=costs.message_s)
         ran, paper = one["engine"][AUTO_RUN], one["paper"]
@@ -185,6 +201,78 @@ def limits(kept: Sequence[dict[str, Any]]) -> Iterator[Limit]:
             case.num_stages, paper[TODAY]["seconds"], paper[TOGETHER]["seconds"], ran["wall_s"],
             math.fsum(bubbles) / len(bubbles), *map(math.fsum, (free_s, hosted_s, total_s)),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A load model whose loads are new in every batch, and the best plan that does not know the next one.
+
+    Args:
+        scenario: of the load model.
+        stages: S.
+        today_s: the best cut of whole blocks under 1F1B for each batch.
+        planned_s: one cut and one order by the mean of all batches, with host time and step.
+        auto_s: a whole run.
+    """
+
+    scenario: str
+    stages: int
+    today_s: float
+    planned_s: float
+    auto_s: float
+
+
+def foreseen(kept: Sequence[dict[str, Any]]) -> Iterator[Foreseen]:
+    """What plans by the mean load gain.
+
+    Args:
+        kept: values of ``paper_halves.json``.
+    """
+    for one in kept:
+        case = _case(one)
+        if scenario_of(case.trace) in CHANGING_EVERY_BATCH:
+            yield Foreseen(
+                scenario_of(case.trace), case.num_stages, one["paper"][TODAY]["seconds"], planned_by_the_mean_s(case),
+                one["engine"][AUTO_RUN]["wall_s"],
+            )  # fmt: skip
+
+
+def planned_by_the_mean_s(case: Case) -> float:
+    """Seconds of all timed batches under one cut and one order, planned by the mean of the very batches.
+
+    Args:
+        case: the run.
+    """
+    batches, costs, trace = range(WARM_UP, case.num_batches), case.known_costs(), case.load_trace()
+    profile, first = smooth([profile_of(case, batch) for batch in batches], "mean"), profile_of(case, 0)
+    starts = [
+        partitioner(profile.costs("time"), case.num_stages, speeds=case.stage_speeds).boundaries
+        for partitioner in (partial(simulated, profile=profile), optimal)
+    ]
+    most = max(worker_bytes_of_1f1b(first, first.boundaries), worker_bytes_of_1f1b(profile, starts[0]))
+    found = plan_batch(
+        profile, starts, worker_bytes=most, speeds=case.stage_speeds, effort=MEAN_EFFORT,
+        activation_link_s=costs.message_s, gradient_link_s=costs.message_s,
+    )
+    cuts, order = found.placement.boundaries, found.planned.order
+    workloads = [case.workload(trace.at(batch, case.num_batches), cuts, batch, order=order) for batch in batches]
+    timetable = Timetable(order, workloads[0].frozen_boundaries)
+    return math.fsum(timetable.simulation(workload).batch_s + costs.batch_s for workload in workloads)
+
+
+def foreseen_text(found: Sequence[Foreseen]) -> str:
+    """The second table.
+
+    Args:
+        found: of all pipelines.
+    """
+    rows = [
+        [str(o.stages), o.scenario, f"{o.today_s / o.planned_s:.3f}", f"{o.today_s / o.auto_s:.3f}",
+         f"{o.planned_s / o.auto_s:.1%}"]
+        for o in found
+    ]  # fmt: skip
+    head = ("stages", "load model", "planned by the mean, for nothing", "`auto`, whole run", "`auto` reaches")
+    return table(head, rows)
 
 
 def text_of(found: Sequence[Limit]) -> str:
@@ -248,8 +336,13 @@ def main() -> None:
         "Halves of blocks, runs of 40 batches. The bounds hold for every contiguous cut and every order, in whatever "
         "memory."
     )
+    means = list(foreseen(kept["values"]))
     report.table, report.notes = text_of(found), list(notes(found))
-    report.values = [vars(one) for one in found]
+    report.table += (
+        "\n\nWhere loads are new in every batch: one cut and one order, planned by the mean of all of the run's "
+        f"batches before it begins and for nothing. Host time and step count.\n\n{foreseen_text(means)}"
+    )
+    report.values = {"limits": [vars(one) for one in found], "by_the_mean": [vars(one) for one in means]}
     report.save()
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 
+from benchmarks.replay.case import Case
+from benchmarks.replay.predict import predict
 from benchmarks.schedules import limits
 from benchmarks.schedules.limits import Layers, least_of_all_cuts
+from benchmarks.schedules.on_paper import TODAY
+from benchmarks.schedules.replayed import AUTO_RUN, STATIC_RUN
 from dynpipe_ds.planning import least_seconds
 from dynpipe_ds.simulation import Workload
 
@@ -120,3 +125,19 @@ def test_the_table_says_which_goals_are_out_of_reach() -> None:
     assert "at most 1.064x (goal 1.10x: out of reach)" in found[0]
     assert "at most 1.282x (goal 1.14x: within the bound)" in found[1]
     assert "a bubble of 10.0% at least (goal 16%: within the bound)" in found[2]
+
+
+def test_a_plan_by_the_mean_load_is_timed_with_every_batch() -> None:
+    """It loses to no run that has to find its plan, and gains over one that makes none."""
+    case = Case("model:sparse_attention:12:halves", STATIC_RUN, 4, 8, 10, 30.0)
+    planned_s = limits.planned_by_the_mean_s(case)
+    static, ours = (predict(replace(case, method=method)).wall_s for method in (STATIC_RUN, AUTO_RUN))
+    assert planned_s < static and planned_s < 1.005 * ours
+    kept = [
+        {"case": asdict(replace(case, trace=f"model:{name}:12:halves")), "paper": {TODAY: {"seconds": 2 * planned_s}},
+         "engine": {AUTO_RUN: {"wall_s": ours}}}
+        for name in ("pruning", "sparse_attention")
+    ]  # fmt: skip
+    (row,) = limits.foreseen(kept)
+    assert row == limits.Foreseen("sparse_attention", 4, 2 * planned_s, planned_s, ours)
+    assert f"| 4 | sparse_attention | 2.000 | {2 * planned_s / ours:.3f} | " in limits.foreseen_text([row])
