@@ -118,9 +118,9 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
             f"Everything but the layers (messages, the engine, overheads, as calibrated) makes the runs "
             f"{median(longer):.2f} times as long as the layers say, at worst {max(longer):.2f} times."
         )
-    if any(v["same_losses"] is not None for v in values):
-        same = sum(bool(v["same_losses"]) for v in values)
-        report.notes.append(f"Losses of all batches have equal bits whatever the method: {same} of {len(values)} rows.")
+    if told := [v["same_losses"] for v in values if v["same_losses"] is not None]:
+        of_all = f"{sum(told)} of {len(told)} replayed rows"
+        report.notes.append(f"Losses of all batches have equal bits whatever the method: {of_all}.")
     report.save(lambda path: plot_bars(
         path, panels, ylabel="throughput over\nbest static (x)", title=report.title, reference=1.0,
         xlabel=f"scenario ({report.kind})",

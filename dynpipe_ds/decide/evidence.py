@@ -48,10 +48,11 @@ _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
 
 
 def noise_of(series: Sequence[float]) -> float:
-    """Standard deviation of one value, from successive differences.
+    """Standard deviation of one value, from successive differences, or from how these differ, whichever is less.
 
-    Differences leave out slow drift, and a step of the model is one difference only. The largest
-    quarter of them (spikes, steps) is set aside; few differences count as noisier than they look.
+    Differences leave out slow drift, and a step of the model is one difference only. Differences of differences leave
+    out a model that changes fast, as much in one batch as in the next. The largest quarter of them (spikes, steps) is
+    set aside; few differences count as noisier than they look.
 
     Args:
         series: values in the order of their batches.
@@ -59,11 +60,17 @@ def noise_of(series: Sequence[float]) -> float:
     Returns:
         The standard deviation, in the unit of the series; 0 for fewer than two values.
     """
-    differences = sorted(abs(new - old) for old, new in pairwise(series))
+    differences = [new - old for old, new in pairwise(series)]
     if not differences:
         return 0.0
+    bends = [(new - old) / math.sqrt(3.0) for old, new in pairwise(differences)]  # of noise as large as differences
+    return min(map(_deviation, (differences, bends))) if len(bends) > 1 else _deviation(differences)
+
+
+def _deviation(differences: Sequence[float]) -> float:
+    """Standard deviation of one value, by differences of two."""
     caution = 1.0 + 4.0 / len(differences)
-    quiet = differences[: math.ceil(_QUIET_SHARE * len(differences))]
+    quiet = sorted(map(abs, differences))[: math.ceil(_QUIET_SHARE * len(differences))]
     return caution * fmean(quiet) / (_QUIET_MEAN * math.sqrt(2.0))
 
 

@@ -38,6 +38,16 @@ def test_a_loss_is_shown() -> None:
     assert "No interval gains anything." in regret.notes([nothing])[1]
 
 
+@pytest.mark.parametrize(("num_stages", "num_micro_batches"), [(4, 16), (8, 32)])
+def test_a_model_that_changes_in_every_batch_is_followed(num_stages: int, num_micro_batches: int) -> None:
+    """Tokens leave within few batches, and every batch is much shorter than the one before: that is no noise."""
+    auto, fixed = (
+        predict(Case("model:early_exit_cost:24", label, num_stages, num_micro_batches, 20, 30.0))
+        for label in (regret.AUTO, regret.FIXED)
+    )
+    assert fixed.wall_s / auto.wall_s > 0.97
+
+
 def test_cases_cover_all_sizes() -> None:
     found = list(regret.cases([2, 8], 60, ["moe"], halves=True, jitter=0.1))
     assert [(case.num_stages, case.trace, case.jitter) for case in found] == [

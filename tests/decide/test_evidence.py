@@ -18,6 +18,17 @@ def test_noise_of_a_series() -> None:
     assert noise_of([]) == noise_of([1.0]) == noise_of([2.0] * 9) == 0.0
 
 
+def test_a_model_that_changes_fast_is_no_noise() -> None:
+    """As much in one batch as in the next, or faster and faster."""
+    rng = random.Random(1)
+    noise = [rng.gauss(0.0, 0.01) for _ in range(200)]
+    ramp = [0.1 * i + each for i, each in enumerate(noise)]
+    curve = [0.001 * i**2 + each for i, each in enumerate(noise)]
+    assert noise_of(ramp) == pytest.approx(0.01, rel=0.2) and noise_of(curve) == pytest.approx(0.01, rel=0.2)
+    assert noise_of(noise) == pytest.approx(0.01, rel=0.15), "as before where nothing changes"
+    assert noise_of([0.0, 1.0, 2.0]) > 1.0, "three values tell of no trend"
+
+
 def test_a_wait_costs_no_more_than_a_mistake() -> None:
     assert evidence_for(saved_a_batch_s=0.1, cost_s=0.0) == 2
     assert evidence_for(saved_a_batch_s=0.1, cost_s=0.1) == 2
