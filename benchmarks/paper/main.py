@@ -3,7 +3,7 @@
     python -m benchmarks.paper.main all --quick    # two to three minutes on two idle cores
     python -m benchmarks.paper.main published      # the paper's figures, their places, its contradictions
     python -m benchmarks.paper.main balancers      # its algorithms as printed and ours on the same costs
-    python -m benchmarks.paper.main compared       # Figure 3 with its settings, all contenders, on paper (20 minutes)
+    python -m benchmarks.paper.main compared       # Figure 3 with its settings, all contenders, on paper
     python -m benchmarks.paper.main one_node       # DynPipe Table 2: pruning's last phase, on paper (3 minutes)
     python -m benchmarks.paper.main unstable       # DynPipe D.2: does balancing gain more on an unstable network?
     python -m benchmarks.paper.main throughput     # balancers that can run: replay on 4 stages, else simulation

@@ -123,7 +123,7 @@ def throughput(report: Report, results: Sequence[Result]) -> None:
         report.notes.append(f"Losses of all batches have equal bits whatever the method: {of_all}.")
     report.save(lambda path: plot_bars(
         path, panels, ylabel="throughput over\nbest static (x)", title=report.title, reference=1.0,
-        xlabel=f"scenario ({report.kind})",
+        xlabel=f"scenario ({', '.join(dict.fromkeys(run.kind for run in results))})",
     ))
 
 
