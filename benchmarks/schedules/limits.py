@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from benchmarks.replay.clocks import Costs
 from benchmarks.schedules.on_paper import TODAY, TOGETHER, profile_of
 from benchmarks.schedules.replayed import AUTO_RUN, HALVES_GOALS
 from benchmarks.traces import TraceBatch
-from dynpipe_ds.measure.profile import smooth
+from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.planning import plan_batch, stage_bounds, worker_bytes_of_1f1b
 from dynpipe_ds.simulation import Timetable
@@ -244,7 +244,7 @@ def planned_by_the_mean_s(case: Case) -> float:
         case: the run.
     """
     batches, costs, trace = range(WARM_UP, case.num_batches), case.known_costs(), case.load_trace()
-    profile, first = smooth([profile_of(case, batch) for batch in batches], "mean"), profile_of(case, 0)
+    profile, first = _mean([profile_of(case, batch) for batch in batches]), profile_of(case, 0)
     starts = [
         partitioner(profile.costs("time"), case.num_stages, speeds=case.stage_speeds).boundaries
         for partitioner in (partial(simulated, profile=profile), optimal)
@@ -258,6 +258,15 @@ def planned_by_the_mean_s(case: Case) -> float:
     workloads = [case.workload(trace.at(batch, case.num_batches), cuts, batch, order=order) for batch in batches]
     timetable = Timetable(order, workloads[0].frozen_boundaries)
     return math.fsum(timetable.simulation(workload).batch_s + costs.batch_s for workload in workloads)
+
+
+def _mean(profiles: Sequence[PipelineProfile]) -> PipelineProfile:
+    names = ("forward_s", "backward_s", "weight_s")
+    layers = tuple(
+        replace(layer, **{name: fmean(getattr(profile.layers[i], name) for profile in profiles) for name in names})
+        for i, layer in enumerate(profiles[-1].layers)
+    )
+    return replace(profiles[-1], layers=layers)
 
 
 def foreseen_text(found: Sequence[Foreseen]) -> str:
