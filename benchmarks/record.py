@@ -41,7 +41,7 @@ LARGEST_JSON = 100_000
 MACHINES = RESULTS / "machines.json"
 """Seconds of the calibration kernel on machines that were idle when results were kept."""
 LOOKS, PAUSE_S = 12, 5.0
-"""How often a benchmark looks for an idle machine before it begins, and the pause after a look: a minute and a half."""
+"""How often a benchmark looks for an idle machine before it begins, and the pause after each: a minute and some."""
 FORCE = "BENCHMARKS_FORCE"
 """Environment variable that ``--force`` of the runner sets for the benchmarks it starts."""
 

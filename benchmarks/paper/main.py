@@ -47,7 +47,7 @@ def _simulate(name: str, cases: Sequence[Case], options: argparse.Namespace) -> 
     return experiments.simulate_all(cases, options.raw / f"{name}.jsonl", options.processes)
 
 
-def _simulated(results: Sequence[Result]) -> list[str]:
+def _which_are_simulated(results: Sequence[Result]) -> list[str]:
     """A line that says which rows are not replayed, if some are."""
     stages = sorted({run.case.num_stages for run in results if run.kind == "simulation"})
     if not stages:
@@ -63,7 +63,7 @@ def throughput(options: argparse.Namespace) -> None:
     report = Report("throughput", options.out, "replay", options.quick, "Throughput (DynPipe Table 2, Figure 3)")
     report.text = "Load models of the six kinds of dynamism. "
     report.pictures += tables.heat_maps(report, results)
-    report.notes = _simulated(results)
+    report.notes = _which_are_simulated(results)
     tables.throughput(report, results)
 
 
@@ -87,7 +87,7 @@ def recorded(options: argparse.Namespace) -> None:
 def bubbles(options: argparse.Namespace) -> None:
     results = _throughput(options)
     report = Report("bubbles", options.out, "replay", options.quick, "Bubble ratios (Figure 1)")
-    report.notes = _simulated(results)
+    report.notes = _which_are_simulated(results)
     tables.bubbles(report, results)
 
 
@@ -95,7 +95,7 @@ def overhead(options: argparse.Namespace) -> None:
     results = _throughput(options)
     title = "Overheads (Figure 4) and what one re-balance costs (DynPipe Table 1)"
     report = Report("overhead", options.out, "replay", options.quick, title)
-    report.notes = _simulated(results)
+    report.notes = _which_are_simulated(results)
     tables.overhead(report, results)
 
 
