@@ -41,7 +41,10 @@ are tried.
 """
 
 SURE = 4.0
-"""A gain that exceeds so many standard deviations, with layers at their least of two batches, needs no other batch."""
+"""A change that exceeds so many standard deviations, with layers at their least of two batches, is no accident."""
+
+LIKELY = 2.5
+"""A gain of a plan that exceeds so many, seen in the same way, needs no other batch: a move can be undone."""
 
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal

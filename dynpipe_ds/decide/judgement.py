@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.evidence import SURE, confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.evidence import LIKELY, confirming_batches, evidence_for, noise_of
 from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
@@ -129,8 +129,8 @@ def _pays(
     money = f"{saved_s:.3g} s saved over {config.horizon_batches} batches, {cost_s:.3g} s to move"
     if saved_s <= cost_s or saved_s <= 0:
         return False, f"does not pay: {money}"
-    is_sure = gains.sure > max(config.min_gain, SURE * noise)
-    evidence = 1 if is_sure else evidence_for(saved_s / config.horizon_batches, cost_s)
+    is_likely = gains.sure > max(config.min_gain, LIKELY * noise)
+    evidence = 1 if is_likely else evidence_for(saved_s / config.horizon_batches, cost_s)
     evidence = max(1, min(evidence, num_comparable))
     num_batches = confirming_batches(gains.by_batch, noise, config.min_gain, evidence)
     if not num_batches:
