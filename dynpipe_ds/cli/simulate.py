@@ -117,7 +117,7 @@ def _simulate(
         order = plan_on_partition(profile, cuts, worker_bytes, **links).order
     else:
         order = order_of(cast(ScheduleName, schedule), profile.num_micro_batches, len(cuts) - 1)
-    workload = Workload.from_profile(profile, cuts, step_s=arguments.step_s, late=order.late, **links)
+    workload = Workload.running(order, profile, cuts, step_s=arguments.step_s, **links)
     return _Batch(cuts, schedule, order, simulate(workload, order, timeline=True))
 
 

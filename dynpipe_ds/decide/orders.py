@@ -139,7 +139,7 @@ class Orders:
             if ran is None:
                 predicted_s = simulate(Workload.from_profile(profile)).makespan_s
             else:
-                workload = Workload.from_profile(profile, late=ran.late)
+                workload = Workload.running(ran, profile)
                 predicted_s = self._timetable(ran, workload).makespan_s(workload)
             if predicted_s > 0:
                 self._excess[ran is not None].append(computing_s / predicted_s)
@@ -293,7 +293,7 @@ class Orders:
         else:
             assert isinstance(order, Order), "written down when it was kept"
             caps = activation_caps(profile, cuts, self._caps(profile, *self._candidates, cuts))  # as it was found
-            workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values, late=order.late)
+            workload = Workload.running(order, profile, cuts, speeds=self._speeds.values)
             if order.num_micro_batches != workload.num_micro_batches:
                 return None
             timetable = self._timetable(order, workload)
@@ -331,7 +331,7 @@ class Orders:
         self, order: Order, cuts: tuple[int, ...], profile: PipelineProfile, varying: Sequence[PipelineProfile]
     ) -> OrderedBatch:
         workloads = [
-            Workload.from_profile(each, cuts, speeds=self._speeds.values, late=order.late)
+            Workload.running(order, each, cuts, speeds=self._speeds.values)
             for each in varying or [profile]
         ]
         correction, timetable = self.correction, self._timetable(order, workloads[0])
@@ -372,7 +372,7 @@ class Orders:
         order, cuts = self.order_on(profile.boundaries), profile.boundaries
         if order is None or order.num_micro_batches != profile.num_micro_batches:
             return None
-        workload = Workload.from_profile(profile, speeds=self._speeds.values, late=order.late)
+        workload = Workload.running(order, profile, speeds=self._speeds.values)
         peaks = self._timetable(order, workload).peak_bytes(workload)
         return self._timed(order, cuts, profile, varying), peaks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.schedule.order import waiting_layers
+from dynpipe_ds.schedule.order import Order, waiting_layers
 
 FloatArray = npt.NDArray[np.float64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray
@@ -206,6 +206,44 @@ class Workload:
             weight_bytes=_summed(placement, waiting_bytes),
             split_s=split_s,
         )
+
+    @classmethod
+    def running(
+        cls, order: Order, profile: PipelineProfile, boundaries: Placement | Sequence[int] | None = None, *,
+        activation_link_s: Seconds | None = None, gradient_link_s: Seconds | None = None,
+        step_s: float | Sequence[float] = 0.0, speeds: Sequence[float] | None = None,
+    ) -> Workload:
+        """Put a profile's layers on the stages of a partition that runs an order, which may be older than the profile.
+
+        Where layers were frozen since, the first stage that trains sends no gradient any more. If the order splits its
+        backwards, ``B`` has nothing to do, and ``W`` does all of it.
+
+        Args:
+            order: that runs; it says which layers' gradients may be done later.
+            profile: as for :meth:`from_profile`.
+            boundaries: as there.
+            activation_link_s: as there.
+            gradient_link_s: as there.
+            step_s: as there.
+            speeds: as there.
+
+        Returns:
+            The workload.
+
+        Raises:
+            ValueError: as there.
+        """
+        found = cls.from_profile(
+            profile, boundaries, activation_link_s=activation_link_s, gradient_link_s=gradient_link_s, step_s=step_s,
+            speeds=speeds, late=order.late,
+        )
+        first = found.frozen_boundaries
+        if not first or not order.split(first):
+            return found
+        weight_s, held = found.weight_s.copy(), found.activation_bytes[first]
+        weight_s[first] = found.backward_s[first] + found.split_s[first]
+        weight_bytes = (*found.weight_bytes[:first], held, *found.weight_bytes[first + 1 :])
+        return replace(found, weight_s=weight_s, weight_bytes=weight_bytes)
 
 
 def links_s(profile: PipelineProfile, num_stages: int, given: Seconds | None = None) -> Seconds:
