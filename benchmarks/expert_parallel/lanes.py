@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.record import table
 from scenarios.moe.experts import run_experts
 from scenarios.moe.sharded.exchange import Span
-from scenarios.moe.sharded.products import LaneSums, LaneWeights, gelu, multiply
+from scenarios.moe.sharded.products import LaneSums, LaneWeights, mlp
 from scenarios.report.interval import Estimate, median_of_ratios
 
 ROWS, GOAL_ROWS, GOAL = (128, 64, 32), 128, 1.05
@@ -90,8 +90,7 @@ def _cost(x: Tensor, weights: dict[str, torch.nn.Parameter], rows: int, lanes: i
         sums = {name: LaneSums(torch.float32) for name in weights}
         up, down = (LaneWeights(0, {}, sums[name]) for name in ("up", "down"))
         for _ in range(MICRO_BATCHES):
-            middle = gelu(multiply(x, weights["up"], up, spans), spans, up.times)
-            multiply(middle, weights["down"], down, spans).backward(answer)
+            mlp(x, weights["up"], weights["down"], up, down, spans).backward(answer)
         for name, each in sums.items():
             taken = {place: each.take(place) for place in places}
             found[name] = {place: tensor for place, tensor in taken.items() if tensor is not None}
@@ -174,7 +173,7 @@ def report(costs: Sequence[Cost], *, hidden: int = 256, width: int = 1024) -> tu
         f"CPU time of forward and backward of a batch of {MICRO_BATCHES} micro-batches, one process of one thread, 4 "
         f"experts of hidden size {hidden} and width {width}; in turns. Milliseconds are those of the fastest. *Adding "
         "up*: the lanes' gradients into their expert's, at home, once a batch. *Products alone*: the ratio of the same "
-        "products, each by one call of torch.mm, and nothing else: no way of writing lanes comes below it.",
+        "products, each by one call of torch.mm, one kind after the other over all lanes, and nothing else.",
         table(head, rows), "\n".join(f"- {line}" for line in lines),
     ])  # fmt: skip
     return {"costs": [asdict(cost) | {"fastest": cost.fastest} for cost in costs]}, text

@@ -191,7 +191,7 @@ class MoEMLP(SharedExperts):
         Returns:
             ``[N, hidden]``.
         """
-        return lanes.multiply(lanes.gelu(lanes.multiply(rows, "up")), "down")
+        return lanes.mlp(rows, "up", "down")
 
     def drop_gradients(self) -> None:
         """Forget a batch that all ranks drop, with what was counted in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 
 from dynpipe_ds import Replica
 from dynpipe_ds.owning import building, owner_of
+from dynpipe_ds.splitting.functions import PartialBackward
 from scenarios.gpt import GPTConfig
 from scenarios.moe import ExpertConfig, MixtureOfExperts, MoEMLP
 from scenarios.moe.sharded.exchange import Span
-from scenarios.moe.sharded.products import LaneSums, LaneTimes, LaneWeights, gelu, multiply
+from scenarios.moe.sharded.products import LaneSums, LaneWeights, mlp, multiply
 from scenarios.scenario import build_layers, build_scenario
 from tests.scenarios.fakes import TINY, FakeEngine, run
 
@@ -117,9 +119,35 @@ def lanes_apart(x: Tensor, ups: Tensor, downs: Tensor, dtype: torch.dtype) -> li
     return found
 
 
+def by_products(
+    rows: Tensor, up: Tensor, down: Tensor, ups: LaneWeights, downs: LaneWeights, spans: Sequence[Span]
+) -> Tensor:
+    """As :func:`mlp`, of one product at a time."""
+    inner = multiply(rows, up, ups, spans)
+    active = [F.gelu(inner[start:stop], approximate="tanh") for *_, start, stop in spans]
+    return multiply(torch.cat(active), down, downs, spans)
+
+
+def in_halves(y: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    """A backward whose gradients of weights are computed later."""
+    late = PartialBackward(y.grad_fn, (1, 2))
+    late.begin()
+    (rows.grad,) = torch.autograd.grad(y, rows, gradient, retain_graph=True)
+    assert late.compute([gradient]) == [None, None]
+    late.restore()
+
+
+def whole(y: Tensor, rows: Tensor, gradient: Tensor) -> None:
+    """A backward in one part."""
+    y.backward(gradient)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [64, 51])
-def test_a_lane_has_the_bits_that_it_has_alone(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize(("compute", "backward"), [(mlp, whole), (mlp, in_halves), (by_products, whole)])
+def test_a_lane_has_the_bits_that_it_has_alone(
+    compute: Callable[..., Tensor], backward: Callable[..., None], dtype: torch.dtype, width: int
+) -> None:
     """Whatever lies before and behind it, on odd sizes, too; sums over two micro-batches in float32."""
     torch.manual_seed(1)
     x, ups, downs = torch.randn(16, 20), torch.randn(4, width, 20), torch.randn(4, 20, width)
@@ -131,22 +159,45 @@ def test_a_lane_has_the_bits_that_it_has_alone(dtype: torch.dtype, width: int) -
     }
     for repeat in (1, 2):
         rows = x.clone().requires_grad_()
-        up = multiply(rows, own["up"], weights["up"], SPANS)
-        y = multiply(gelu(up, SPANS, LaneTimes()), own["down"], weights["down"], SPANS)
-        y.backward(torch.full_like(y, 0.5))
+        y = compute(rows, own["up"], own["down"], weights["up"], weights["down"], SPANS)
+        backward(y, rows, torch.full_like(y, 0.5))
         for (source, expert, start, stop), alone in zip(SPANS, lanes_apart(x, ups, downs, dtype), strict=True):
             assert torch.equal(y[start:stop], alone[0])
             assert torch.equal(rows.grad[start:stop], alone[1])
             for name, gradient in zip(own, alone[2:], strict=True):
                 assert torch.equal(sums[name]._sums[source, expert], gradient.float() * repeat)
     assert all(parameter.grad is None for parameter in own.values()), "autograd has no part in these gradients"
-    assert sums["up"].num_added == 2 and sums["up"].num_bytes == 4 * width * 20 * 4
+    assert sums["up"].num_added == sums["down"].num_added == 2 and sums["up"].num_bytes == 4 * width * 20 * 4
+
+
+@pytest.mark.parametrize("trained", ["up", "down"])
+def test_weights_that_are_frozen_get_no_sums(trained: str) -> None:
+    torch.manual_seed(1)
+    own = {name: nn.Parameter(torch.randn(size), requires_grad=name == trained) for name, size in (
+        ("up", (4, 64, 20)), ("down", (4, 20, 64)),
+    )}  # fmt: skip
+    sums = {name: LaneSums() for name in own}
+    ups, downs = (LaneWeights(0, {}, sums[name]) for name in own)
+    rows = torch.randn(16, 20)
+    mlp(rows, own["up"], own["down"], ups, downs, SPANS).sum().backward()
+    expected = {name: LaneSums() for name in own}
+    ups, downs = (LaneWeights(0, {}, expected[name]) for name in own)
+    rows.requires_grad_()
+    for parameter in own.values():
+        parameter.requires_grad_()
+    mlp(rows, own["up"], own["down"], ups, downs, SPANS).sum().backward()
+    for name in own:
+        assert sums[name].num_added == (name == trained)
+        for source, expert, *_ in SPANS:
+            found, whole = sums[name].take((source, expert)), expected[name].take((source, expert))
+            assert (found is not None and torch.equal(found, whole)) if name == trained else found is None
 
 
 def test_no_lane_at_all_is_still_part_of_the_graph() -> None:
-    own = nn.Parameter(torch.randn(2, 3, 5))
-    rows = torch.zeros(0, 5, requires_grad=True)
-    y = gelu(multiply(rows, own, LaneWeights(0, {}, LaneSums()), []), [], LaneTimes())
-    assert y.shape == (0, 3)
+    up, down = nn.Parameter(torch.randn(2, 3, 5)), nn.Parameter(torch.randn(2, 5, 3))
+    rows, weights = torch.zeros(0, 5, requires_grad=True), LaneWeights(0, {}, LaneSums())
+    assert multiply(rows, up, weights, []).shape == (0, 3)
+    y = mlp(rows, up, down, weights, weights, [])
+    assert y.shape == (0, 5)
     y.sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, 5)

@@ -47,8 +47,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "before the first exchange": lambda: nth_call(Attention, "forward", 1),
     "between two layers": lambda: nth_call(Attention, "forward", 4),
     "between rows and answers": lambda: nth_call(MoEMLP, "run_lanes", 3),
-    "in the backward of lanes": lambda: nth_call(products._Gelu, "backward", 2),
-    "in the last gradients of weights": lambda: nth_call(products._Multiply, "backward", 12),
+    "in the backward of lanes": lambda: nth_call(products._Mlp, "backward", 2),
+    "in the last gradients of weights": lambda: nth_call(products._Mlp, "backward", 6),
     "while sums go home": lambda: nth_call(MoEMLP, "finish_gradients", 2),
 }
 

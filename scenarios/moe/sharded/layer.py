@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dynpipe_ds import Replica, own_by_replica
 from scenarios.moe.sharded.batch import Experts, LayerState
 from scenarios.moe.sharded.exchange import Span, from_lanes, to_lanes
-from scenarios.moe.sharded.products import LaneTimes, gelu, multiply
+from scenarios.moe.sharded.products import mlp, multiply
 from scenarios.moe.sharded.sharing import Sharing, sharing_in_force
 
 
@@ -47,9 +47,10 @@ class LaneProducts:
         done = [function(*(tensor[start:stop] for tensor in tensors)) for *_, start, stop in self.spans]
         return torch.cat(done)
 
-    def gelu(self, rows: Tensor) -> Tensor:
-        """GELU of each lane's rows."""
-        return gelu(rows, self.spans, LaneTimes() if self.state is None else self.state.times)
+    def mlp(self, rows: Tensor, up: str, down: str) -> Tensor:
+        """Multiply each lane's rows with two matrices of its expert, by their names, with GELU between."""
+        ups, downs = (self.sharing.weights(self.state, name) for name in (up, down))
+        return mlp(rows, self.own[up], self.own[down], ups, downs, self.spans)
 
 
 def keep_own_rows(module: nn.Module, names: Sequence[str], replica: Replica) -> None:

@@ -152,31 +152,61 @@ class _Multiply(torch.autograd.Function):
         return for_rows, None, None, None
 
 
-class _Gelu(torch.autograd.Function):
+class _Mlp(torch.autograd.Function):
+    """Lane by lane, so that what one product gives is in the cache when the next one takes it."""
+
     leaves_gradients_alone = True
+    backward_can_be_split = True
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, spans: Sequence[Span], times: LaneTimes) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ups: LaneWeights, downs: LaneWeights, spans: Sequence[Span]
+    ) -> Tensor:
         began = perf_counter()
-        ctx.save_for_backward(rows)
-        ctx.spans, ctx.times = spans, times
-        out = torch.empty_like(rows)
-        for *_, start, stop in spans:
-            torch.ops.aten.gelu.out(rows[start:stop], approximate="tanh", out=out[start:stop])
-        times.forward_s += perf_counter() - began
+        inner, out = rows.new_empty(len(rows), up.shape[1]), rows.new_empty(len(rows), down.shape[1])
+        active = torch.empty_like(inner)
+        for _, expert, start, stop in spans:
+            torch.mm(rows[start:stop], ups.of(expert, up).t(), out=inner[start:stop])
+            torch.ops.aten.gelu.out(inner[start:stop], approximate="tanh", out=active[start:stop])
+            torch.mm(active[start:stop], downs.of(expert, down).t(), out=out[start:stop])
+        ctx.save_for_backward(rows, up, down, inner, active)
+        ctx.ups, ctx.downs, ctx.spans, ctx.for_inner = ups, downs, spans, None
+        ups.times.forward_s += perf_counter() - began
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        began, (rows,) = perf_counter(), ctx.saved_tensors
-        gradient = gradient.contiguous()
-        found = torch.empty_like(rows)
-        for *_, start, stop in ctx.spans:
-            torch.ops.aten.gelu_backward.grad_input(
-                gradient[start:stop], rows[start:stop], approximate="tanh", grad_input=found[start:stop]
-            )
-        ctx.times.backward_s += perf_counter() - began
-        return found, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        began, (rows, up, down, inner, active) = perf_counter(), ctx.saved_tensors
+        ups, downs, gradient = ctx.ups, ctx.downs, gradient.contiguous()
+        wants_rows, wants_up, wants_down = ctx.needs_input_grad[:3]
+        wants_up, wants_down = wants_up and ups.sums is not None, wants_down and downs.sums is not None
+        # The second half of a backward needs what the first one came to on its way.
+        known, ctx.for_inner = None if wants_rows else ctx.for_inner, None
+        if wants_rows and not wants_up and ups.sums is not None:
+            ctx.for_inner = torch.empty_like(inner)
+        for_rows = torch.empty_like(rows) if wants_rows else None
+        for source, expert, start, stop in ctx.spans:
+            if known is not None:
+                for_inner = known[start:stop]
+            elif wants_rows or wants_up:
+                kept = ctx.for_inner
+                for_inner = inner.new_empty(stop - start, inner.shape[1]) if kept is None else kept[start:stop]
+                torch.mm(gradient[start:stop], downs.of(expert, down), out=for_inner)
+                torch.ops.aten.gelu_backward.grad_input(
+                    for_inner, inner[start:stop], approximate="tanh", grad_input=for_inner
+                )
+            if for_rows is not None:
+                torch.mm(for_inner, ups.of(expert, up), out=for_rows[start:stop])
+            if wants_down:
+                downs.sums.add((source, expert), gradient[start:stop].t().mm(active[start:stop]))
+            if wants_up:
+                ups.sums.add((source, expert), for_inner.t().mm(rows[start:stop]))
+        for wanted, weights in ((wants_down, downs), (wants_up, ups)):
+            if wanted:
+                weights.sums.num_added += 1
+                weights.added()
+        ups.times.backward_s += perf_counter() - began
+        return for_rows, None, None, None, None, None
 
 
 def multiply(rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Span]) -> Tensor:
@@ -195,6 +225,20 @@ def multiply(rows: Tensor, own: Tensor, weights: LaneWeights, spans: Sequence[Sp
     return _Multiply.apply(rows, own, weights, sorted(spans, key=attrgetter("expert")))
 
 
-def gelu(rows: Tensor, spans: Sequence[Span], times: LaneTimes) -> Tensor:
-    """GELU (by tanh) of each lane's rows, ``[N, width]``."""
-    return _Gelu.apply(rows, spans, times)
+def mlp(
+    rows: Tensor, up: Tensor, down: Tensor, ups: LaneWeights, downs: LaneWeights, spans: Sequence[Span]
+) -> Tensor:
+    """Multiply each lane's rows with two matrices of its expert, with GELU (by tanh) between.
+
+    Args:
+        rows: of all lanes, ``[N, hidden]``.
+        up: this rank's own first matrices, ``[E/R, width, hidden]``.
+        down: its second ones, ``[E/R, hidden, width]``.
+        ups: copies of others' first matrices, and the place for gradients.
+        downs: the same of second ones.
+        spans: the lanes' rows.
+
+    Returns:
+        ``[N, hidden]``. The gradients of the matrices go to ``ups.sums`` and ``downs.sums``, and autograd gets none.
+    """
+    return _Mlp.apply(rows, up, down, ups, downs, sorted(spans, key=attrgetter("expert")))
