@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -53,6 +53,9 @@ MOST_EFFORT = 2 * EFFORT
 
 AS_GOOD = 0.002
 """Share of a batch that a new order must save: else the present one goes on."""
+
+CHANCE = 2.0
+"""Standard errors of the mean over batches that vary, by which a new order must save at least."""
 
 _LEAST_SEARCH = 4  # times the computations of a batch
 _OWED = 15  # times the computations of a batch: about what one decision looks at
@@ -356,7 +359,8 @@ class Orders:
             caps = activation_caps(profile, cuts, self._caps(profile, cuts))
             keeps = all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
             self.gain = 1.0 - best.seconds / now.seconds if keeps and now.seconds else 1.0
-            if keeps and (best.planned is None or now.seconds <= best.seconds * (1 + AS_GOOD)):
+            least = least_saving(now.varying_s, best.varying_s)
+            if keeps and (best.planned is None or now.seconds <= best.seconds * (1 + least)):
                 best = self._better(usual, now)
         if varying and not best.varying_s:
             best = self._usual(profile, cuts, varying)
@@ -485,6 +489,22 @@ class Orders:
         self._looked_at, self._batch_s = state.get("looked_at", -1), state.get("batch_s", 0.0)
         self._rates, self.spent = deque(state.get("rates", ()), maxlen=_NEWEST), state.get("spent", 0)
         self._known.clear()
+
+
+def least_saving(present_s: Sequence[float], new_s: Sequence[float]) -> float:
+    """Share of a batch that a new order must save, else the present one goes on.
+
+    Where batches vary, both were timed on the same few of them, and the new one was made for these: it must save more
+    than chance would let it.
+
+    Args:
+        present_s: seconds of these batches in the present order; empty where batches do not vary.
+        new_s: the same in the new one.
+    """
+    shares = [1.0 - new / present for present, new in zip(present_s, new_s, strict=False) if present]
+    if len(shares) < 2:
+        return AS_GOOD
+    return max(AS_GOOD, CHANCE * stdev(shares) / math.sqrt(len(shares)))
 
 
 def _size(profile: PipelineProfile) -> int:

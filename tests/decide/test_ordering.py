@@ -10,7 +10,7 @@ import pytest
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.decide.halves import Halves
-from dynpipe_ds.decide.orders import FIRST_EFFORT, RATE, SHARE_OF_TIME, Orders
+from dynpipe_ds.decide.orders import AS_GOOD, FIRST_EFFORT, RATE, SHARE_OF_TIME, Orders, least_saving
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.planning import assume_halves, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
@@ -253,6 +253,15 @@ def test_an_order_that_splits_measures_changed_halves_itself() -> None:
     smoothed = deciding.smoothed()
     assert smoothed is not None
     assert [layer.weight_s / layer.backward_s for layer in smoothed.layers[2:]] == pytest.approx([0.3] * 6)
+
+
+def test_an_order_that_only_chance_makes_better_is_not_taken() -> None:
+    """Four batches that vary: 1% less on average is more than chance only if they agree."""
+    present_s = [1.0, 2.0, 3.0, 4.0]
+    assert least_saving(present_s, [0.99 * seconds for seconds in present_s]) == AS_GOOD
+    scattered = [share * seconds for share, seconds in zip((0.95, 1.03, 0.93, 1.05), present_s, strict=True)]
+    assert least_saving(present_s, scattered) > 0.05
+    assert least_saving((), ()) == least_saving(present_s, ()) == AS_GOOD
 
 
 def test_the_present_order_goes_on_where_none_is_better() -> None:
