@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other and keep what they say in ``benchmarks/results/``.
 
 python -m benchmarks.run                       the quick set, about 8 minutes on two idle cores
-python -m benchmarks.run --full                everything, two hours
+python -m benchmarks.run --full                everything, two hours and a half
 python -m benchmarks.run --only scenarios      some of them
 python -m benchmarks.run --force               write over kept results even if the machine is busy
 
@@ -70,6 +70,11 @@ EXPERIMENTS = (
     Experiment("schedules", "", "benchmarks.schedules --stages 4"),
     Experiment("schedules_sleeping", "", "benchmarks.schedules --sleeping --stages 4"),
     Experiment("schedules_real", "", "benchmarks.schedules --real --set run.batches=32"),
+    Experiment("schedules_paper", "", "benchmarks.schedules --paper"),
+    Experiment("schedules_halves", "", "benchmarks.schedules --paper --halves"),
+    Experiment("limits", "", "benchmarks.schedules.limits"),
+    Experiment("regret", "", "benchmarks.planner.regret"),
+    Experiment("regret_1000", "", "benchmarks.planner.regret --batches 1000 --stages 2 4 8"),
     Experiment("experts", "", "benchmarks.experts"),
     Experiment("experts_measured", "", "benchmarks.experts.measured"),
     Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),

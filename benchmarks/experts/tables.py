@@ -207,7 +207,7 @@ def large(report: Report, size: Size) -> None:
     settings = [
         Setting(model, "HPWNV", ranks, experts, k, 1024, drift, agg)
         for ranks, experts, agg in SIZES if ranks in size.ranks
-        for model in size.models if experts == ranks or model in ("S", "M", "L")
+        for model in size.models
         for k in (1, 2) for drift in KEPT
     ]  # fmt: skip
     cases = [(setting, overlapped) for setting in settings for overlapped in (False, True)]
