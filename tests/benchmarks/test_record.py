@@ -142,7 +142,7 @@ def test_every_overhead_is_written_beside(tmp_path: Path) -> None:
     kinds = {name: times for name in (section.PLAIN, *section.SECTIONS)}
     rows: dict[Any, list[dict[str, Any]]] = {
         migration: [{"optimizer": "AdamW", "layer_bytes": 10**7, "bytes_moved": 3 * 10**7, "move_s": times,
-                     "plain_s": times}],
+                     "plain_s": times, "new_s": times}],
         section: [{"model": "1x2x3", "wall_s": kinds, "cpu_s": kinds, "num_profiles": dict.fromkeys(kinds, 7),
                    "spent_s": dict.fromkeys(kinds, [0.01, 0.01])}],
         every_batch: [{"scenario": "moe", "always": False, "batches_s": times, "layer_s": 0.02, "overhead_s": spent,
@@ -157,6 +157,7 @@ def test_every_overhead_is_written_beside(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{part.NAME}.busy.{ending}" for part in (*rows, profiling) for ending in ("json", "md", "png")
     }
-    assert "| 100% (100% to 100%) |" in (tmp_path / "migration.busy.md").read_text(encoding="utf-8")
+    moves = (tmp_path / "migration.busy.md").read_text(encoding="utf-8")
+    assert "| 100% (100% to 100%) | 100% (100% to 100%) |" in moves
     for name in ("section", "profiling"):
         assert "+0.0% (+0.0% to +0.0%)" in (tmp_path / f"{name}.busy.md").read_text(encoding="utf-8")

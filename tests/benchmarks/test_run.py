@@ -109,12 +109,13 @@ def test_without_results_nothing_is_claimed(part: readme.Part, tmp_path: Path) -
 def moved(move_s: list[float], plain_s: list[float]) -> dict[str, Any]:
     return {
         "optimizer": "AdamW", "hidden": 512, "layer_bytes": 12 * 10**6, "bytes_moved": 36 * 10**6, "move_s": move_s,
-        "plain_s": plain_s,
+        "plain_s": plain_s, "new_s": [1.25 * seconds for seconds in plain_s],
     }
 
 
 def test_rate_of_a_move_is_of_pairs() -> None:
-    assert migration.rate(moved([2.0, 1.0, 40.0], [1.0, 1.0, 30.0])).value == 0.75
+    row = moved([2.0, 1.0, 40.0], [1.0, 1.0, 30.0])
+    assert migration.rate(row).value == 0.75 and migration.rate(row, "new_s").value == 0.9375
 
 
 def test_share_at_20_ms_a_layer() -> None:
