@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 from time import perf_counter
 from typing import Any
@@ -153,7 +154,7 @@ class _Multiply(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """Lane by lane, so that what one product gives is in the cache when the next one takes it."""
+    """Expert by expert, so that what one product gives is in the cache when the next one takes it, and weights stay."""
 
     leaves_gradients_alone = True
     backward_can_be_split = True
@@ -165,10 +166,14 @@ class _Mlp(torch.autograd.Function):
         began = perf_counter()
         inner, out = rows.new_empty(len(rows), up.shape[1]), rows.new_empty(len(rows), down.shape[1])
         active = torch.empty_like(inner)
-        for _, expert, start, stop in spans:
-            torch.mm(rows[start:stop], ups.of(expert, up).t(), out=inner[start:stop])
-            torch.ops.aten.gelu.out(inner[start:stop], approximate="tanh", out=active[start:stop])
-            torch.mm(active[start:stop], downs.of(expert, down).t(), out=out[start:stop])
+        for expert, lanes in groupby(spans, attrgetter("expert")):
+            parts = [slice(start, stop) for *_, start, stop in lanes]
+            matrices = ups.of(expert, up).t(), downs.of(expert, down).t()
+            for part in parts:
+                torch.mm(rows[part], matrices[0], out=inner[part])
+                torch.ops.aten.gelu.out(inner[part], approximate="tanh", out=active[part])
+            for part in parts:
+                torch.mm(active[part], matrices[1], out=out[part])
         ctx.save_for_backward(rows, up, down, inner, active)
         ctx.ups, ctx.downs, ctx.spans, ctx.for_inner = ups, downs, spans, None
         ups.times.forward_s += perf_counter() - began
@@ -182,25 +187,27 @@ class _Mlp(torch.autograd.Function):
         wants_up, wants_down = wants_up and ups.sums is not None, wants_down and downs.sums is not None
         # The second half of a backward needs what the first one came to on its way.
         known, ctx.for_inner = None if wants_rows else ctx.for_inner, None
+        for_inner = torch.empty_like(inner) if known is None else known
         if wants_rows and not wants_up and ups.sums is not None:
-            ctx.for_inner = torch.empty_like(inner)
+            ctx.for_inner = for_inner
         for_rows = torch.empty_like(rows) if wants_rows else None
-        for source, expert, start, stop in ctx.spans:
-            if known is not None:
-                for_inner = known[start:stop]
-            elif wants_rows or wants_up:
-                kept = ctx.for_inner
-                for_inner = inner.new_empty(stop - start, inner.shape[1]) if kept is None else kept[start:stop]
-                torch.mm(gradient[start:stop], downs.of(expert, down), out=for_inner)
-                torch.ops.aten.gelu_backward.grad_input(
-                    for_inner, inner[start:stop], approximate="tanh", grad_input=for_inner
-                )
+        for expert, lanes in groupby(ctx.spans, attrgetter("expert")):
+            parts = [((source, expert), slice(start, stop)) for source, _, start, stop in lanes]
+            if known is None and (wants_rows or wants_up):
+                matrix = downs.of(expert, down)
+                for _, part in parts:
+                    torch.mm(gradient[part], matrix, out=for_inner[part])
+                    torch.ops.aten.gelu_backward.grad_input(
+                        for_inner[part], inner[part], approximate="tanh", grad_input=for_inner[part]
+                    )
             if for_rows is not None:
-                torch.mm(for_inner, ups.of(expert, up), out=for_rows[start:stop])
-            if wants_down:
-                downs.sums.add((source, expert), gradient[start:stop].t().mm(active[start:stop]))
-            if wants_up:
-                ups.sums.add((source, expert), for_inner.t().mm(rows[start:stop]))
+                matrix = ups.of(expert, up)
+                for _, part in parts:
+                    torch.mm(for_inner[part], matrix, out=for_rows[part])
+            for lane, part in parts if wants_down else ():
+                downs.sums.add(lane, gradient[part].t().mm(active[part]))
+            for lane, part in parts if wants_up else ():
+                ups.sums.add(lane, for_inner[part].t().mm(rows[part]))
         for wanted, weights in ((wants_down, downs), (wants_up, ups)):
             if wanted:
                 weights.sums.num_added += 1
