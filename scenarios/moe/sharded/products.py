@@ -188,7 +188,7 @@ class _Mlp(torch.autograd.Function):
         # The second half of a backward needs what the first one came to on its way.
         known, ctx.for_inner = None if wants_rows else ctx.for_inner, None
         for_inner = torch.empty_like(inner) if known is None else known
-        if wants_rows and not wants_up and ups.sums is not None:
+        if wants_rows and not wants_up and up.requires_grad and ups.sums is not None:
             ctx.for_inner = for_inner
         for_rows = torch.empty_like(rows) if wants_rows else None
         for expert, lanes in groupby(ctx.spans, attrgetter("expert")):
