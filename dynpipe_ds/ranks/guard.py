@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 
 from dynpipe_ds.ranks import fatal
+from dynpipe_ds.ranks.ending import wait_at_exit
 from dynpipe_ds.ranks.fatal import FatalError, NewestCheckpoint, Verdict
 from dynpipe_ds.ranks.heartbeat import Heartbeat, start_heartbeat
 
@@ -32,6 +33,7 @@ class Guard:
     def start(self) -> None:
         """Begin to watch; collective over all ranks. Again when there are fewer of them."""
         self.heartbeat = start_heartbeat()
+        wait_at_exit()
 
     def forget(self, ranks: Collection[int]) -> None:
         """Who leaves now is not lost."""
