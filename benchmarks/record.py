@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import platform
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -238,6 +239,22 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.strip() + ("+" if changes.strip() else "")
+
+
+def finished_runs(name: str) -> Path:
+    """Folder where a benchmark keeps finished runs, so that an interrupted command goes on.
+
+    Each version of the code has its own, so that no table has runs of two. Where files differ from the commit, nobody
+    knows which runs are of the present version, so all that is there is deleted.
+
+    Args:
+        name: of the benchmark.
+    """
+    version = commit()
+    folder = Path("outputs") / name / version
+    if not version.isalnum() or version == "unknown":
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def in_words(values: Mapping[str, Any]) -> str:

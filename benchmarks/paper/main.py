@@ -31,7 +31,7 @@ from pathlib import Path
 
 from benchmarks.paper import compared, experiments, listed, tables, unstable
 from benchmarks.paper.report import KINDS, Report
-from benchmarks.record import in_words, installed
+from benchmarks.record import finished_runs, in_words, installed
 from benchmarks.replay.case import Case, Result
 from benchmarks.replay.record import FOLDER
 from benchmarks.traces import Trace
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int)
     parser.add_argument("--processes", type=int, default=1, help="how many simulate at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--raw", type=Path, help="folder of finished runs; default: outputs/paper, none if quick")
+    parser.add_argument("--raw", type=Path, help="of finished runs; default: by commit, none if quick")
     options = parser.parse_args()
     if options.methods and experiments.UNIFORM not in options.methods:
         parser.error(f"--methods needs {experiments.UNIFORM!r} among them: all others are compared with it")
@@ -189,7 +189,7 @@ def main() -> None:
     if options.table == "all" and not any(FOLDER.glob("*.json")):
         chosen.remove("recorded")
     with tempfile.TemporaryDirectory() as folder:
-        options.raw = options.raw or (Path(folder) if options.quick else Path("outputs/paper"))
+        options.raw = options.raw or (Path(folder) if options.quick else finished_runs("paper"))
         for name in chosen:
             TABLES[name](options)
 

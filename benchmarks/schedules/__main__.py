@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.paper.experiments import run as run_all
 from benchmarks.paper.experiments import simulate_all
-from benchmarks.record import RESULTS, add_force, environment, force, in_words, installed
+from benchmarks.record import RESULTS, add_force, environment, finished_runs, force, in_words, installed
 from benchmarks.schedules import real, replayed
 from benchmarks.schedules.on_paper import TODAY
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=named, help="load models or scenarios")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="--real: overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "schedules")
-    parser.add_argument("--raw", type=Path, help="of finished replays; default: outputs/schedules, none if quick")
+    parser.add_argument("--raw", type=Path, help="of finished replays; default: by commit, none if quick")
     add_force(parser)
     options = parser.parse_args()
     force(options)
@@ -55,7 +55,7 @@ def main() -> None:
     name = "sleeping" if options.sleeping else "paper" if options.paper else "virtual"
     made = simulate_all if options.paper else run_all
     with tempfile.TemporaryDirectory() as folder:
-        raw = options.raw or (Path(folder) if options.quick else Path("outputs/schedules"))
+        raw = options.raw or (Path(folder) if options.quick else finished_runs("schedules"))
         rows = []
         for num_stages in stages:
             cases = replayed.cases(num_stages, batches, scenarios, **given)

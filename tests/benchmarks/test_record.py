@@ -161,3 +161,21 @@ def test_every_overhead_is_written_beside(tmp_path: Path) -> None:
     assert "| 100% (100% to 100%) | 100% (100% to 100%) |" in moves
     for name in ("section", "profiling"):
         assert "+0.0% (+0.0% to +0.0%)" in (tmp_path / f"{name}.busy.md").read_text(encoding="utf-8")
+
+
+def test_no_run_of_another_version_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def folder(version: str) -> Path:
+        monkeypatch.setattr(record, "commit", lambda: version)
+        found = record.finished_runs("paper")
+        found.mkdir(parents=True, exist_ok=True)
+        return found
+
+    first = folder("0dae64412527")
+    (first / "runs.jsonl").write_text("{}")
+    assert not list(folder("b8b3ae88336b").iterdir()), "another commit has its own"
+    assert folder("0dae64412527") == first and list(first.iterdir()), "an interrupted command goes on"
+    for unknown in ("0dae64412527+", "unknown"):
+        (folder(unknown) / "runs.jsonl").write_text("{}")
+        assert not list(folder(unknown).iterdir()), "nobody knows of which version they are"
