@@ -9,7 +9,7 @@
 # make lint    ruff and mypy
 # make docs    build docs/ into a site, docs/_build/index.html; a broken link is an error
 # make bench   the quick benchmarks, about 8 minutes; rewrites benchmarks/results and the table of docs/results.md
-# make bench-full  all benchmarks, two hours and a half on two idle cores
+# make bench-full  all benchmarks, a little over two hours on two idle cores
 # make gpu     all that one CUDA device can say, in at most ten minutes and without network; writes benchmarks/results/gpu.
 #              WHEELS=folder: in a fresh environment made from wheels; DEVICE=cpu: a rehearsal, in outputs/gpu
 # make wheels  gathers those wheels in WHEELS (by default: wheels); CUDA_TORCH= leaves torch out

@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other and keep what they say in ``benchmarks/results/``.
 
 python -m benchmarks.run                       the quick set, about 8 minutes on two idle cores
-python -m benchmarks.run --full                everything, two hours and a half
+python -m benchmarks.run --full                everything, a little over two hours
 python -m benchmarks.run --only scenarios      some of them
 python -m benchmarks.run --force               write over kept results even if the machine is busy
 
