@@ -252,7 +252,7 @@ def finished_runs(name: str) -> Path:
     """
     version = commit()
     folder = Path("outputs") / name / version
-    if not version.isalnum() or version == "unknown":
+    if version.endswith("+") or version == "unknown":
         shutil.rmtree(folder, ignore_errors=True)
     return folder
 

@@ -1,9 +1,10 @@
 """A process ends with the exit code of its training, whatever gloo's threads still have to tidy up.
 
 A thread of gloo frees the tensors of a collective just after it has let the main thread go on. Freeing one that Python
-knows takes Python's lock, and a thread that asks for the lock while Python shuts down is ended on the spot, which
-C++ answers with "terminate called without an active exception" and exit code 134. A script that ends right after its
-last batch, on a busy machine, can be that quick. So the end of a process waits until these threads have nothing to do.
+knows takes Python's lock. Before Python 3.14, a thread that asks for the lock while Python shuts down is ended on the
+spot, which C++ answers with "terminate called without an active exception" and exit code 134. A script that ends right
+after its last batch, on a busy machine, can be that quick. So the end of a process waits until these threads have
+nothing to do.
 """
 
 from __future__ import annotations
