@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from dynpipe_ds.partition.problem import Problem
 
@@ -11,9 +14,10 @@ MOST_AT_ONCE = 600
 """Partitions of one round, which are all where there are 24 stages: beyond, NumPy gains nothing by more at once."""
 
 Cuts = tuple[int, ...]
+IntArray = npt.NDArray[np.int64]
 
 
-def neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
+def neighbours(problem: Problem, cuts: Cuts) -> IntArray:
     """Partitions with one cut, or a run of neighbouring cuts, one group further left or right.
 
     Where there are too many runs, those of some lengths: long ones matter, too, since a layer that goes from the first
@@ -23,18 +27,29 @@ def neighbours(problem: Problem, cuts: Cuts) -> Iterator[Cuts]:
         problem: says which partitions are allowed.
         cuts: S + 1 indices of groups.
 
-    Yields:
-        At most :data:`MOST_AT_ONCE`, if there are so few with one cut moved.
+    Returns:
+        ``(N, S + 1)`` indices of groups; at most :data:`MOST_AT_ONCE` partitions, if there are so few with one cut
+        moved.
     """
-    inner = problem.num_stages - 1
-    lengths = _lengths(inner)
+    moved = np.array(cuts) + _shifts(problem.num_stages)
+    is_allowed = (np.diff(moved) >= (0 if problem.allow_empty else 1)).all(axis=1)
+    moved = moved[is_allowed]
+    if problem.caps:
+        held = np.diff(np.array(problem.state)[moved])
+        held += np.array(problem.in_flight) * np.diff(np.array(problem.activation)[moved])
+        moved = moved[(held <= np.array(problem.caps)).all(axis=1)]
+    return moved
+
+
+@cache
+def _shifts(num_stages: int) -> IntArray:
+    """What each run adds to the cuts of all stages, ``(N, S + 1)``."""
+    inner, shifts = num_stages - 1, []
     for first in range(1, inner + 1):
-        for end in (first + length for length in lengths if first + length <= inner + 1):
+        for end in (first + length for length in _lengths(inner) if first + length <= inner + 1):
             for shift in (-1, 1):
-                moved = (*cuts[:first], *(cut + shift for cut in cuts[first:end]), *cuts[end:])
-                # Only the stages at both ends of the run change their size; all may change their layers.
-                if _allowed(problem, moved, first - 1, end):
-                    yield moved
+                shifts.append([shift * (first <= cut < end) for cut in range(num_stages + 1)])
+    return np.array(shifts, dtype=np.int64).reshape(-1, num_stages + 1)
 
 
 @cache
@@ -60,14 +75,7 @@ def own_cuts(problem: Problem, boundaries: tuple[int, ...] | None) -> Cuts | Non
     if boundaries is None or len(boundaries) != num_stages + 1 or not set(boundaries) <= set(problem.starts):
         return None
     cuts = tuple(problem.snap(boundaries))
-    sizes_fit = all(_allowed(problem, cuts, s, s + 1) for s in range(num_stages))
+    least = 0 if problem.allow_empty else 1
+    sizes_fit = all(b - a >= least and problem.fits(s, a, b) for s, (a, b) in enumerate(pairwise(cuts)))
     return cuts if sizes_fit else None
 
-
-def _allowed(problem: Problem, cuts: Cuts, first_stage: int, end_stage: int) -> bool:
-    least = 0 if problem.allow_empty else 1
-    return (
-        cuts[first_stage + 1] - cuts[first_stage] >= least
-        and cuts[end_stage] - cuts[end_stage - 1] >= least
-        and all(problem.fits(s, cuts[s], cuts[s + 1]) for s in range(first_stage, end_stage))
-    )

@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition.neighbours import MOST_AT_ONCE, Cuts, neighbours, own_cuts
+from dynpipe_ds.partition.neighbours import MOST_AT_ONCE, Cuts, IntArray, neighbours, own_cuts
 from dynpipe_ds.partition.optimal import optimal
 from dynpipe_ds.partition.partitioner import Refined, cuts_of, partitioner
 from dynpipe_ds.partition.problem import Problem
@@ -60,11 +60,11 @@ def simulated(
 
 def _descend(batch: _Batch, starts: list[Cuts]) -> tuple[Cuts, int]:
     """The partition where the descent ends, and the number of its steps."""
-    best_s, best = batch.best_of(starts)
+    best_s, best = batch.best_of(np.array(starts))
     most_steps = max(1, batch.rounds_within(_MOST_CELLS))
     for steps in range(most_steps):
-        around = list(neighbours(batch.problem, best))
-        if not around:
+        around = neighbours(batch.problem, best)
+        if not len(around):
             return best, steps
         next_s, nearest = batch.best_of(around)
         if next_s >= best_s * (1 - _SAME):
@@ -113,15 +113,14 @@ class _Batch:
         waves = 2 * (self.num_micro_batches + self.problem.num_stages)
         return num_cells // (MOST_AT_ONCE * waves * self.problem.num_stages)
 
-    def best_of(self, candidates: list[Cuts]) -> tuple[float, Cuts]:
+    def best_of(self, candidates: IntArray) -> tuple[float, Cuts]:
         """The shortest, then the one that moves the fewest bytes, then the first."""
         seconds = self.makespans(candidates)
         least_s = float(seconds.min())
-        shortest = [candidates[i] for i in np.flatnonzero(seconds <= least_s * (1 + _SAME))]
+        shortest = map(tuple, candidates[seconds <= least_s * (1 + _SAME)].tolist())
         return least_s, min(shortest, key=lambda cuts: self.problem.plan(cuts).bytes_to_move)
 
-    def makespans(self, candidates: list[Cuts]) -> FloatArray:
-        cuts = np.array(candidates)
+    def makespans(self, cuts: IntArray) -> FloatArray:
         forward, backward = (np.diff(u[cuts], axis=1) / self.speeds for u in (self.forward_until, self.backward_until))
         trains = np.diff(self.trains_until[cuts], axis=1) > 0  # counted, as differences of sums may round
         backward[~trains] = 0.0

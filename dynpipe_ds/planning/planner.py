@@ -14,6 +14,7 @@ from dynpipe_ds.planning.listing import SAME, Listing, Policy, list_order
 from dynpipe_ds.planning.retimed import AS_LONG, retimed_s
 from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Simulation, Workload, simulate
+from dynpipe_ds.simulation.simulate import batches_s
 
 EFFORT = 120_000
 """Computations that a planning may look at, 0.2 to 0.4 seconds; two policies are tried in any case."""
@@ -156,7 +157,7 @@ def seconds_of_1f1b(usual: Simulation, varying: Sequence[Workload], limit_s: flo
     """
     if usual.makespan_s > limit_s:
         return None
-    seconds = tuple(simulate(batch, "1f1b").makespan_s for batch in varying)
+    seconds = tuple(batches_s(varying)) if varying else ()
     return seconds if not seconds or fmean(seconds) <= limit_s else None
 
 

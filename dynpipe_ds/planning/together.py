@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
-from dynpipe_ds.partition.neighbours import Cuts, neighbours, own_cuts
+from dynpipe_ds.partition.neighbours import Cuts, IntArray, neighbours, own_cuts
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
@@ -31,6 +31,9 @@ from dynpipe_ds.planning.planner import (
 )  # fmt: skip
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
+
+SEARCH_EFFORT = 2 * EFFORT
+"""Computations that planning partition and order together may look at: half a second on 24 stages."""
 
 _SHORTLIST = 3  # partitions that get all policies
 _PLAN = 4  # times the computations of a batch that planning one takes at least
@@ -71,7 +74,7 @@ def plan_batch(
     speeds: Sequence[float] | None = None,
     pinned: Sequence[int] = (),
     allow_empty: bool = False,
-    effort: int = EFFORT,
+    effort: int = SEARCH_EFFORT,
     varying: Sequence[PipelineProfile] = (),
 ) -> PlannedBatch:
     """Choose a partition and an order so that a batch takes the fewest seconds.
@@ -157,17 +160,18 @@ def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> tupl
 
 def _improve(case: _Case, best: Cuts, met: dict[Cuts, _Met], effort: int) -> tuple[Cuts | None, int]:
     """The first shorter partition around the best one, None if there is none, and what is left of the effort."""
-    around = list(neighbours(case.problem, best))
+    around = neighbours(case.problem, best)
     least_s = case.least_s(around)
     longest_s = met[best].seconds * (1 - SAME)
     for i in np.argsort(least_s, kind="stable").tolist():
         if effort <= 0 or least_s[i] >= longest_s:
             break
-        found = case.meet(around[i], longest_s)
+        cuts = tuple(around[i].tolist())
+        found = case.meet(cuts, longest_s)
         effort -= found.tried.num_computations
         if found.seconds <= longest_s:
-            met[around[i]] = found
-            return around[i], effort
+            met[cuts] = found
+            return cuts, effort
     return None, effort
 
 
@@ -178,7 +182,7 @@ def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
         ValueError: when there is none.
     """
     allowed = [cuts for start in starts if (cuts := own_cuts(case.problem, start)) is not None]
-    fitting = [cuts for cuts, least_s in zip(allowed, case.least_s(allowed), strict=True) if least_s < inf]
+    fitting = [cuts for cuts, least_s in zip(allowed, case.least_s(np.array(allowed)), strict=True) if least_s < inf]
     if not fitting:
         raise ValueError(
             f"candidates = {[list(start) for start in starts]}: none is allowed by pinned cuts and empty stages, with "
@@ -190,13 +194,13 @@ def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
 
 def _descend_bound(case: _Case, starts: Sequence[Cuts]) -> Cuts:
     """From the start with the smallest bound to a partition around which none is smaller."""
-    least_s = case.least_s(starts)
+    least_s = case.least_s(np.array(starts))
     best, best_s = starts[int(least_s.argmin())], float(least_s.min())
-    while around := list(neighbours(case.problem, best)):
+    while len(around := neighbours(case.problem, best)):
         least_s = case.least_s(around)
         if least_s.min() >= best_s * (1 - SAME):
             break
-        best, best_s = around[int(least_s.argmin())], float(least_s.min())
+        best, best_s = tuple(around[int(least_s.argmin())].tolist()), float(least_s.min())
     return best
 
 
@@ -254,12 +258,12 @@ class _Case:
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
         return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
 
-    def least_s(self, candidates: Sequence[Cuts]) -> FloatArray:
+    def least_s(self, candidates: IntArray) -> FloatArray:
         """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""
-        if not candidates:
+        if not len(candidates):
             return np.zeros(0)
         self.num_bounded += len(candidates) * len(self.varying)
-        sums = {name: np.diff(each[:, np.array(candidates)], axis=2) for name, each in self.until.items()}
+        sums = {name: np.diff(each[:, candidates], axis=2) for name, each in self.until.items()}
         forward_s, backward_s, weight_s = (
             np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
         )

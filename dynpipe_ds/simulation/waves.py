@@ -67,8 +67,8 @@ def makespans(
     """Makespans of many pipelines at once, for searches.
 
     Args:
-        forward_s: forward seconds of a micro-batch, ``(K, S)``.
-        backward_s: backward seconds, ``(K, S)``.
+        forward_s: forward seconds of a micro-batch, ``(K, S)``, or of each, ``(K, S, M)``.
+        backward_s: backward seconds, of the same shape or of the other.
         num_micro_batches: M.
         activation_link_s: ``(S - 1, 1)`` or ``(S - 1, M)``; None: links take no time.
         gradient_link_s: the same.
@@ -78,14 +78,15 @@ def makespans(
     Returns:
         K makespans, each equal to that of :func:`~dynpipe_ds.simulation.simulate`.
     """
-    num_pipelines, num_stages = forward_s.shape
+    num_pipelines, num_stages = forward_s.shape[:2]
+    forward_s, backward_s = (each.reshape(num_pipelines, num_stages, -1) for each in (forward_s, backward_s))
     no_time = np.zeros((num_stages - 1, 1))
     links = [no_time if link_s is None else link_s for link_s in (activation_link_s, gradient_link_s)]
     frozen = np.broadcast_to(np.asarray(frozen_boundaries), (num_pipelines,))
     results = np.zeros(num_pipelines)
     for count in np.unique(frozen).tolist():
         same = frozen == count
-        run = _Run(forward_s[same][..., None], backward_s[same][..., None], *links)
+        run = _Run(forward_s[same], backward_s[same], *links)
         run.all(waves_of(schedule, num_micro_batches, num_stages), count)
         results[same] = run.compute_end_s.max(axis=-1)
     return results
