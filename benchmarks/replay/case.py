@@ -47,6 +47,7 @@ class Method:
         auto: our controller instead of a fixed interval.
         knows_speeds: whether it is told of slower workers.
         schedule: in which order batches run: ``"1f1b"``, ``"planned"`` or ``"auto"``.
+        activation_budget: activations that a worker may hold, as a multiple of what the fullest holds under 1F1B.
     """
 
     label: str
@@ -56,6 +57,7 @@ class Method:
     auto: bool = False
     knows_speeds: bool = False
     schedule: str = "1f1b"
+    activation_budget: float = 1.0
 
     def section(self, every: int, speeds: Sequence[float]) -> dict[str, Any]:
         """The ``dynamic_pipeline`` section.
@@ -65,6 +67,7 @@ class Method:
             speeds: relative speed of every stage.
         """
         section: dict[str, Any] = {"enabled": True, "schedule": self.schedule}
+        section["activation_budget"] = self.activation_budget
         section["profile_every"] = 1  # results say what every batch took
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
@@ -97,8 +100,10 @@ OURS = (
 ORDERS = (
     Method("static uniform, planned order", schedule="planned"),
     Method("optimal:time, auto, auto order", partitioner="optimal", auto=True, knows_speeds=True, schedule="auto"),
+    Method("optimal:time, auto, auto order, half more activations", partitioner="optimal", auto=True, knows_speeds=True,
+           schedule="auto", activation_budget=1.5),
     *(replace(method, label=f"{method.label}, auto order", schedule="auto") for method in (*STATIC, OURS[0])),
-)
+)  # fmt: skip
 METHODS: dict[str, Method] = {method.label: method for method in (*STATIC, *PAPERS, *VARIANTS, *OURS, *ORDERS)}
 
 

@@ -39,7 +39,7 @@ def row() -> replayed.Row:
             losses=[1.0], told_s=told_s, num_orders=2,
         )  # fmt: skip
 
-    seconds = zip(replayed.ON_ENGINE, (12.0, 10.0, 8.0), strict=True)
+    seconds = zip(replayed.ON_ENGINE, (12.0, 10.0, 8.0, 7.5), strict=True)
     return replayed.Row(CASE, paper, {method: run(method, wall_s) for method, wall_s in seconds})
 
 
