@@ -192,13 +192,14 @@ def by_itself(_rank: int, run: Run) -> tuple[list[float], Any, list[int], bool]:
 
     with patch.object(Ordering, "next", noting):
         engine = make_engine(run)
+        engine.dynamic.balancer.ordering.is_due = lambda: False  # an order of its own might split all that it splits
         losses = train(engine, run)
     weights = [layer.weight_s for layer in engine.dynamic.balancer.smoothed().layers]
     return losses, digest(engine), trials, all(weights[1:]) and len(engine.dynamic.balancer.ordering._halves._costs) > 1
 
 
 def test_a_controller_tries_halves_by_itself() -> None:
-    """Two profiled batches split every other backward, and then the halves of all layers and their cost are known."""
+    """Until an order is planned, two profiled batches split every other backward: halves and their cost are known."""
     found = {}
     for schedule in ("1f1b", "auto"):
         config = {**ADAMW, **CLIP, "dynamic_pipeline": {**PROFILED, "schedule": schedule}}
