@@ -49,6 +49,7 @@ def test_output_is_kept_and_failures_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("told_by", ["the runner", "the benchmark"])
 def test_output_of_a_busy_machine_is_kept_beside(tmp_path: Path, told_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever of both found it busy; said at the top once, and an earlier output stays."""
+    monkeypatch.delenv(record.FORCE)
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "output.md").write_text("of an idle machine", encoding="utf-8")
     line = machine.busy_words(["others use 1.5 of 2 processors"])[0]

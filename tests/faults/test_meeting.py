@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +56,15 @@ def wait_to_send(rank: int) -> None:
     dist.send(torch.zeros(1 << 24), {0: 3, 2: 0, 3: 2}[rank])
 
 
-def stuck(rank: int, victim: int, wait: Callable[[int], None]) -> tuple[str, float]:
+def stay(rank: int, done: Path, count: int) -> None:
+    """Be there until so many ranks are through: others read this one's place, or ask who lives."""
+    (done / str(rank)).touch()
+    until = time.monotonic() + 30.0
+    while len(list(done.iterdir())) < count and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def stuck(rank: int, victim: int, wait: Callable[[int], None], done: Path) -> tuple[str, float]:
     guard = Guard(lambda: None)
     guard.start()
     assert guard.heartbeat is not None
@@ -71,7 +80,7 @@ def stuck(rank: int, victim: int, wait: Callable[[int], None]) -> tuple[str, flo
             wait(rank)
     except fatal.RankLostError as error:
         took_s = time.time() - times[0]
-        time.sleep(3.0)  # others still ask who lives
+        stay(rank, done, 3)
         assert error.ranks == [victim]
         return str(error), took_s
     return "", 0.0
@@ -81,17 +90,17 @@ def stuck(rank: int, victim: int, wait: Callable[[int], None]) -> tuple[str, flo
     "wait", [wait_for_a_sum, wait_for_each_other, wait_in_a_group, wait_at_the_store, wait_to_send]
 )
 def test_who_waits_for_somebody_else_hears_of_it(
-    wait: Callable[[int], None], record_property: Callable[[str, object], None]
+    wait: Callable[[int], None], record_property: Callable[[str, object], None], tmp_path: Path
 ) -> None:
-    outcomes = [o for o in run_ranks(stuck, 4, 1, wait, may_die={1}) if o is not None]
+    outcomes = [o for o in run_ranks(stuck, 4, 1, wait, tmp_path, may_die={1}) if o is not None]
     assert len(outcomes) == 3
     assert all("rank 1 ended while something was waited for" in text for text, _ in outcomes), outcomes
     assert max(seconds for _, seconds in outcomes) < 2.3, outcomes
     record_property("seconds", [round(seconds - 0.3, 2) for _, seconds in outcomes])
 
 
-def test_the_first_rank_and_its_store() -> None:
-    outcomes = [o for o in run_ranks(stuck, 4, 0, wait_at_the_store, may_die={0}) if o is not None]
+def test_the_first_rank_and_its_store(tmp_path: Path) -> None:
+    outcomes = [o for o in run_ranks(stuck, 4, 0, wait_at_the_store, tmp_path, may_die={0}) if o is not None]
     assert len(outcomes) == 3
     assert all("rank 0 ended while" in text for text, _ in outcomes), outcomes
 
@@ -112,7 +121,7 @@ def people(address: Any) -> list[Person]:
     return [Person(*one) for one in gather((identity(), open_place(), address))]
 
 
-def meet(rank: int, first: int, second: int, point: Point | None) -> Any:
+def meet(rank: int, first: int, second: int, point: Point | None, done: Path) -> Any:
     guard = Guard(lambda: None)
     guard.start()
     assert guard.heartbeat is not None
@@ -126,21 +135,25 @@ def meet(rank: int, first: int, second: int, point: Point | None) -> Any:
             names[rank], everybody, lambda some: ask_people(some, 2.0), {names[first]}, lambda said: {"for": len(said)}
         )
         agreed = meeting.meet({"my": rank})
-        time.sleep(2.0)  # the leader's place is still read
+        stay(rank, done, 3)
         return [names.index(name) for name in agreed.members], agreed.said, agreed.news, list(agreed.place)
 
+    def end_last(*_: Any) -> None:
+        (done / str(rank)).touch()
+        end()
+
     if rank == second and point is not None:
-        with point.arm(end):
+        with point.arm(end_last):
             return go()
     return go()
 
 
 @pytest.mark.parametrize("moment", MEETINGS)
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 3), (2, 0), (3, 1)])
-def test_another_one_is_lost_while_they_meet(moment: str, first: int, second: int) -> None:
+def test_another_one_is_lost_while_they_meet(moment: str, first: int, second: int, tmp_path: Path) -> None:
     point = MEETINGS[moment]
     lost = {first} if point is None else {first, second}
-    outcomes = run_ranks(meet, 4, first, second, point, may_die=lost)
+    outcomes = run_ranks(meet, 4, first, second, point, tmp_path, may_die=lost)
     agreed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
     for members, said, news, _ in agreed.values():
         assert [one["my"] for one in said.values()] == members == sorted(members)
