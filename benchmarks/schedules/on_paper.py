@@ -41,19 +41,22 @@ class OnPaper:
     bubble_ratio: float
 
 
-def on_paper(case: Case, rows: Collection[str] = ROWS) -> dict[str, OnPaper]:
+def on_paper(case: Case, rows: Collection[str] = ROWS, *, most_batches: int | None = None) -> dict[str, OnPaper]:
     """Simulate a run in every way; each batch has the best cut and order for it, chosen with hindsight.
 
     Args:
         case: the run; its messages take what they are known to take, everything else but the layers nothing.
         rows: the ways.
+        most_batches: to simulate, at equal distances, for all others; ``None``: every one.
 
     Returns:
         By row.
     """
     found: dict[str, list[OnPaper]] = {row: [] for row in ROWS if row in rows}
     moments: dict[int, tuple[_Ways, dict[str, OnPaper]]] = {}  # and what they gave the last time
-    for batch in range(WARM_UP, case.num_batches):
+    timed = range(WARM_UP, case.num_batches)
+    sample = timed[:: math.ceil(len(timed) / (most_batches or len(timed)))]
+    for batch in sample:
         moment = case.load_trace().at(batch, case.num_batches)
         if moment.batch not in moments:
             ways = {row: _timed(way) for row, way in _plans(case, batch, rows)}
@@ -64,7 +67,9 @@ def on_paper(case: Case, rows: Collection[str] = ROWS) -> dict[str, OnPaper]:
         for row, one in moments[moment.batch][1].items():
             found[row].append(one)
     return {
-        row: OnPaper(math.fsum(one.seconds for one in each), fmean(one.bubble_ratio for one in each))
+        row: OnPaper(
+            math.fsum(one.seconds for one in each) * (len(timed) / len(each)), fmean(one.bubble_ratio for one in each)
+        )
         for row, each in found.items()
     }
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.planner import first_cut, regret
 from benchmarks.replay.case import ORDERS, OURS, Case, Method
 from benchmarks.replay.predict import predict
-from benchmarks.schedules.on_paper import TOGETHER, on_paper
+from benchmarks.schedules.on_paper import MESSAGES, TOGETHER, on_paper
 
 
 def rows() -> list[regret.Row]:
@@ -83,6 +83,14 @@ def test_what_is_the_same_in_the_next_batch_is_worked_out_once(
     assert (again.batches_s, again.bubbles, again.moves) == (first.batches_s, first.bubbles, first.moves)
     assert on_paper(case) == paper
     assert on_paper(case, (TOGETHER,)) == {TOGETHER: paper[TOGETHER]}
+
+
+def test_some_batches_with_hindsight_stand_for_all() -> None:
+    case = Case("model:pruning:8", ORDERS[1].label, 2, 8, 24, 15.0)
+    every = on_paper(case, (MESSAGES,))[MESSAGES]
+    assert on_paper(case, (MESSAGES,), most_batches=22) == {MESSAGES: every}, "all that are timed"
+    some = on_paper(case, (MESSAGES,), most_batches=8)[MESSAGES]
+    assert some != every and some.seconds == pytest.approx(every.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("method", [OURS[1], ORDERS[1]], ids=["1f1b", "planned"])
