@@ -58,7 +58,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder / "copy" / name)
     archive = build("build_sdist", folder / "copy", folder / "made")
     with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+        opened.extractall(folder)
     (unpacked,) = (path.parent for path in folder.glob("*/PKG-INFO"))
     return unpacked
 
