@@ -74,7 +74,7 @@ EXPERIMENTS = (
     Experiment("schedules_halves", "", "benchmarks.schedules --paper --halves"),
     Experiment("limits", "", "benchmarks.schedules.limits"),
     Experiment("regret", "", "benchmarks.planner.regret"),
-    Experiment("regret_1000", "", "benchmarks.planner.regret --batches 1000"),
+    Experiment("regret_1000", "", "benchmarks.planner.regret --batches 1000 --stages 2 4 8"),
     Experiment("experts", "", "benchmarks.experts"),
     Experiment("experts_measured", "", "benchmarks.experts.measured"),
     Experiment("expert_parallel", "", "benchmarks.expert_parallel.main"),
