@@ -32,7 +32,7 @@ FIXED, AUTO = OURS[0].label, OURS[1].label
 LEAST, SHARE = 0.99, 0.97
 """Of the throughput of the best contender, and of its gain over the best static run, what `auto` is to reach."""
 MOST_WITH_HINDSIGHT = 60
-"""Batches of a run that are planned with hindsight; of longer runs others take as long as the one before them."""
+"""Batches of a run that are planned with hindsight at most; in longer ones they stand for those between them."""
 GAIN = 1.01
 """Over the best static run, from which on a share of the gain is more than rounding."""
 
@@ -208,8 +208,9 @@ def save(report: Report, rows: Sequence[Row]) -> None:
     report.text = (
         f"Runs of {rows[0].case.num_batches} batches. *Best static* and *best interval* (every {INTERVALS[0]}, "
         f"{INTERVALS[1]} or {INTERVALS[2]} batches) are chosen with hindsight; *over hindsight*: what `auto` takes "
-        f"longer than the best cut and order for every batch, for nothing (of {MOST_WITH_HINDSIGHT} of them, at equal "
-        "distances, where there are more). Profiles, decisions, planned orders and moves are charged."
+        "longer than the best cut and order for every batch, for nothing (of longer runs at most "
+        f"{MOST_WITH_HINDSIGHT} batches, at equal distances). Profiles, decisions, planned orders and moves are "
+        "charged."
     )
     report.table = text_of(rows)
     report.values = [

@@ -192,7 +192,7 @@ def by_itself(_rank: int, run: Run) -> tuple[list[float], Any, list[int], bool]:
 
     with patch.object(Ordering, "next", noting):
         engine = make_engine(run)
-        engine.dynamic.balancer.ordering.is_due = lambda: False  # an order of its own might split all that it splits
+        engine.dynamic.balancer.ordering.is_due = lambda: False  # a planned order that splits spares the trial
         losses = train(engine, run)
     weights = [layer.weight_s for layer in engine.dynamic.balancer.smoothed().layers]
     return losses, digest(engine), trials, all(weights[1:]) and len(engine.dynamic.balancer.ordering._halves._costs) > 1

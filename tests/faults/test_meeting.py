@@ -60,7 +60,8 @@ def stay(rank: int, done: Path, count: int) -> None:
     """Be there until so many ranks are through: others read this one's place, or ask who lives."""
     (done / str(rank)).touch()
     until = time.monotonic() + 30.0
-    while len(list(done.iterdir())) < count and time.monotonic() < until:
+    while len(list(done.iterdir())) < count:
+        assert time.monotonic() < until, f"only ranks {sorted(one.name for one in done.iterdir())} are through"
         time.sleep(0.02)
 
 
@@ -138,12 +139,12 @@ def meet(rank: int, first: int, second: int, point: Point | None, done: Path) ->
         stay(rank, done, 3)
         return [names.index(name) for name in agreed.members], agreed.said, agreed.news, list(agreed.place)
 
-    def end_last(*_: Any) -> None:
+    def mark_and_end(*_: Any) -> None:
         (done / str(rank)).touch()
         end()
 
     if rank == second and point is not None:
-        with point.arm(end_last):
+        with point.arm(mark_and_end):
             return go()
     return go()
 
