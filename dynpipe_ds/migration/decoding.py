@@ -22,6 +22,7 @@ from dynpipe_ds.migration.compiled import (
 )
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import Path, is_a, spell
+from dynpipe_ds.migration.usual import TABLES
 
 
 class DecodingError(RuntimeError):
@@ -159,13 +160,32 @@ class Decoder:
             made = cls.__new__(cls, *positional, **keywords)
         return self._fill(made, twin, number, state, items, pairs, arguments is None)
 
+    def _make_module(self, twin: Any, number: int, cls_node: Any, first: int, pairs: list[Any]) -> Any:
+        cls = self.decode(cls_node, twin)
+        made = self._objects[number] = twin if type(twin) is cls else cls.__new__(cls)
+        theirs = dict(vars(made))
+        state: dict[str, Any] = {}
+        named = dict(pairs)
+        for key, kind in TABLES.items():
+            if key not in named:
+                mine = theirs.get(key)
+                # Who knows the template may hold its tables of parts, too; hooks are never its own.
+                table: Any = mine if type(mine) is kind and kind is not OrderedDict else kind()
+                table.clear()
+                self._objects[first + len(state)] = table
+                state[key] = table
+        state.update({key: self.decode(node, theirs.get(key, _ABSENT)) for key, node in pairs})
+        vars(made).clear()
+        vars(made).update(state)
+        return made
+
     def _make_part(self, twin: Any, path: Path, node: Any) -> Any:
         """A module that is a part of this rank's arguments, too: it stays the same object, which the script knows."""
         try:
             mine = self._names.resolve(path)
         except LookupError:
             mine = _ABSENT
-        if node[0] not in ("object", "compiled_module") or not isinstance(mine, nn.Module):
+        if node[0] not in ("object", "module", "compiled_module") or not isinstance(mine, nn.Module):
             return self.decode(node, twin)
         if not self._names.claim(mine):  # a tied layer's twin has it, and the two have weights of their own
             return self.decode(node)

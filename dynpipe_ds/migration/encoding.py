@@ -32,6 +32,7 @@ from dynpipe_ds.migration.compiled import (
 )
 from dynpipe_ds.migration.names import Names
 from dynpipe_ds.migration.references import ATOMS, Path, is_a
+from dynpipe_ds.migration.usual import TABLES, is_usual
 
 HOOK_TABLES = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -209,10 +210,14 @@ class Encoder:
         return ("bind", self.encode(function, path), owner)
 
     def _items(self, items: Iterable[Any], path: str) -> list[Any]:
-        return [self.encode(value, f"{path}[{i}]") for i, value in enumerate(items)]
+        return [v if type(v) in ATOMS else self.encode(v, f"{path}[{i}]") for i, v in enumerate(items)]
 
     def _pairs(self, items: Iterable[tuple[Any, Any]], path: str) -> list[tuple[Any, Any]]:
-        return [(self.encode(k, f"a key of {path}"), self.encode(v, f"{path}[{k!r}]")) for k, v in items]
+        return [
+            (k if type(k) in ATOMS else self.encode(k, f"a key of {path}"),
+             v if type(v) in ATOMS else self.encode(v, f"{path}[{k!r}]"))
+            for k, v in items
+        ]
 
     def _named(self, obj: Any) -> Any:
         """The node of a class or function that has a name, or to which a path leads; ``None`` for others."""
@@ -272,11 +277,15 @@ class Encoder:
         return ("compiled_module", self._remember(module, path), recipe, original, own)
 
     def _made_anew(self, obj: Any, path: str) -> Any:
-        cls = type(obj)
+        cls: type = type(obj)
         if is_a(obj, _WITHOUT_FORM):
             raise CantCarryError(f"a {full_name(cls)}, whose state can't be read", path)
-        if isinstance(obj, nn.Module) and self._named(cls) is None:  # parametrized ones refuse to be pickled
-            return self._filled(obj, path)
+        if isinstance(obj, nn.Module):
+            class_node = self._named(cls)
+            if class_node is None:  # parametrized ones refuse to be pickled
+                return self._filled(obj, path)
+            if is_usual(cls) and vars(obj).keys() >= TABLES.keys():
+                return self._usual(obj, class_node, path)
         try:
             reduced = how_made(obj)
         except Exception as error:  # noqa: BLE001 - whatever a class raises, it says no
@@ -317,6 +326,18 @@ class Encoder:
         state = {key: value for key, value in vars(obj).items() if key != CALL}
         return self._made(obj, path, ("object", self._class(type(obj), path), None), state, None, None)
 
+    def _usual(self, module: nn.Module, class_node: Any, path: str) -> Any:
+        """A module without its empty tables; these get the numbers that follow each other from ``first`` on."""
+        state, memo = vars(module).copy(), self._memo
+        state.pop(CALL, None)
+        number, first = self._remember(module, path), len(memo)
+        for key, kind in TABLES.items():
+            table = state[key]
+            if not table and type(table) is kind and id(table) not in memo:
+                memo[id(table)] = len(memo), table, path
+                del state[key]
+        return ("module", number, class_node, first, self._attributes(state, path, is_module=True))
+
     def _class(self, cls: type, path: str) -> Any:
         """A class of which the template has the instance, if it has no name."""
         node = self._named(cls)
@@ -338,12 +359,15 @@ class Encoder:
     def _state(self, obj: Any, state: Any, path: str) -> Any:
         if type(state) is not dict:
             return self.encode(state, path)
-        is_module = isinstance(obj, nn.Module)
-        return ("dict", None, [
-            (key, self._of_module(value, key, path) if is_module and key in _INTERNAL else
+        return ("dict", None, self._attributes(state, path, is_module=isinstance(obj, nn.Module)))
+
+    def _attributes(self, state: dict[str, Any], path: str, *, is_module: bool) -> list[tuple[str, Any]]:
+        return [
+            (key, value if type(value) in ATOMS else
+             self._of_module(value, key, path) if is_module and key in _INTERNAL else
              self.encode(value, f"{path}.{key}" if path else str(key)))
             for key, value in state.items()
-        ])
+        ]
 
     def _of_module(self, value: Any, key: str, path: str) -> Any:
         """One of the attributes that every module has: they belong to it."""
@@ -367,7 +391,10 @@ class Encoder:
 
 
 def _number(taken: Taken, obj: Any, path: str) -> int:
-    return taken.setdefault(id(obj), (len(taken), obj, path))[0]
+    known = taken.get(id(obj))
+    if known is None:
+        known = taken[id(obj)] = len(taken), obj, path
+    return known[0]
 
 
 def _can_change(obj: Any) -> bool:

@@ -82,7 +82,7 @@ def rebuild_optimizer(stage: Subject, *, has_changed: bool) -> None:
     buffers, journey = among_replicas(change, stage, make_buffers)
     journey.start()
     change.run(
-        lambda: optimizer.prepare((), {}, buffers) if has_changed else None, nothing, {}, meanwhile=journey.finish
+        lambda: optimizer.prepare((), {}, buffers) if has_changed else None, nothing, {}, journey=journey
     )
 
 

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 from weakref import getweakrefcount
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.migration.encoding import HOOK_TABLES
 
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+NOT_CARRIED = PARAMETER_MARKS | {"ds_pipe_replicated"}
+"""What DeepSpeed and we put on a tensor, anew wherever its layer arrives."""
 
 
 class Hook(NamedTuple):
@@ -42,6 +47,14 @@ def hook_tables(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
 def is_optimizers(hook: Any) -> bool:
     """Whether DeepSpeed's optimizer registered a hook; the new owner's registers its own."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
+
+
+def hooks_of(tensor: Tensor) -> list[tuple[str, int, Any]]:
+    """The hooks of a tensor that travel with it: table, number and hook."""
+    # Those of an activation that a layer keeps (an auxiliary loss) belong to the graph that made it.
+    tables = TENSOR_HOOKS if tensor.is_leaf else ()
+    found = ((table, number, hook) for table in tables for number, hook in (getattr(tensor, table, None) or {}).items())
+    return [entry for entry in found if not is_optimizers(entry[2])]
 
 
 def _gone(*_: Any, **__: Any) -> None:

@@ -1,44 +1,45 @@
 """Carrying out a change of partition: all ranks change, or none does.
 
-Phases: pack what leaves, tell what comes, allocate for it, tell where its optimizer state shall lie, and vote; put the
-layers together and take them into module and optimizer while weights and optimizer state travel, and vote. Until the
-last vote every rank can go back. What fails while data travels can't be voted on, since others wait for it: that ends
-all ranks (``fatal.py``).
+Who gives layers away tells the heads of their skeletons, then the bodies, then lets weights and optimizer state travel.
+Who gets some makes room as soon as it has the heads, and puts the layers together and takes them into module and
+optimizer while their tensors travel. At the end all vote; until then every rank can go back. A rank that can't do its
+part says so there, and meanwhile sends what it has promised, and lets come, without keeping it, what it was promised:
+nobody waits for anybody in vain. Where replicas share out state, those that get some have to say first where it shall
+lie, and all vote before it travels, too. What fails while data travels can't be voted on, since others wait for it:
+that ends all ranks (``fatal.py``).
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from dynpipe_ds.host.module import registration_order
-from dynpipe_ds.host.optimizers.groups import Entry
+from dynpipe_ds.host.optimizers.groups import Entry, State
 from dynpipe_ds.host.optimizers.stage_optimizer import NewBuffers, PlaceText
 from dynpipe_ds.migration.decoding import DecodingError, Journal, undo
 from dynpipe_ds.migration.moves import plan_moves
 from dynpipe_ds.migration.packing import (
     LayerTensors,
     Package,
-    empty_tensors,
+    Packing,
     load,
-    pack,
+    make_room,
     unpack,
-    unpack_extra,
 )
 from dynpipe_ds.migration.subject import Subject
-from dynpipe_ds.migration.transaction import Transaction
-from dynpipe_ds.migration.transport import Transfer, exchange_bytes
+from dynpipe_ds.migration.transaction import NotYet, Transaction
+from dynpipe_ds.migration.transport import Letters, MessageSizes, Transfer, exchange_bytes
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.telling import warn
 
-PLACES_BYTES = 4 * 2**10
-"""Size of the message that tells a sender where state shall lie; more follows if it is too short."""
-
-_NEWS = 2
+T = TypeVar("T")
 
 
 @dataclass
@@ -61,6 +62,52 @@ class _Coming:
     def all_entries(self) -> list[Entry]:
         """Those of all layers."""
         return [entry for entries in self.entries.values() for entry in entries]
+
+    @property
+    def states(self) -> dict[nn.Parameter, State]:
+        """Optimizer state of the parameters that the optimizer has."""
+        return {entry.parameter: entry.state for entry in self.all_entries if entry.group is not None}
+
+
+class _Leaving(NamedTuple):
+    """What this rank is about to send.
+
+    Attributes:
+        packings: layers that are being taken apart.
+        journey: of their tensors, and of their state unless the receivers have to say first where it shall lie.
+    """
+
+    packings: dict[int, Packing]
+    journey: Transfer
+
+    def finish(self) -> dict[int, Package]:
+        return {layer: packing.finish() for layer, packing in self.packings.items()}
+
+
+class _Attempts:
+    """What this rank does by itself: after a failure it tries nothing more, and says why when all vote.
+
+    Args:
+        problem: what keeps it from trying at all.
+    """
+
+    def __init__(self, problem: Exception | None) -> None:
+        self._problem = problem
+
+    def __call__(self, action: Callable[[], T]) -> T | None:
+        """Do something; ``None`` if it fails, or something has failed before."""
+        if self._problem is None:
+            try:
+                return action()
+            except Exception as caught:  # noqa: BLE001 - others wait for what this rank says of it
+                traceback.clear_frames(caught.__traceback__)  # what was allocated, so that there is room to go on
+                self._problem = caught
+        return None
+
+    def check(self) -> None:
+        """Raise what has failed, if something has."""
+        if self._problem is not None:
+            raise self._problem
 
 
 class Migration:
@@ -111,65 +158,63 @@ class Migration:
             MigrationError: on every rank, with the same text, if any rank could not do its part; module
                 and optimizer are then as they were, bit for bit.
         """
-        change = Transaction(self._optimizer, self._stage.device, self._what)
-        packages: dict[int, Package] = {}
-        error: Exception | None = None
         try:
-            packages = self._pack()
-        except Exception as caught:
-            error = caught
-        skeletons = self._exchange_skeletons(packages)  # a rank that failed sends none, and says so in the vote
-        allocated: _Coming | None = None
-        if not has_news and error is None and len(skeletons) == len(self._coming):
-            try:
-                allocated = self._allocate(skeletons)
-            except Exception as caught:
-                error = caught
-        places = self._exchange_places(allocated)
-
-        def get_ready() -> tuple[tuple[_Coming, Transfer, Transfer] | None, int]:
-            if has_news:
-                return None, _NEWS
-            if error is not None:
-                raise error
-            if allocated is None or places is None:
-                return None, 0  # the rank that did not send says why
-            journeys = self._transfers(packages, allocated, places)
-            return (allocated, *journeys), int(any(package.encoder.runs_code for package in packages.values()))
-
-        ready, some_read = change.together_with_news(get_ready)
-        if some_read == _NEWS:
+            return self._run(has_news=has_news)
+        except NotYet:
             return None
-        assert ready is not None
-        coming, weights, states = ready
-        weights.start()
-        states.start()
-        if some_read:
-            weights.finish()
 
-        def arrive() -> None:
-            if not some_read:
-                weights.finish()
-            states.finish()
+    def _run(self, *, has_news: bool) -> int:
+        change = Transaction(self._optimizer, self._stage.device, self._what)
+        attempt = _Attempts(NotYet() if has_news else None)
+        leaving = attempt(self._prepare_leaving) or _Leaving({}, self._transfer({}, {}))
+        heads, promised = self._exchange_heads(leaving)  # from a rank that failed comes none
+        has_all = len(heads) == len(self._coming)
+        packages = attempt(leaving.finish)
+        letters = self._post_bodies(packages)
+        coming = attempt(partial(self._allocate, heads, leaving.journey)) if has_all else None
+        bodies = self._read_bodies(letters)
+        journey = leaving.journey
+        if self._optimizer.shares_out:
+            places = self._exchange_places(coming)
 
-        change.run(
-            lambda: self._take_in(skeletons, coming), self._put_back,
-            {e.parameter: e.state for e in coming.all_entries if e.group is not None}, meanwhile=arrive,
-        )
+            def prepare_journey() -> Transfer:
+                attempt.check()
+                if coming is None or len(bodies) < len(self._coming):
+                    return journey  # the rank that did not do its part says why
+                return self._transfer(*self._tensors(leaving.packings, places, coming))
+
+            journey = change.together(prepare_journey)
+        elif coming is None:
+            journey.drain(promised)
+        journey.start()
+        if any(runs_code for _, runs_code in bodies.values()):
+            journey.finish()
+
+        def take_in() -> None:
+            attempt.check()
+            if coming is not None and len(bodies) == len(self._coming):
+                self._take_in({i: body for i, (body, _) in bodies.items()}, coming)
+
+        change.run(take_in, self._put_back, {} if coming is None else coming.states, journey=journey)
+        assert packages is not None
         self._module.surroundings.leave({m.layer: self._old_layers.get(m.layer) for m in self._leaving})
         for text in (*(text for package in packages.values() for text in package.warnings), *self._warnings):
             warn(text)
-        sent, received = map(sum, zip(weights.num_bytes, states.num_bytes, strict=True))
-        return max(sent, received)
+        return max(journey.num_bytes)
 
     # -- phases -------------------------------------------------------------------------------
 
-    def _pack(self) -> dict[int, Package]:
+    def _prepare_leaving(self) -> _Leaving:
+        packings = self._pack()
+        sends = {} if self._optimizer.shares_out else self._tensors(packings, {}, None)[0]
+        return _Leaving(packings, self._transfer(sends, {}))
+
+    def _pack(self) -> dict[int, Packing]:
         names = self._module.layer_names()
         leaving = [move.layer for move in self._leaving]
         entries = {layer: self._entries(self._old_layers.get(layer)) for layer in leaving}
         return {
-            layer: pack(
+            layer: Packing(
                 self._old_layers.get(layer), f"layer {layer} ({names[layer]})", entries[layer],
                 names=self._names, device=self._stage.device,
                 has_template=self._module.surroundings.has_template(layer),
@@ -181,11 +226,12 @@ class Migration:
         """A layer's own: what several layers share stays where it is."""
         return [] if layer is None else [p for p in layer.parameters() if id(p) not in self._names.shared]
 
-    def _entries(self, layer: nn.Module | None) -> list[Entry]:
+    def _entries(self, layer: nn.Module | None) -> list[tuple[nn.Parameter, int | None, State]]:
+        """What the other side's :class:`Entry` objects are made of: tuples take less time to encode."""
         parameters = self._parameters(layer)
         index = self._optimizer.groups.index
         states = self._optimizer.describe(parameters)
-        return [Entry(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
+        return [(p, index.get(p), state) for p, state in zip(parameters, states, strict=True)]
 
     def _by_rank(self, layers_of_stages: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
         """The layers that each rank gets from here, or gives."""
@@ -194,21 +240,27 @@ class Migration:
             partners.setdefault(self._stage.pipeline.rank_of(stage), []).append(layer)
         return partners
 
-    def _exchange_skeletons(self, packages: dict[int, Package]) -> dict[int, bytes]:
-        going = {rank: [packages[i].skeleton for i in layers if packages] for rank, layers in self._outgoing.items()}
-        received = exchange_bytes(
-            {rank: pickle.dumps(skeletons) for rank, skeletons in going.items()},
-            list(self._incoming), self._stage.device,
-        )
-        return {
-            layer: skeleton
-            for rank, layers in self._incoming.items()
-            for layer, skeleton in zip(layers, load(received[rank]), strict=False)
+    def _exchange_heads(self, leaving: _Leaving) -> tuple[dict[int, bytes], dict[int, list[MessageSizes]]]:
+        """Heads of what comes, by layer, and the messages that will come with it, by rank."""
+        packings, journey = leaving
+        told = {
+            rank: ([packings[i].head for i in layers], journey.message_sizes(rank)) if packings else None
+            for rank, layers in self._outgoing.items()
         }
+        received = exchange_bytes(
+            {rank: pickle.dumps(what) for rank, what in told.items()}, self._incoming, self._stage.device
+        )
+        answers = {rank: answer for rank, data in received.items() if (answer := load(data)) is not None}
+        heads = {
+            layer: head for rank, (its, _) in answers.items()
+            for layer, head in zip(self._incoming[rank], its, strict=True)
+        }
+        return heads, {rank: sizes for rank, (_, sizes) in answers.items()}
 
-    def _allocate(self, skeletons: dict[int, bytes]) -> _Coming:
-        tensors = {layer: empty_tensors(s, self._stage.device) for layer, s in skeletons.items()}
-        entries: dict[int, list[Entry]] = {layer: unpack_extra(s, tensors[layer]) for layer, s in skeletons.items()}
+    def _allocate(self, heads: dict[int, bytes], journey: Transfer) -> _Coming:
+        rooms = {layer: make_room(head, self._stage.device) for layer, head in heads.items()}
+        tensors = {layer: tensors for layer, (tensors, _) in rooms.items()}
+        entries = {layer: [Entry(*entry) for entry in its] for layer, (_, its) in rooms.items()}
         coming = _Coming(tensors, entries, NewBuffers(), {})
         if self._departed or coming.all_entries:
             leaving = {move.layer for move in self._leaving}
@@ -217,47 +269,67 @@ class Migration:
             order = registration_order(self._module, layers)
             coming.buffers = self._optimizer.make_buffers(self._departed, coming.all_entries, order)
             coming.places = {i: self._optimizer.places(arrived, coming.buffers) for i, arrived in entries.items()}
+        if not self._optimizer.shares_out:
+            journey.receive(self._tensors({}, {}, coming)[1])
         return coming
 
-    def _exchange_places(self, coming: _Coming | None) -> dict[int, list[PlaceText | None]] | None:
-        """Where the state of what leaves shall lie, by layer; ``None`` if some receiver could not say."""
-        if not self._optimizer.shares_out:
-            return {}
-        places = {} if coming is None else coming.places
-        told = {rank: [places.get(i) for i in layers] for rank, layers in self._incoming.items()}
+    def _post_bodies(self, packages: dict[int, Package] | None) -> Letters:
+        """Tell the bodies of what leaves, and whether putting them together runs code, if all have been made."""
+        told = {
+            rank: packages and [(packages[i].body, packages[i].encoder.runs_code) for i in layers]
+            for rank, layers in self._outgoing.items()
+        }
+        return Letters({rank: pickle.dumps(its) for rank, its in told.items()}, self._incoming, self._stage.device)
+
+    def _read_bodies(self, letters: Letters) -> dict[int, tuple[bytes, bool]]:
+        """The same of what comes, by layer; none from a rank that failed."""
+        return {
+            layer: body for rank, data in letters.read().items()
+            for layer, body in zip(self._incoming[rank], load(data) or (), strict=False)
+        }
+
+    def _exchange_places(self, coming: _Coming | None) -> dict[int, list[PlaceText | None]]:
+        """Where the state of what leaves shall lie, by layer; nothing of receivers that failed."""
+        told = {
+            rank: coming and [coming.places.get(i) for i in layers] for rank, layers in self._incoming.items()
+        }
         received = exchange_bytes(
-            {rank: pickle.dumps(places) for rank, places in told.items()}, list(self._outgoing), self._stage.device,
-            first_bytes=PLACES_BYTES,
+            {rank: pickle.dumps(places) for rank, places in told.items()}, self._outgoing, self._stage.device
         )
-        found: dict[int, list[PlaceText | None]] = {}
-        for rank, layers in self._outgoing.items():
-            found |= zip(layers, load(received[rank]), strict=True)
-        return None if any(of_layer is None for of_layer in found.values()) else found
+        return {
+            layer: places for rank, data in received.items()
+            for layer, places in zip(self._outgoing[rank], load(data) or (), strict=False)
+        }
 
-    def _transfers(
-        self, packages: dict[int, Package], coming: _Coming, places: dict[int, list[PlaceText | None]]
-    ) -> tuple[Transfer, Transfer]:
-        """The journeys of the layers' own tensors and of their optimizer state."""
-        going = {i: package.tensors for i, package in packages.items()}
+    def _tensors(
+        self, packings: dict[int, Packing], places: dict[int, list[PlaceText | None]], coming: _Coming | None
+    ) -> tuple[dict[int, list[Tensor]], dict[int, list[Tensor]]]:
+        """What travels: tensors of layers and slices of the optimizer's buffers, to ranks and from ranks.
 
-        def tensors(of: Mapping[int, LayerTensors], ranks: dict[int, list[int]], part: str) -> dict[int, list[Tensor]]:
-            return {rank: [t for i in layers for t in getattr(of[i], part)] for rank, layers in ranks.items()}
-
-        def journey(sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> Transfer:
-            return Transfer(sends, receives, buffer_bytes=self._buffer_bytes, device=self._stage.device)
-
-        own = journey(tensors(going, self._outgoing, "own"), tensors(coming.tensors, self._incoming, "own"))
+        Args:
+            packings: what leaves.
+            places: where its state shall lie, if the receiver has to say so.
+            coming: what comes.
+        """
+        going = self._outgoing if packings else {}
+        sends = {rank: [t for i in layers for t in packings[i].tensors.all] for rank, layers in going.items()}
+        receives = {} if coming is None else {
+            rank: [t for i in layers for t in coming.tensors[i].all] for rank, layers in self._incoming.items()
+        }
+        entries = [] if coming is None else [
+            entry for layers in self._incoming.values() for i in layers for entry in coming.entries[i]
+        ]
         parts = self._optimizer.parts(
-            {rank: [pair for i in layers for pair in self._with_places(i, places)]
-             for rank, layers in self._outgoing.items()},
-            [entry for layers in self._incoming.values() for i in layers for entry in coming.entries[i]],
-            coming.buffers,
+            {rank: [pair for i in layers for pair in self._with_places(i, places)] for rank, layers in going.items()},
+            entries, NewBuffers() if coming is None else coming.buffers,
         )
-        sends, receives = tensors(going, self._outgoing, "extra"), tensors(coming.tensors, self._incoming, "extra")
         for lists, more in ((sends, parts.sends), (receives, parts.receives)):
             for rank, slices in more.items():
-                lists[rank] = [*lists.get(rank, ()), *slices]
-        return own, journey(sends, receives)
+                lists.setdefault(rank, []).extend(slices)
+        return sends, receives
+
+    def _transfer(self, sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> Transfer:
+        return Transfer(sends, receives, buffer_bytes=self._buffer_bytes, device=self._stage.device)
 
     def _with_places(
         self, layer: int, places: dict[int, list[PlaceText | None]]
@@ -265,13 +337,13 @@ class Migration:
         parameters = self._parameters(self._old_layers.get(layer))
         return list(zip(parameters, places.get(layer, [None] * len(parameters)), strict=True))
 
-    def _unpack(self, skeletons: dict[int, bytes], tensors: dict[int, LayerTensors]) -> dict[int, nn.Module]:
+    def _unpack(self, bodies: dict[int, bytes], tensors: dict[int, LayerTensors]) -> dict[int, nn.Module]:
         names, layers = self._module.layer_names(), {}
-        for layer, skeleton in skeletons.items():
+        for layer, body in bodies.items():
             name = f"layer {layer} ({names[layer]})"
             try:
                 arrived = unpack(
-                    skeleton, tensors[layer], names=self._names, device=self._stage.device,
+                    body, tensors[layer], names=self._names, device=self._stage.device,
                     build=partial(self._module.surroundings.build, layer), journal=self._journal,
                 )
             except DecodingError as error:
@@ -281,10 +353,10 @@ class Migration:
                 layers[layer] = arrived.layer
         return layers
 
-    def _take_in(self, skeletons: dict[int, bytes], coming: _Coming) -> None:
+    def _take_in(self, bodies: dict[int, bytes], coming: _Coming) -> None:
         leaving = {move.layer for move in self._leaving}
         kept = {layer: m for layer, m in self._old_layers.items() if layer not in leaving}
-        layers = kept | self._unpack(skeletons, coming.tensors)
+        layers = kept | self._unpack(bodies, coming.tensors)
         self._module.install(self._target, dict(sorted(layers.items())))
         self._stage.pipeline.name_parameters()
         arrived = {e.parameter: e.group for e in coming.all_entries if e.group is not None}

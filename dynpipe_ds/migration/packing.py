@@ -3,14 +3,15 @@
 What arrives is the layer as it was, not as its ``LayerSpec`` would build it. Its skeleton (classes, attributes, flags,
 hooks) is encoded as plain values; every strided tensor in it is replaced by a number and travels apart, so that large
 layers go through bounded buffers and land on the device they came from. What the layer does not own is bound to the
-receiver's own (``names.py``). What travels with a layer is encoded by itself: the receiver reads it before any tensor
-has come.
+receiver's own (``names.py``). A skeleton has two parts: the head says which tensors there are and what travels with the
+layer, so that the receiver can make room while the sender still encodes the body, from which the layer is put together.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -20,19 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dynpipe_ds.host.names import PARAMETER_MARKS
 from dynpipe_ds.messages.layouts import LINE_BYTES, Layout
 from dynpipe_ds.messages.values import dtype_name, dtype_of
 from dynpipe_ds.migration.bound import compare, values_of
 from dynpipe_ds.migration.decoding import Decoder, DecodingError, Journal
 from dynpipe_ds.migration.encoding import CantCarryError, Encoder, Taken
-from dynpipe_ds.migration.hooks import TENSOR_HOOKS, hook_tables, is_optimizers
+from dynpipe_ds.migration.glance import holds_only_registered
+from dynpipe_ds.migration.hooks import NOT_CARRIED, hook_tables, hooks_of
 from dynpipe_ds.migration.names import Names, no_names
 from dynpipe_ds.migration.transport import memory_order
 
 _dtype_name = cache(dtype_name)  # looking it up takes longer than all else that is asked of a tensor
-
-_OWN_MARK = "ds_pipe_replicated"  # set anew wherever a layer arrives
 
 _REMEDY = (
     "let a LayerSpec build it, define it at the level of a module, pass it to the LayerSpec as an argument, or give "
@@ -88,12 +87,17 @@ class LayerTensors(NamedTuple):
     """Tensors that a skeleton refers to; its indices count through both lists.
 
     Attributes:
-        own: the layer's parameters and buffers, which are needed to put it together.
+        own: the layer's parameters and buffers.
         extra: those that only what travels with it refers to, its optimizer state.
     """
 
     own: list[Tensor]
     extra: list[Tensor]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """Both lists, in the order of their indices."""
+        return [*self.own, *self.extra]
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class Package:
     """A skeleton and the tensors that were taken out of it.
 
     Attributes:
-        skeleton: plain values, tensors replaced by their index.
+        head: kinds of the tensors, and what travels with the layer, as plain values.
+        body: the layer as plain values, tensors replaced by their index.
         tensors: the tensors; detached, and contiguous by taking their dimensions in the order in which
             they lie in memory.
         warnings: what could not be carried, one sentence each.
@@ -109,7 +114,8 @@ class Package:
         sources: the tensors themselves, of both lists, in their order.
     """
 
-    skeleton: bytes
+    head: bytes
+    body: bytes
     tensors: LayerTensors
     warnings: tuple[str, ...]
     encoder: Encoder
@@ -180,33 +186,84 @@ def pack(
     Raises:
         PackingError: if an attribute can't be carried, naming layer, attribute, reason and remedy.
     """
-    names, tensors = names or no_names(), Taken()
-    own = [t for t in _registered(layer) if id(t) not in names.shared]
-    encoder = Encoder(tensors, names, device, own=map(id, own), may_build=has_template)
-    try:
-        body = encoder.encode(layer)
-        marks = [_marks(source, where, encoder) for _, source, where in list(tensors.values())]
-        if not is_trial:
-            _refuse_without_data(tensors, name)
-        num_own = len(tensors)
-        companion = Encoder(tensors, no_names(), own=tensors.keys()).encode(extra)
-    except (CantCarryError, RecursionError) as error:
-        raise PackingError(f"{name} can't be carried to another process: {error}; {_REMEDY}") from error
-    values = []
-    for path, obj in encoder.bound.items():
-        its = values_of(obj, path in names.shared.values())
-        values.append((path, (its, names.changed(path, its))))
-    sources = [source for _, source, _ in tensors.values()]
-    specs = [tuple(TensorSpec.of(source)) for source in sources]
-    plain = ((num_own, specs), (body, marks, values, bool(encoder.built), bool(encoder.built_hooks)), companion)
-    dense = [] if is_trial else [_dense(source) for source in sources]
-    lost = tuple(f"{name}: {text}" for text in encoder.lost)
-    skeleton = pickle.dumps([pickle.dumps(part) for part in plain])  # each is read when it is needed
-    return Package(skeleton, LayerTensors(dense[:num_own], dense[num_own:]), lost, encoder, sources)
+    return Packing(
+        layer, name, extra, names=names, device=device, has_template=has_template, is_trial=is_trial
+    ).finish()
 
 
-def _registered(layer: nn.Module | None) -> Iterable[Tensor]:
-    return () if layer is None else (*layer.parameters(), *layer.buffers())
+class Packing:
+    """A layer that is being taken apart, see :func:`pack`; first the head, then the body.
+
+    The head comes first where it is plain at a glance which tensors the layer has, else with the body.
+
+    Attributes:
+        head: of the package.
+        tensors: of the package.
+
+    Raises:
+        PackingError: as :func:`pack` does.
+    """
+
+    def __init__(
+        self, layer: nn.Module | None, name: str, extra: Any = None, *, names: Names | None = None,
+        device: torch.device | None = None, has_template: bool = False, is_trial: bool = False,
+    ) -> None:
+        self._layer, self._name, self._names = layer, name, names or no_names()
+        self._found = Taken()
+        self._num_own: int | None = None  # all that are found
+        own = {id(t): (where, t) for where, t in _registered(layer) if id(t) not in self._names.shared}
+        self._encoder = Encoder(self._found, self._names, device, own=own, may_build=has_template)
+        self._encoded: tuple[Any, list[Any]] | None = None
+        with self._explaining():
+            if holds_only_registered(layer, self._names):
+                for number, (key, (where, tensor)) in enumerate(own.items()):
+                    self._found[key] = number, tensor, where
+            else:
+                self._encoded = self._encode_body()
+            self._num_own = len(self._found)
+            if not is_trial:
+                _refuse_without_data(self._found, name)
+            companion = Encoder(self._found, no_names(), own=self._found.keys()).encode(extra)
+        self._sources = [source for _, source, _ in self._found.values()]
+        specs = [tuple(TensorSpec.of(source)) for source in self._sources]
+        dense = [] if is_trial else [_dense(source) for source in self._sources]
+        self.head = pickle.dumps((self._num_own, specs, companion))
+        self.tensors = LayerTensors(dense[: self._num_own], dense[self._num_own :])
+
+    def finish(self) -> Package:
+        """Encode the body, too.
+
+        Raises:
+            PackingError: as :func:`pack` does.
+        """
+        encoder, values = self._encoder, []
+        with self._explaining():
+            body, marks = self._encoded or self._encode_body()
+        if len(self._found) != len(self._sources):
+            unexpected = list(self._found.values())[len(self._sources)][2]
+            raise PackingError(f"{self._name} holds a tensor at {unexpected} that was overlooked at a glance")
+        for path, obj in encoder.bound.items():
+            its = values_of(obj, path in self._names.shared.values())
+            values.append((path, (its, self._names.changed(path, its))))
+        described = body, marks, values, bool(encoder.built), bool(encoder.built_hooks)
+        lost = tuple(f"{self._name}: {text}" for text in encoder.lost)
+        return Package(self.head, pickle.dumps(described), self.tensors, lost, encoder, self._sources)
+
+    def _encode_body(self) -> tuple[Any, list[Any]]:
+        node = self._encoder.encode(self._layer)
+        own = list(self._found.values())[: self._num_own]
+        return node, [_marks(source, where, self._encoder) for _, source, where in own]
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (CantCarryError, RecursionError) as error:
+            raise PackingError(f"{self._name} can't be carried to another process: {error}; {_REMEDY}") from error
+
+
+def _registered(layer: nn.Module | None) -> Iterable[tuple[str, Tensor]]:
+    return () if layer is None else (*layer.named_parameters(), *layer.named_buffers())
 
 
 def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], list[Any]]:
@@ -214,17 +271,13 @@ def _marks(source: Tensor, where: str, encoder: Encoder) -> tuple[list[Any], lis
     attributes: list[Any] = []
     hooks: list[Any] = []
     for key, value in vars(source).items():
-        if key in PARAMETER_MARKS or key == _OWN_MARK:
+        if key in NOT_CARRIED:
             continue
         nodes = encoder.trial(value, f"{where}.{key}", f"attribute {key!r} of {where}", may_build=False)
         attributes += [(key, node) for node in nodes]
-    # Those of an activation that a layer keeps (an auxiliary loss) belong to the graph that made it.
-    for table in TENSOR_HOOKS if source.is_leaf else ():
-        for number, hook in (getattr(source, table, None) or {}).items():
-            if is_optimizers(hook):
-                continue
-            nodes = encoder.trial(hook, f"the hook {hook!r}", f"tensor hook {hook!r} of {where}", may_build=True)
-            hooks += [(table, number, node) for node in nodes]
+    for table, number, hook in hooks_of(source):
+        nodes = encoder.trial(hook, f"the hook {hook!r}", f"tensor hook {hook!r} of {where}", may_build=True)
+        hooks += [(table, number, node) for node in nodes]
     return attributes, hooks
 
 
@@ -237,22 +290,30 @@ def _refuse_without_data(tensors: Taken, name: str) -> None:
             )
 
 
-def empty_tensors(skeleton: bytes, device: torch.device) -> LayerTensors:
-    """Allocate the tensors that a package's skeleton refers to."""
-    num_own, specs = load(load(skeleton)[0])
+def make_room(head: bytes, device: torch.device) -> tuple[LayerTensors, Any]:
+    """Allocate the tensors of a package.
+
+    Args:
+        head: ``Package.head`` of the sender.
+        device: of this stage.
+
+    Returns:
+        The tensors, not yet filled, and what travels with the layer, which may refer to them.
+    """
+    num_own, specs, companion = load(head)
     tensors = [TensorSpec(*spec).empty(device) for spec in specs]
-    return LayerTensors(tensors[:num_own], tensors[num_own:])
+    return LayerTensors(tensors[:num_own], tensors[num_own:]), Decoder(tensors, no_names()).decode(companion)
 
 
 def unpack(
-    skeleton: bytes, tensors: LayerTensors, *, names: Names | None = None, device: torch.device | None = None,
+    body: bytes, tensors: LayerTensors, *, names: Names | None = None, device: torch.device | None = None,
     build: Callable[[], nn.Module] | None = None, journal: Journal | None = None,
 ) -> Arrived:
-    """Put a layer together from its skeleton and its received tensors.
+    """Put a layer together from its body and its tensors.
 
     Args:
-        skeleton: ``Package.skeleton`` of the sender.
-        tensors: from :func:`empty_tensors`; its own must be filled.
+        body: ``Package.body`` of the sender.
+        tensors: from :func:`make_room`; they may still travel unless the sender's encoder says that code is run.
         names: what this rank knows by name.
         device: of this stage.
         build: makes the layer as it was before training; called if something in it has no name.
@@ -261,12 +322,12 @@ def unpack(
     Raises:
         DecodingError: if something that the layer refers to is not here, or is something else here.
     """
-    body, marks, values, must_build, may_build = load(load(skeleton)[1])
+    node, marks, values, must_build, may_build = load(body)
     names = names or no_names()
     problems: list[str] = []
     template = _template(build, must_build, problems) if must_build or may_build else _NOTHING
-    decoder = Decoder([*tensors.own, *tensors.extra], names, device, journal)
-    layer = decoder.decode(body, *template)
+    decoder = Decoder(tensors.all, names, device, journal)
+    layer = decoder.decode(node, *template)
     for number, (attributes, hooks) in enumerate(marks):
         _put_marks(tensors.own[number], decoder, number, attributes, hooks)
     for path, theirs in values:
@@ -307,11 +368,6 @@ def _put_marks(tensor: Tensor, decoder: Decoder, number: int, attributes: list[A
         Tensor.requires_grad_(tensor, is_trained)  # one that was frozen keeps its hooks
         entries = getattr(tensor, table)
         entries[old_number] = entries.pop(handle.id)  # by which its handle knows it
-
-
-def unpack_extra(skeleton: bytes, tensors: LayerTensors) -> Any:
-    """What travelled with a layer; its tensors need not be filled yet."""
-    return Decoder([*tensors.own, *tensors.extra], no_names()).decode(load(load(skeleton)[2]))
 
 
 def _reserve_hook_numbers(layer: nn.Module) -> None:

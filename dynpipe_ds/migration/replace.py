@@ -96,7 +96,7 @@ def replace_parameters(stage: Subject, replacements: Sequence[ParameterReplaceme
 
     buffers, journey = among_replicas(change, stage, carry)
     journey.start()
-    change.run(take_in, lambda: put(olds), states, meanwhile=journey.finish)
+    change.run(take_in, lambda: put(olds), states, journey=journey)
 
 
 def _checked(replacements: Sequence[ParameterReplacement], module: DynamicPipelineModule) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ from dynpipe_ds.migration.bound import values_of
 from dynpipe_ds.migration.callables import named
 from dynpipe_ds.migration.hooks import DepartedHooks
 from dynpipe_ds.migration.names import Names, Values
-from dynpipe_ds.migration.packing import empty_tensors, pack, unpack
+from dynpipe_ds.migration.packing import make_room, pack, unpack
 from dynpipe_ds.migration.references import Path, shared_by, spell
 from dynpipe_ds.migration.transport import flat_view
 from dynpipe_ds.owning import Replica, building
@@ -167,10 +167,10 @@ class Surroundings:
         names = self.names([module], in_place=False)
         package = pack(module, f"layer {layer}", names=names, has_template=self.has_template(layer))
         device = next((t.device for t in package.tensors.own if t.device.type != "cpu"), torch.device("cpu"))
-        tensors = empty_tensors(package.skeleton, device)
+        tensors, _ = make_room(package.head, device)
         for target, source in zip(tensors.own, package.tensors.own, strict=True):
             flat_view(target).copy_(source.view(-1))
-        made = unpack(package.skeleton, tensors, names=names, build=partial(self.build, layer)).layer
+        made = unpack(package.body, tensors, names=names, build=partial(self.build, layer)).layer
         assert made is not None
         return made
 

@@ -1,27 +1,34 @@
 """One change of what a stage's optimizer works on: all ranks change, or none does.
 
 Moving layers, replacing parameters and freezing are such changes. Each has the same steps: every rank takes in its
-new parameters and their optimizer state, all vote; then what was kept for going back is dropped. An optimizer that
-copies what travels does so when it has come, and all vote again.
+new parameters while their weights and optimizer state travel, and all vote; when everything has come, what was kept
+for going back is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.host.optimizers.stage_optimizer import StageOptimizer
+from dynpipe_ds.migration.transport import Transfer
 from dynpipe_ds.ranks.agreement import together_with_news
 
 T = TypeVar("T")
 
+_LATER = 1
+
 
 class MigrationError(RuntimeError):
     """A change of layers or parameters failed on some rank; every rank has what it had before."""
+
+
+class NotYet(Exception):  # noqa: N818 - it is no error
+    """A change has to wait on some rank for something else, so that no rank makes it."""
 
 
 def nothing() -> None:
@@ -53,16 +60,22 @@ class Transaction:
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank's action raised.
+            NotYet: on every rank, if it was this that some rank's action raised, and no action anything else.
         """
-        return self.together_with_news(lambda: (action(), 0))[0]
+        def act() -> tuple[T | None, int]:
+            try:
+                return action(), 0
+            except NotYet:
+                return None, _LATER
 
-    def together_with_news(self, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
-        """As :meth:`together`, and the greatest of the small numbers that the ranks' actions return as well."""
-        return together_with_news(action, self._device, self._failure)
+        result, news = together_with_news(act, self._device, self._failure)
+        if news == _LATER:
+            raise NotYet
+        return cast(T, result)
 
     def run(
         self, take_in: Callable[[], object], undo: Callable[[], object], states: Mapping[nn.Parameter, State], *,
-        meanwhile: Callable[[], object] = nothing,
+        journey: Transfer | None = None,
     ) -> None:
         """Carry it out; collective over all ranks.
 
@@ -71,49 +84,39 @@ class Transaction:
                 nothing that still travels.
             undo: puts back what ``take_in`` changed outside the optimizer, however far it came.
             states: complete optimizer state of the parameters that come.
-            meanwhile: waits for what travels while ``take_in`` works; into memory that nobody uses if the change fails.
+            journey: what travels meanwhile, started; into memory that nobody uses if the change fails.
 
         Raises:
             MigrationError: on every rank, with the same text, if any rank could not do its part; all is as before.
+            NotYet: on every rank, if it was this that some ``take_in`` raised; all is as before.
         """
+        journey = journey or Transfer({}, {}, buffer_bytes=1, device=self._device)
+        failure: Exception | None = None
         try:
-            self._vote_and_fill(take_in, states, meanwhile)
-        except MigrationError:
+            take_in()
+            if self._optimizer is not None and self._optimizer.is_changing:
+                self._optimizer.fill(states)
+        except Exception as error:  # noqa: BLE001 - whatever it is, others wait for what this rank sends
+            failure = error
+        journey.send_rest()
+
+        def check() -> None:
+            if failure is not None:
+                raise failure
+
+        refused: MigrationError | NotYet | None = None
+        try:
+            self.together(check)
+        except (MigrationError, NotYet) as error:
+            refused = error
+        journey.finish()
+        if refused is not None:
             if self._optimizer is not None:
                 self._optimizer.rollback()
             undo()
-            raise
+            raise refused
         if self._optimizer is not None:
             self._optimizer.commit()
-
-    def _vote_and_fill(
-        self, take_in: Callable[[], object], states: Mapping[nn.Parameter, State], meanwhile: Callable[[], object]
-    ) -> None:
-        is_filled = True
-
-        def change() -> tuple[None, int]:
-            nonlocal is_filled
-            take_in()
-            is_filled = self._optimizer is None or not (self._optimizer.is_changing and self._optimizer.copies)
-            if is_filled:
-                self._fill(states)
-            return None, int(not is_filled)
-
-        refused: MigrationError | None = None
-        some_copy = 0
-        try:
-            some_copy = self.together_with_news(change)[1]
-        except MigrationError as error:
-            refused = error
-        meanwhile()
-        if refused is not None:
-            raise refused
-        if some_copy:
-            self.together(lambda: None if is_filled else self._fill(states))
-
-    def _fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        if self._optimizer is not None and self._optimizer.is_changing:
-            self._optimizer.fill(states)
 
     def _failure(self, message: str) -> MigrationError:
         return MigrationError(f"{self._what} failed and was undone on every rank ({message})")

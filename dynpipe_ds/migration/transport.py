@@ -7,8 +7,8 @@ way to it, so no cycle of waiting can form, however many stages send in whatever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,35 @@ DIRECT_BYTES = 256 * 2**10
 Smaller ones share a message: below this, a message of its own costs more than copying twice.
 """
 
-FIRST_BYTES = 64 * 2**10
+FIRST_BYTES = 16 * 2**10
 """Size of the message that byte strings of unknown length begin with; more follows only if it is too short."""
 
 _LENGTH_BYTES = 8
 
 
-def post(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> list[dist.Work]:
+class Posted(NamedTuple):
+    """Messages on their way.
+
+    Attributes:
+        receives: what to wait for until this rank's have come.
+        sends: what to wait for until those of others have left.
+    """
+
+    receives: list[dist.Work]
+    sends: list[dist.Work]
+
+    def wait_for_receives(self) -> None:
+        """Wait until this rank's have come; once, since some back-ends would then wait for more."""
+        for work in self.receives:
+            work.wait()
+
+    def wait_for_sends(self) -> None:
+        """Wait until those of others have left; once."""
+        for work in self.sends:
+            work.wait()
+
+
+def post(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> Posted:
     """Begin to send contiguous tensors to some ranks and to fill others from some.
 
     Args:
@@ -37,8 +59,12 @@ def post(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[
         What to wait for.
     """
     operations = [dist.P2POp(dist.irecv, t, rank) for rank, tensors in sorted(receives.items()) for t in tensors]
+    num_receives = len(operations)
     operations += [dist.P2POp(dist.isend, t, rank) for rank, tensors in sorted(sends.items()) for t in tensors]
-    return dist.batch_isend_irecv(operations) if operations else []
+    works = dist.batch_isend_irecv(operations) if operations else []
+    if len(works) != len(operations):  # one for all
+        return Posted(works, works)
+    return Posted(works[:num_receives], works[num_receives:])
 
 
 def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> None:
@@ -48,43 +74,66 @@ def exchange(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Seque
         sends: tensors by destination rank.
         receives: tensors to fill by source rank; in number, size, dtype and order the sender's.
     """
-    for work in post(sends, receives):
-        work.wait()
+    posted = post(sends, receives)
+    posted.wait_for_receives()
+    posted.wait_for_sends()
 
 
-def exchange_bytes(
-    sends: Mapping[int, bytes], sources: Sequence[int], device: torch.device, *, first_bytes: int = FIRST_BYTES
-) -> dict[int, bytes]:
-    """Exchange byte strings whose lengths the receivers don't know; one message each unless they are long.
+class Letters:
+    """Byte strings whose lengths the receivers don't know, on their way; one message each unless they are long.
 
     Args:
         sends: bytes by destination rank.
         sources: ranks that send to this one.
         device: device that the back-end communicates from.
         first_bytes: size of the message that they begin with; the same on every rank.
+    """
+
+    def __init__(
+        self, sends: Mapping[int, bytes], sources: Iterable[int], device: torch.device, *,
+        first_bytes: int = FIRST_BYTES,
+    ) -> None:
+        self._device = device
+        self._first = {rank: torch.empty(first_bytes, dtype=torch.uint8, device=device) for rank in sources}
+        whole = {rank: _with_length(data, first_bytes).to(device) for rank, data in sends.items()}
+        self._posted = [
+            post({r: [data[:first_bytes]] for r, data in whole.items()}, {r: [t] for r, t in self._first.items()}),
+            post({r: [data[first_bytes:]] for r, data in whole.items() if data.numel() > first_bytes}, {}),
+        ]
+
+    def read(self) -> dict[int, bytes]:
+        """Wait until all have travelled.
+
+        Returns:
+            The bytes by source rank.
+        """
+        self._posted[0].wait_for_receives()
+        started = {rank: data.cpu().numpy().tobytes() for rank, data in self._first.items()}
+        sizes = {rank: int.from_bytes(data[:_LENGTH_BYTES], "little") for rank, data in started.items()}
+        missing = {rank: size + _LENGTH_BYTES - len(started[rank]) for rank, size in sizes.items()}
+        rest = {r: torch.empty(n, dtype=torch.uint8, device=self._device) for r, n in missing.items() if n > 0}
+        exchange({}, {rank: [data] for rank, data in rest.items()})
+        for posted in self._posted:
+            posted.wait_for_sends()
+        return {
+            rank: data[_LENGTH_BYTES : _LENGTH_BYTES + sizes[rank]]
+            + (rest[rank].cpu().numpy().tobytes() if rank in rest else b"")
+            for rank, data in started.items()
+        }
+
+
+def exchange_bytes(sends: Mapping[int, bytes], sources: Iterable[int], device: torch.device) -> dict[int, bytes]:
+    """Exchange byte strings whose lengths the receivers don't know.
+
+    Args:
+        sends: bytes by destination rank.
+        sources: ranks that send to this one.
+        device: device that the back-end communicates from.
 
     Returns:
         The bytes by source rank.
     """
-    first = {rank: torch.empty(first_bytes, dtype=torch.uint8, device=device) for rank in sources}
-    whole = {rank: _with_length(data, first_bytes) for rank, data in sends.items()}
-    exchange(
-        {rank: [data[:first_bytes].to(device)] for rank, data in whole.items()},
-        {rank: [data] for rank, data in first.items()},
-    )
-    started = {rank: data.cpu().numpy().tobytes() for rank, data in first.items()}
-    sizes = {rank: int.from_bytes(data[:_LENGTH_BYTES], "little") for rank, data in started.items()}
-    missing = {rank: size + _LENGTH_BYTES - first_bytes for rank, size in sizes.items()}
-    rest = {r: torch.empty(n, dtype=torch.uint8, device=device) for r, n in missing.items() if n > 0}
-    exchange(
-        {rank: [data[first_bytes:].to(device)] for rank, data in whole.items() if data.numel() > first_bytes},
-        {rank: [data] for rank, data in rest.items()},
-    )
-    return {
-        rank: data[_LENGTH_BYTES : _LENGTH_BYTES + sizes[rank]]
-        + (rest[rank].cpu().numpy().tobytes() if rank in rest else b"")
-        for rank, data in started.items()
-    }
+    return Letters(sends, sources, device).read()
 
 
 def _with_length(data: bytes, first_bytes: int) -> Tensor:
@@ -112,8 +161,26 @@ def flat_view(tensor: Tensor) -> Tensor:
     return (tensor if tensor.is_contiguous() else tensor.permute(memory_order(tensor.stride()))).view(-1)
 
 
-@dataclass(frozen=True)
-class _Round:
+class _Part(NamedTuple):
+    """Some of the bytes of a dense tensor.
+
+    Attributes:
+        tensor: itself.
+        start: the first of them.
+        num_bytes: how many.
+    """
+
+    tensor: Tensor
+    start: int
+    num_bytes: int
+
+    def view(self) -> Tensor:
+        """A row of bytes that shares the tensor's memory."""
+        row = flat_view(self.tensor).view(torch.uint8)
+        return row if row.numel() == self.num_bytes else row[self.start : self.start + self.num_bytes]
+
+
+class _Round(NamedTuple):
     """What one partner gets, or gives, at a time.
 
     Attributes:
@@ -121,12 +188,16 @@ class _Round:
         direct: parts of tensors that are a message each.
     """
 
-    small: list[Tensor]
-    direct: list[Tensor]
+    small: list[_Part]
+    direct: list[_Part]
 
     @property
-    def small_bytes(self) -> int:
-        return sum(part.numel() for part in self.small)
+    def sizes(self) -> MessageSizes:
+        return sum(part.num_bytes for part in self.small), [part.num_bytes for part in self.direct]
+
+
+MessageSizes = tuple[int, list[int]]
+"""Bytes of the messages of a round: of the one that small parts share, 0 if there is none, and of all others."""
 
 
 class _Stream:
@@ -136,66 +207,85 @@ class _Stream:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], round_bytes: int, direct_bytes: int, device: torch.device
+        self, tensors: Iterable[Tensor], round_bytes: int, direct_bytes: int, device: torch.device
     ) -> None:
-        self.rounds: list[_Round] = []
+        self._rounds: list[_Round] = []
         self.num_bytes = free_bytes = 0
-        for view in (flat_view(t).view(torch.uint8) for t in tensors if t.numel()):
-            start = 0
-            self.num_bytes += view.numel()
-            while start < view.numel():
+        for tensor in tensors:
+            start, num_bytes = 0, tensor.nbytes
+            is_here = num_bytes >= direct_bytes and tensor.device.type == device.type
+            self.num_bytes += num_bytes
+            while start < num_bytes:
                 if free_bytes == 0:
-                    self.rounds.append(_Round([], []))
+                    self._rounds.append(_Round([], []))
                     free_bytes = round_bytes
-                part = view[start : start + free_bytes]
-                is_direct = part.numel() >= direct_bytes and part.device.type == device.type
-                (self.rounds[-1].direct if is_direct else self.rounds[-1].small).append(part)
-                start += part.numel()
-                free_bytes -= part.numel()
-        shared_bytes = max((r.small_bytes for r in self.rounds), default=0)
-        self._buffer = torch.empty(shared_bytes, dtype=torch.uint8, device=device)
+                part = _Part(tensor, start, min(num_bytes - start, free_bytes))
+                is_direct = is_here and part.num_bytes >= direct_bytes
+                (self._rounds[-1].direct if is_direct else self._rounds[-1].small).append(part)
+                start += part.num_bytes
+                free_bytes -= part.num_bytes
+        self.sizes = [each.sizes for each in self._rounds]
+        self._buffer = torch.empty(max((s for s, _ in self.sizes), default=0), dtype=torch.uint8, device=device)
 
-    def messages(self, number: int, *, fill: bool) -> list[Tensor]:
-        """The messages of a round, in the order in which they travel; none after the last round.
-
-        Args:
-            number: of the round.
-            fill: copy the small parts into their message, in order to send it.
-        """
-        if number >= len(self.rounds):
-            return []
-        current = self.rounds[number]
-        shared = self._buffer[: current.small_bytes]
-        if fill:
-            _copy(current.small, shared, into_parts=False)
-        return ([shared] if current.small else []) + current.direct
+    def fill(self, number: int) -> None:
+        """Copy the small parts of a round into their message, in order to send it."""
+        for shared in self.shared(number):
+            parts = [part.view() for part in self._rounds[number].small]
+            if all(part.device == shared.device for part in parts):
+                torch.cat(parts, out=shared)
+            else:
+                torch._foreach_copy_(self._places(number), parts)
 
     def take(self, number: int) -> None:
-        """Copy the small parts out of a round's received message."""
-        if number < len(self.rounds):
-            _copy(self.rounds[number].small, self._buffer, into_parts=True)
+        """Copy the small parts of a round out of their message, which was received."""
+        if self.shared(number):
+            torch._foreach_copy_([part.view() for part in self._rounds[number].small], self._places(number))
+
+    def _places(self, number: int) -> list[Tensor]:
+        [shared] = self.shared(number)
+        return list(torch.split(shared, [part.num_bytes for part in self._rounds[number].small]))
+
+    def shared(self, number: int) -> list[Tensor]:
+        """The message that the small parts of a round share, if there are any."""
+        size = self.sizes[number][0] if number < len(self.sizes) else 0
+        return [self._buffer[:size]] if size else []
+
+    def direct(self, number: int) -> list[Tensor]:
+        """The messages that large parts of a round are."""
+        return [part.view() for part in self._rounds[number].direct] if number < len(self.sizes) else []
 
 
-def _copy(parts: Sequence[Tensor], buffer: Tensor, *, into_parts: bool) -> None:
-    start = 0
-    for part in parts:
-        place = buffer[start : start + part.numel()]
-        if into_parts:
-            part.copy_(place)
-        else:
-            place.copy_(part)
-        start += part.numel()
+class _Drain:
+    """Receives what a stream of another rank sends, and keeps nothing of it: all messages overwrite each other."""
+
+    def __init__(self, sizes: Sequence[MessageSizes], device: torch.device) -> None:
+        self.sizes = sizes
+        self.num_bytes = sum(shared + sum(others) for shared, others in sizes)
+        most_bytes = max((size for shared, others in sizes for size in (shared, *others)), default=0)
+        self._buffer = torch.empty(most_bytes, dtype=torch.uint8, device=device)
+
+    def take(self, number: int) -> None:
+        """Nothing is kept."""
+
+    def shared(self, number: int) -> list[Tensor]:
+        """As that of a stream."""
+        size = self.sizes[number][0] if number < len(self.sizes) else 0
+        return [self._buffer[:size]] if size else []
+
+    def direct(self, number: int) -> list[Tensor]:
+        """As those of a stream."""
+        return [self._buffer[:size] for size in self.sizes[number][1]] if number < len(self.sizes) else []
 
 
 class Transfer:
     """Lists of tensors of known shapes on their way between ranks, in rounds of bounded size.
 
     Large tensors on a device of the back-end's kind are sent from, and received into, their own memory;
-    the others share a message a round, through a buffer. All memory that is needed is taken at once, here.
+    the others share a message a round, through a buffer. All memory that is needed is taken before it starts.
 
     Args:
         sends: dense tensors by destination rank.
-        receives: dense tensors to fill by source rank, in the sender's order, on the same kinds of device.
+        receives: as for :meth:`receive`.
         buffer_bytes: most bytes to or from one partner at a time; the same on every rank.
         device: device that the back-end communicates from.
         direct_bytes: least size of a message of its own; the same on every rank.
@@ -210,33 +300,80 @@ class Transfer:
         device: torch.device,
         direct_bytes: int = DIRECT_BYTES,
     ) -> None:
-        self._out = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in sends.items()}
-        self._into = {rank: _Stream(t, buffer_bytes, direct_bytes, device) for rank, t in receives.items()}
-        streams = (*self._out.values(), *self._into.values())
-        self._num_rounds = max((len(stream.rounds) for stream in streams), default=0)
-        self._under_way: list[dist.Work] = []
+        self._cut = buffer_bytes, direct_bytes, device
+        self._out = {rank: _Stream(tensors, *self._cut) for rank, tensors in sends.items()}
+        self._into: dict[int, _Stream | _Drain] = {}
+        self.receive(receives)
+        self._round = -1
+        self._small = self._large = Posted([], [])
+
+    def receive(self, receives: Mapping[int, Sequence[Tensor]]) -> None:
+        """Expect tensors, before it starts.
+
+        Args:
+            receives: dense tensors to fill by source rank, in the sender's order, on the same kinds of device.
+        """
+        self._into |= {rank: _Stream(tensors, *self._cut) for rank, tensors in receives.items()}
+
+    def drain(self, sizes: Mapping[int, Sequence[MessageSizes]]) -> None:
+        """Expect messages that are not wanted any more, before it starts.
+
+        Args:
+            sizes: by source rank, its :meth:`message_sizes`.
+        """
+        self._into |= {rank: _Drain(its, self._cut[-1]) for rank, its in sizes.items()}
+
+    def message_sizes(self, rank: int) -> list[MessageSizes]:
+        """Those of all rounds to a rank."""
+        return self._out[rank].sizes if rank in self._out else []
 
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes that leave this rank, and bytes that come."""
         return sum(s.num_bytes for s in self._out.values()), sum(s.num_bytes for s in self._into.values())
 
+    @property
+    def _num_rounds(self) -> int:
+        return max((len(stream.sizes) for stream in (*self._out.values(), *self._into.values())), default=0)
+
     def start(self) -> None:
         """Let the first round travel while this rank does other things."""
-        self._post(0)
+        self._begin_round()
+
+    def send_rest(self) -> None:
+        """Begin every round, each when the one before has come; from then on, nobody waits for this rank."""
+        while self._round + 1 < self._num_rounds:
+            self._end_round()
+            self._begin_round()
+        self._take_small()  # while large parts still travel
 
     def finish(self) -> None:
-        """Wait for the first round, and send and receive all others."""
-        for number in range(self._num_rounds):
-            if number:
-                self._post(number)
-            for work in self._under_way:
-                work.wait()
-            for stream in self._into.values():
-                stream.take(number)
+        """Wait until everything has come; nothing to do if it has."""
+        self.send_rest()
+        self._end_round()
 
-    def _post(self, number: int) -> None:
-        self._under_way = post(
-            {rank: stream.messages(number, fill=True) for rank, stream in self._out.items()},
-            {rank: stream.messages(number, fill=False) for rank, stream in self._into.items()},
+    def _begin_round(self) -> None:
+        self._round = number = self._round + 1
+        for stream in self._out.values():
+            stream.fill(number)
+        self._small = post(
+            {rank: stream.shared(number) for rank, stream in self._out.items()},
+            {rank: stream.shared(number) for rank, stream in self._into.items()},
         )
+        self._large = post(
+            {rank: stream.direct(number) for rank, stream in self._out.items()},
+            {rank: stream.direct(number) for rank, stream in self._into.items()},
+        )
+
+    def _take_small(self) -> None:
+        small, self._small = self._small, Posted([], [])
+        small.wait_for_receives()
+        for stream in self._into.values() if small.receives else ():
+            stream.take(self._round)
+        small.wait_for_sends()
+
+    def _end_round(self) -> None:
+        large, self._large = self._large, Posted([], [])
+        self._take_small()
+        large.wait_for_receives()
+        large.wait_for_sends()

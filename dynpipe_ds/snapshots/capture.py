@@ -95,7 +95,7 @@ def capture(run: Run, extra: Mapping[str, Any]) -> Captured:
 
     Returns:
         What to copy. Its manifest is ``(state, layers)``: the first in the format of ``torch.save``; of each layer by
-        index its skeleton, the :data:`Start` of each parameter, and the places of its tensors.
+        index its head and body, the :data:`Start` of each parameter, and the places of its tensors.
 
     Raises:
         PackingError: if a layer holds what can't be carried now.
@@ -121,7 +121,7 @@ def capture(run: Run, extra: Mapping[str, Any]) -> Captured:
         if not shared:
             found.own_bytes = found.num_bytes
     described = {
-        index: (layer.package.skeleton, starts, [tuple(place) for place in places[index]])
+        index: ((layer.package.head, layer.package.body), starts, [tuple(place) for place in places[index]])
         for index, (layer, starts) in taken.items()
     }
     found.manifest = pickle.dumps((_state(run, extra), described))
@@ -131,7 +131,7 @@ def capture(run: Run, extra: Mapping[str, Any]) -> Captured:
 
 
 def _tensors(layer: _Layer, *, shared: bool) -> Iterator[tuple[int, Tensor]]:
-    tensors = [*layer.package.tensors.own, *layer.package.tensors.extra]
+    tensors = layer.package.tensors.all
     return ((n, t) for n, t in enumerate(tensors) if (layer.whose[n] == SHARED) is shared)
 
 

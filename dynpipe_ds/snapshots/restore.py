@@ -23,7 +23,7 @@ from dynpipe_ds.host.optimizers.flat import FlatOptimizer, Pieces
 from dynpipe_ds.host.optimizers.groups import Entry, State
 from dynpipe_ds.host.optimizers.restore import restore_state
 from dynpipe_ds.migration.decoding import Journal, undo
-from dynpipe_ds.migration.packing import LayerTensors, empty_tensors, load, unpack, unpack_extra
+from dynpipe_ds.migration.packing import LayerTensors, load, make_room, unpack
 from dynpipe_ds.migration.transaction import Transaction
 from dynpipe_ds.migration.transport import Transfer, exchange_bytes, flat_view
 from dynpipe_ds.placement import Placement
@@ -46,24 +46,24 @@ class _Told(NamedTuple):
 
     Attributes:
         state: of the rank, in the format of ``torch.save``; empty unless it is asked for.
-        layers: by index the skeleton, the starts of shares, and number and place of each tensor that goes along.
+        layers: by index head and body, the starts of shares, and number and place of each tensor that goes along.
     """
 
     state: bytes
-    layers: dict[int, tuple[bytes, list[Start], list[tuple[int, Place]]]]
+    layers: dict[int, tuple[tuple[bytes, ...], list[Start], list[tuple[int, Place]]]]
 
 
 class _Arrived(NamedTuple):
     """A layer that is being put together.
 
     Attributes:
-        skeleton: of the replica whose buffers it takes.
+        body: of the replica whose buffers it takes.
         tensors: of it.
         entries: the optimizer's view of its parameters.
         spread: of each parameter, names of what flat optimizers keep in one row.
     """
 
-    skeleton: bytes
+    body: bytes
     tensors: LayerTensors
     entries: list[Entry]
     spread: list[set[str]]
@@ -166,7 +166,7 @@ class _Restoring:
             skeleton, starts, places = layers[index]
             there = [(n, Place(*place)) for n, place in enumerate(places)]
             there = [(n, p) for n, p in there if p.whose in taken and p.start + p.num_bytes <= copy.data.numel()]
-            described[index] = (skeleton if parcel.part is Part.ALL else b"", starts, there)
+            described[index] = (skeleton if parcel.part is Part.ALL else (), starts, there)
         return _Told(b"", described)
 
     def _exchange_told(self, parcels: Sequence[Parcel]) -> list[tuple[Parcel, _Told]]:
@@ -205,10 +205,10 @@ class _Restoring:
                 with torch.serialization.safe_globals(known_classes()):
                     state = torch.load(io.BytesIO(text), map_location="cpu", weights_only=True)
             elif parcel.part is Part.ALL:
-                for index, (skeleton, starts, _) in layers.items():
-                    tensors = empty_tensors(skeleton, self._stage.device)
+                for index, ((head, body), starts, _) in layers.items():
+                    tensors, entries = make_room(head, self._stage.device)
                     spread = [set(names) for names, _ in starts]
-                    arrived[index] = _Arrived(skeleton, tensors, unpack_extra(skeleton, tensors), spread)
+                    arrived[index] = _Arrived(body, tensors, entries, spread)
         return dict(sorted(arrived.items())), state
 
     def _transfer(
@@ -247,7 +247,7 @@ class _Restoring:
         pieces: dict[tuple[int, int, str], list[tuple[int, Tensor]]] = {}
         numbers = {index: self._numbers(each) for index, each in arrived.items()}
         for parcel, index, starts, number, place, data in deliveries:
-            tensors = [*arrived[index].tensors.own, *arrived[index].tensors.extra]
+            tensors = arrived[index].tensors.all
             if place.whose == SHARD:
                 _, k, name = place.key
                 pieces.setdefault((index, k, name), []).append((starts[k][1], data))
@@ -264,7 +264,7 @@ class _Restoring:
     @staticmethod
     def _numbers(arrived: _Arrived) -> dict[tuple[Any, ...], int]:
         """Tensors that another replica's copy fills, by their name."""
-        tensors = [*arrived.tensors.own, *arrived.tensors.extra]
+        tensors = arrived.tensors.all
         number = {id(tensor): n for n, tensor in enumerate(tensors)}
         found: dict[tuple[Any, ...], int] = {}
         for k, entry in enumerate(arrived.entries):
@@ -291,7 +291,7 @@ class _Restoring:
         def change() -> None:
             for index, each in arrived.items():
                 made = unpack(
-                    each.skeleton, each.tensors, names=names, device=stage.device,
+                    each.body, each.tensors, names=names, device=stage.device,
                     build=partial(module.surroundings.build, index), journal=self._journal,
                 ).layer
                 if made is not None:

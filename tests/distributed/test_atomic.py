@@ -73,7 +73,7 @@ def sabotages(engine: Any) -> dict[str, tuple[int, Callable[[Any], AbstractConte
     receiver = 1 if engine.num_stages == 3 else 3
     found: dict[str, tuple[int, Any, str]] = {
         "pack": (1, unpicklable_layer, "rank 1: PackingError: layer 4 (Block) can't be carried to"),
-        "allocate": (2, replaced(lambda _: migrate, "empty_tensors", after=False), "rank 2: MemoryError: no"),
+        "allocate": (2, replaced(lambda _: migrate, "make_room", after=False), "rank 2: MemoryError: no"),
         "unpack": (receiver, replaced(lambda _: migrate, "unpack", after=True), f"rank {receiver}: MemoryError: no"),
     }
     steps = [

@@ -136,12 +136,38 @@ def test_large_tensors_are_never_copied() -> None:
     """A tensor of its own message is what is sent; only small ones go through a buffer, as large as they are."""
     large, small = torch.zeros(100, dtype=torch.uint8), torch.arange(10, dtype=torch.uint8)
     stream = _Stream([small, large, small + 10], round_bytes=200, direct_bytes=50, device=CPU)
-    shared, own = stream.messages(0, fill=True)
+    stream.fill(0)
+    [shared], [own] = stream.shared(0), stream.direct(0)
     assert own.data_ptr() == large.data_ptr() and own.numel() == 100
-    assert shared.tolist() == list(range(20)) and len(stream.rounds) == 1
+    assert shared.tolist() == list(range(20)) and len(stream.sizes) == 1
 
 
 def test_rounds_are_bounded() -> None:
     stream = _Stream([torch.zeros(25, dtype=torch.uint8)] * 3, round_bytes=30, direct_bytes=10, device=CPU)
-    sizes = [[m.numel() for m in stream.messages(i, fill=True)] for i in range(len(stream.rounds))]
+    sizes = [[m.numel() for m in stream.shared(i) + stream.direct(i)] for i in range(len(stream.sizes))]
     assert sizes == [[5, 25], [20, 10], [15]]
+
+
+def drain_from_one(rank: int) -> list[list[int]]:
+    """The first rank promises and sends; the second keeps what comes, the third does not, and both go on."""
+    tensors = [torch.arange(size, dtype=torch.uint8) for size in (30, 7, 90, 5)]
+    sends = {1: tensors, 2: tensors} if rank == 0 else {}
+    transfer = Transfer(sends, {}, buffer_bytes=BUFFER, device=CPU, direct_bytes=20)
+    promised = [transfer.message_sizes(2)] if rank == 0 else [[]]
+    dist.broadcast_object_list(promised)
+    rooms = [torch.zeros_like(tensor) for tensor in tensors]
+    if rank == 1:
+        transfer.receive({0: rooms})
+    if rank == 2:
+        transfer.drain({0: promised[0]})
+    transfer.start()
+    transfer.send_rest()
+    transfer.finish()
+    assert rank != 1 or all(torch.equal(room, tensor) for room, tensor in zip(rooms, tensors, strict=True))
+    exchange_tensors({(rank + 1) % 3: tensors}, {(rank - 1) % 3: rooms}, buffer_bytes=BUFFER)
+    return [room.tolist() for room in rooms]
+
+
+def test_what_is_not_wanted_any_more_is_received_all_the_same() -> None:
+    for rooms in run_ranks(drain_from_one, 3):
+        assert rooms == [list(range(size)) for size in (30, 7, 90, 5)]

@@ -40,7 +40,7 @@ OF_OWNED = ["saving: before what single replicas own", "loading: before rows are
 TYPICAL = {
     "profiling: before the backward",
     "planning: before ranks compare their plans",
-    "migration: after state travelled",
+    "migration: after tensors travelled",
     "saving: before it gets its name",
     "saving: before latest is replaced",
     "saving over it: between two renames",

@@ -121,7 +121,7 @@ def full_disk() -> AbstractContextManager[Any]:
 ALL_RANKS = None
 UNDONE: dict[str, tuple[int | None, AbstractContextManager[Any] | Point | Choice, str]] = {
     "no memory where layers arrive": (2, Point("", MIGRATE + "Migration._allocate", after=True), "no room"),
-    "no memory for a tensor that arrives": (0, Point("", MIGRATE + "empty_tensors"), "no room"),
+    "no memory for a tensor that arrives": (0, Point("", MIGRATE + "make_room"), "no room"),
     "no memory for the optimizer": (1, Point("", OPTIMIZER + "prepare"), "no room"),
     "no memory after the optimizer prepared": (1, Point("", OPTIMIZER + "prepare", after=True), "no room"),
     "no memory for the optimizer's buffers": (2, Point("", STAGE_OPTIMIZER + "make_buffers"), "no room"),
@@ -240,11 +240,11 @@ def test_a_callback_that_raises_stops_nobody() -> None:
 # -- what can't be undone -----------------------------------------------------------------------
 
 CANT_BE_UNDONE: dict[str, tuple[int, Point]] = {
-    "before skeletons travel": (0, Point("", MIGRATE + "Migration._exchange_skeletons")),
-    "sending weights": (1, Point("", TRANSFER + "start")),
-    "sending state": (2, Point("", TRANSFER + "start", call=2)),
-    "receiving weights": (0, Point("", TRANSFER + "finish")),
-    "receiving state": (1, Point("", TRANSFER + "finish", call=2)),
+    "before heads travel": (0, Point("", MIGRATE + "Migration._exchange_heads")),
+    "before bodies travel": (2, Point("", MIGRATE + "Migration._post_bodies")),
+    "receiving bodies": (1, Point("", MIGRATE + "Migration._read_bodies")),
+    "sending": (1, Point("", TRANSFER + "start")),
+    "receiving": (0, Point("", TRANSFER + "finish")),
     "after the last vote": (1, Point("", STAGE_OPTIMIZER + "commit")),
     "renewing caches": (2, Point("", STAGE + "settle")),
     "exchanging profiles": (1, Point("", "dynpipe_ds.measure.profiler:gather_profile", call=3)),
@@ -278,7 +278,7 @@ def train_to_the_end(rank: int, fault: str) -> tuple[str, float, float, int]:
     return "", 0.0, 0.0, num_batches
 
 
-@pytest.mark.parametrize("fault", mostly(CANT_BE_UNDONE, ["sending weights", "after the last vote"]))
+@pytest.mark.parametrize("fault", mostly(CANT_BE_UNDONE, ["sending", "after the last vote"]))
 def test_all_ranks_end_together(fault: str, record_property: Callable[[str, object], None]) -> None:
     victim, _ = CANT_BE_UNDONE[fault]
     results = run_ranks(train_to_the_end, 3, fault, may_die={0, 1, 2})

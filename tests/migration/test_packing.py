@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dynpipe_ds.migration.decoding import Decoder, DecodingError
 from dynpipe_ds.migration.names import no_names
-from dynpipe_ds.migration.packing import PackingError, empty_tensors, pack, unpack, unpack_extra
+from dynpipe_ds.migration.packing import PackingError, make_room, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
 
 CPU = torch.device("cpu")
@@ -36,10 +36,9 @@ def journey(layer: nn.Module | None, extra: Any = None) -> tuple[nn.Module | Non
 
 
 def arrive(package: Any) -> tuple[Any, Any]:
-    buffers = empty_tensors(package.skeleton, CPU)
-    extra = unpack_extra(package.skeleton, buffers)  # before anything has come
+    buffers, extra = make_room(package.head, CPU)  # before anything has come
     fill(buffers.own, package.tensors.own)
-    arrived = unpack(package.skeleton, buffers)  # while the others are under way
+    arrived = unpack(package.body, buffers)  # while the others are under way
     fill(buffers.extra, package.tensors.extra)
     assert arrived.warnings == []
     return arrived.layer, extra
@@ -232,7 +231,8 @@ def test_a_tensor_keeps_its_place_in_a_line_of_memory() -> None:
 
 def test_large_tensors_are_not_in_the_skeleton() -> None:
     module = nn.Linear(512, 512)
-    assert len(pack(module, "layer 0 (Linear)").skeleton) < 10_000
+    package = pack(module, "layer 0 (Linear)")
+    assert len(package.head) + len(package.body) < 10_000
 
 
 def test_a_function_layer() -> None:
@@ -403,10 +403,11 @@ def test_the_remedy_works() -> None:
 def test_nothing_that_arrives_is_run() -> None:
     """A skeleton that names a class or function in the stream itself is refused before it is looked up."""
     package = pack(nn.Linear(2, 2), "layer 0 (Linear)")
-    specs, _, extra = pickle.loads(package.skeleton)
-    evil = pickle.dumps([specs, pickle.dumps(Runs()), extra])
+    tensors, _ = make_room(package.head, CPU)
     with pytest.raises(pickle.UnpicklingError, match="no plain value"):
-        unpack(evil, empty_tensors(evil, CPU))
+        unpack(pickle.dumps(Runs()), tensors)
+    with pytest.raises(pickle.UnpicklingError, match="no plain value"):
+        make_room(pickle.dumps(Runs()), CPU)
 
 
 def test_only_data_is_made_by_calling() -> None:

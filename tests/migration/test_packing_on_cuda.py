@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dynpipe_ds.migration.packing import TensorSpec, empty_tensors, pack, unpack, unpack_extra
+from dynpipe_ds.migration.packing import TensorSpec, make_room, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
 from tests.devices import ON_DEVICES, device_of
 
@@ -29,12 +29,11 @@ def test_a_layer_arrives_as_it_left(kind: str) -> None:
     sent = {"exp_avg": torch.randn(3, 5, device=device), "step": torch.tensor(3.0), "of": layer.weight}
     package = pack(layer, "layer 3 (Mixed)", sent, device=device)
     assert package.warnings == ()
-    empty = empty_tensors(package.skeleton, device)
-    extra = unpack_extra(package.skeleton, empty)
+    empty, extra = make_room(package.head, device)
     for room, tensor in zip((*empty.own, *empty.extra), (*package.tensors.own, *package.tensors.extra), strict=True):
         assert room.device.type == tensor.device.type
         flat_view(room).copy_(tensor.view(-1))
-    arrived = unpack(package.skeleton, empty, device=device).layer
+    arrived = unpack(package.body, empty, device=device).layer
     assert isinstance(arrived, Mixed) and arrived.scale == 0.5 and extra["of"] is arrived.weight
     for mine, its in zip(tensors(layer), tensors(arrived), strict=True):
         assert same(mine, its) and TensorSpec.of(mine) == TensorSpec.of(its), "kernels choose by layout and alignment"

@@ -13,17 +13,17 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from dynpipe_ds.migration.decoding import DecodingError
 from dynpipe_ds.migration.names import Names
-from dynpipe_ds.migration.packing import Arrived, PackingError, empty_tensors, pack, unpack
+from dynpipe_ds.migration.packing import Arrived, PackingError, make_room, pack, unpack
 from dynpipe_ds.migration.transport import flat_view
 
 
 def move(layer: nn.Module, build: Callable[[], nn.Module]) -> Arrived:
     package = pack(layer, "layer 1 (Nameless)", has_template=True)
     assert package.warnings == ()
-    buffers = empty_tensors(package.skeleton, torch.device("cpu"))
+    buffers, _ = make_room(package.head, torch.device("cpu"))
     for buffer, tensor in zip(buffers.own, package.tensors.own, strict=True):
         flat_view(buffer).copy_(tensor.view(-1))
-    return unpack(package.skeleton, buffers, build=build)
+    return unpack(package.body, buffers, build=build)
 
 
 def trained(layer: nn.Module) -> nn.Module:
@@ -179,7 +179,7 @@ def test_process_groups_in_a_table_of_a_package_are_found(monkeypatch: pytest.Mo
     layer = nn.Linear(3, 3)
     layer.ep_group = handle
     package = pack(layer, "layer 1 (Linear)", names=Names())
-    assert unpack(package.skeleton, package.tensors, names=Names()).layer.ep_group is handle  # type: ignore[union-attr]
+    assert unpack(package.body, package.tensors, names=Names()).layer.ep_group is handle  # type: ignore[union-attr]
 
 
 class Nameless:

@@ -120,8 +120,9 @@ class FlatOptimizer(StageOptimizer):
     ) -> Parts:
         found = Parts(defaultdict(list), defaultdict(list))
         among_replicas(buffers, found)
+        old = buffers.old or self._buffers()
         for rank, pairs in going.items():
-            leave([(self.groups.index[p], p, place) for p, place in pairs if self._has_share(p)], rank, buffers, found)
+            leave([(self.groups.index[p], p, place) for p, place in pairs if self._has_share(p)], rank, old, found)
         arrive(coming, buffers, found)
         return found
 
@@ -223,31 +224,24 @@ class FlatOptimizer(StageOptimizer):
         wrapper._hp_optimizer_states_linked = False
         wrapper._lazy_init_hp_params_optimizer_state()
 
-    @property
     @override
-    def copies(self) -> bool:
-        return self._new.keys() != self._taken.keys() or bool(self._elsewhere())
+    def commit(self) -> None:
+        self._copy_what_came()
+        for buffers in self._taken.values():
+            buffers.clear_padding()  # until now it may have been a parameter's that leaves
+        self._forget_change()
 
-    def _elsewhere(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights of parameters that come, and where they are received, if these are two."""
-        return [(p.data, d) for p, d in self._received.items() if p.numel() and p.data_ptr() != d.data_ptr()]
-
-    @override
-    def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        for weights, received in self._elsewhere():
-            weights.copy_(received)
+    def _copy_what_came(self) -> None:
+        """Weights and state into memory that DeepSpeed made, where it did not take what was prepared."""
+        for parameter, received in self._received.items():
+            if parameter.numel() and parameter.data_ptr() != received.data_ptr():
+                parameter.data.copy_(received)
         for i, buffers in self._new.items():
-            if i not in self._taken:  # DeepSpeed made its own
+            if i not in self._taken:
                 flat = self._flats()[i]
                 for key, value in buffers.state.items():
                     target = flat.detach() if key == "master" else self._flat_state(flat)[key]
                     target[: buffers.share_used].copy_(value[: buffers.share_used])
-
-    @override
-    def commit(self) -> None:
-        for buffers in self._taken.values():
-            buffers.clear_padding()  # until now it may have been a parameter's that leaves
-        self._forget_change()
 
     @override
     def rollback(self) -> None:

@@ -59,18 +59,19 @@ def among_replicas(buffers: NewBuffers, found: Parts) -> None:
 
 
 def leave(
-    going: Iterable[tuple[int, nn.Parameter, PlaceText | None]], rank: int, buffers: NewBuffers, found: Parts
+    going: Iterable[tuple[int, nn.Parameter, PlaceText | None]], rank: int, buffers: Sequence[GroupBuffers],
+    found: Parts,
 ) -> None:
     """Add what this rank sends of the parameters that go to another stage.
 
     Args:
         going: with their groups, and where they shall lie; ``None``: as a whole on the rank.
         rank: that has this one's place in the other stage.
-        buffers: of this rank.
+        buffers: of this rank, as they are.
         found: is added to.
     """
     for group, parameter, text in going:
-        old = buffers.old[group]
+        old = buffers[group]
         before = old.layout.places[parameter]
         for run in runs_of(before, _place(text or ((rank,), before.num_elements, 0), parameter)):
             if run.source == old.rank:

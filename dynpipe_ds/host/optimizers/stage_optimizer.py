@@ -79,11 +79,6 @@ class StageOptimizer(ABC):
         """Whether ``prepare`` has begun a change that is neither final nor undone."""
         return self._before is not None
 
-    @property
-    def copies(self) -> bool:
-        """Whether ``fill``, after ``prepare``, reads what comes; else it may be called while that travels."""
-        return False
-
     @abstractmethod
     def export(self, parameters: Sequence[nn.Parameter]) -> list[State]:
         """State of parameters, complete, ready to travel; collective over their replicas, which fail together.
@@ -142,7 +137,7 @@ class StageOptimizer(ABC):
             going: by the rank that takes the same place in another stage, parameters that go there, and where they
                 shall lie.
             coming: entries of those that come, stage by stage in the sender's order.
-            buffers: what :meth:`make_buffers` returned.
+            buffers: what :meth:`make_buffers` returned; empty if nothing comes.
         """
         return Parts({}, {})
 
@@ -158,16 +153,15 @@ class StageOptimizer(ABC):
             buffers: what ``make_buffers`` returned for these.
         """
 
-    @abstractmethod
-    def fill(self, states: Mapping[nn.Parameter, State]) -> None:
-        """Give all parameters their state, and weights where ``prepare`` put them elsewhere; communicates nothing.
+    def fill(self, states: Mapping[nn.Parameter, State]) -> None:  # noqa: B027 - there may be nothing to do
+        """Give parameters their state after ``prepare``; communicates nothing, and reads nothing that may still travel.
 
         Args:
             states: what ``describe`` gave for the parameters that came.
         """
 
     def commit(self) -> None:
-        """Make ``prepare`` and ``fill`` final; takes no memory and communicates nothing."""
+        """Make ``prepare`` and ``fill`` final, now that all has come; takes no memory and communicates nothing."""
         self._before = None
 
     @abstractmethod

@@ -1,0 +1,36 @@
+"""Modules as nearly all are: of a class that leaves it to torch how it is pickled, with tables that are mostly empty.
+
+Torch gives every module a dozen tables, of hooks for the most part. Empty ones are not worth a word on the way: what is
+not named is empty where the module arrives, too.
+"""
+
+from __future__ import annotations
+
+import copyreg
+
+import torch
+from torch import nn
+
+TABLES: dict[str, type] = {key: type(value) for key, value in vars(nn.Module()).items() if hasattr(value, "__len__")}
+"""Kinds of the tables that every module has, by attribute."""
+
+_OF_TORCH = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__", "__getattribute__")
+_FOR_PICKLE = ("__getnewargs__", "__getnewargs_ex__", "__slots__")
+
+
+_known: dict[type, bool] = {}
+
+
+def is_usual(cls: type) -> bool:
+    """Whether modules of a class are their attributes, and are made anew by giving these to an empty one."""
+    if cls not in _known:
+        _known[cls] = _is_usual(cls)
+    return _known[cls]
+
+
+def _is_usual(cls: type) -> bool:
+    return (
+        not issubclass(cls, torch.jit.ScriptModule) and cls not in copyreg.dispatch_table
+        and all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in _OF_TORCH)
+        and not any(name in vars(base) for base in cls.__mro__ for name in _FOR_PICKLE)
+    )
