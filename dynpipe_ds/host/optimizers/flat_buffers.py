@@ -25,8 +25,6 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import torch as torch_helpers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from dynpipe_ds.host.optimizers.groups import State
 from dynpipe_ds.migration.shards import FlatLayout, Place, Run, joined, runs_of
@@ -232,39 +230,32 @@ class _Change:
         return view.set_(old.untyped_storage(), start, (self.size,), (1,))
 
 
-_MAKERS = frozenset({torch._C._nn.flatten_dense_tensors, Tensor.clone, torch.zeros_like, torch.zeros})
-"""What DeepSpeed's constructors make their buffers with."""
-
-
-class _AlreadyMade(TorchFunctionMode):
+class _AlreadyMade:
     """Gives finished buffers to a DeepSpeed constructor that is about to make them from its parameters.
 
+    What constructors make buffers with is replaced meanwhile, since a mode would slow down all else that they call.
     Where a constructor works in another way than known here it makes its own, which then must be filled.
     """
 
     def __init__(self, groups: Iterable[GroupBuffers]) -> None:
-        super().__init__()
         self._groups = {tuple(map(id, group.members)): group for group in groups}
+        self._shares = {tuple(group.master.shape) for group in self._groups.values()}
         # By where the weights begin that they belong to, and how many these are.
         self._masters: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor | None] = {}
 
-    @override
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func not in _MAKERS:
-            return func(*args, **(kwargs or {}))
-        given: Tensor | None = None
-        if func is torch._C._nn.flatten_dense_tensors:
-            given = self._flatten(args[0])
-        elif func is Tensor.clone:
-            given = self._masters.get((args[0].data_ptr(), args[0].numel()))
-        elif func is torch.zeros_like:
-            given = self._gradients.get((args[0].data_ptr(), args[0].numel()))
-        elif func is torch.zeros and any(group.master.shape == args for group in self._groups.values()):
-            given = torch.zeros(1, **(kwargs or {})).expand(args)  # ZeRO only looks at it and drops it
-        return func(*args, **(kwargs or {})) if given is None else given
+    def makers(self) -> dict[tuple[Any, str], Callable[..., Tensor | None]]:
+        """What is asked before a function of torch is called, by its owner and name; ``None``: it makes its own."""
+        return {
+            (torch._C._nn, "flatten_dense_tensors"): self._flatten,
+            (Tensor, "clone"): lambda source, **_: self._masters.get((source.data_ptr(), source.numel())),
+            (torch, "zeros_like"): lambda source, **_: self._gradients.get((source.data_ptr(), source.numel())),
+            (torch, "zeros"): self._zeros,
+        }
+
+    def _zeros(self, *shape: Any, **options: Any) -> Tensor | None:
+        """ZeRO only looks at them and drops them."""
+        return torch.empty(1, **options).fill_(0).expand(shape) if shape in self._shares else None
 
     def _flatten(self, tensors: Sequence[Tensor]) -> Tensor | None:
         group = self._groups.get(tuple(id(t) for t in tensors if isinstance(t, nn.Parameter)))
@@ -300,5 +291,18 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         logger.addFilter(_is_warning)  # setting a level makes every logger of the process forget what it knows
         stack.callback(logger.removeFilter, _is_warning)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(_AlreadyMade(groups))
+        for (owner, name), find in _AlreadyMade(groups).makers().items():
+            original = getattr(owner, name)
+            is_own = name in vars(owner)
+            stack.callback(setattr, owner, name, original) if is_own else stack.callback(delattr, owner, name)
+            setattr(owner, name, _first(find, original))
         yield
+
+
+def _first(find: Callable[..., Tensor | None], make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What ``find`` finds, or else what ``make`` makes."""
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        found = find(*args, **kwargs)
+        return make(*args, **kwargs) if found is None else found
+
+    return run
