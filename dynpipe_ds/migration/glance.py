@@ -28,9 +28,9 @@ def holds_only_registered(layer: nn.Module | None, names: Names) -> bool:
         return True
     tensors: list[Tensor | None] = []
     for module in layer.modules():
-        tensors += (*module._parameters.values(), *module._buffers.values())
         if not is_usual(type(module)) or names.of(module) is not None:
             return False
+        tensors += (*module._parameters.values(), *module._buffers.values())
         for key, value in vars(module).items():
             is_plain = key in _OF_PARTS or type(value) in ATOMS or (key in TABLES and not value)
             if not is_plain and not _has_no_tensor(value, names):
