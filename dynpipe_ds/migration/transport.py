@@ -211,7 +211,7 @@ class _Stream:
     ) -> None:
         self._rounds: list[_Round] = []
         self.num_bytes = free_bytes = 0
-        for tensor in tensors:
+        for tensor in (t.detach() for t in tensors):  # a parameter may get other memory meanwhile
             start, num_bytes = 0, tensor.nbytes
             is_here = num_bytes >= direct_bytes and tensor.device.type == device.type
             self.num_bytes += num_bytes

@@ -142,6 +142,17 @@ def test_large_tensors_are_never_copied() -> None:
     assert shared.tolist() == list(range(20)) and len(stream.sizes) == 1
 
 
+def test_what_comes_goes_where_its_tensor_was_when_it_was_expected() -> None:
+    """An optimizer that is told of a parameter may give it other memory while its weights travel."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    expected = parameter.detach()
+    stream = _Stream([parameter], round_bytes=200, direct_bytes=50, device=CPU)
+    parameter.data = torch.full((4,), 7.0)
+    stream.shared(0)[0].copy_(torch.ones(4).view(torch.uint8))
+    stream.take(0)
+    assert expected.tolist() == [1.0] * 4 and parameter.tolist() == [7.0] * 4
+
+
 def test_rounds_are_bounded() -> None:
     stream = _Stream([torch.zeros(25, dtype=torch.uint8)] * 3, round_bytes=30, direct_bytes=10, device=CPU)
     sizes = [[m.numel() for m in stream.shared(i) + stream.direct(i)] for i in range(len(stream.sizes))]
