@@ -62,8 +62,8 @@ def post(sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[
     num_receives = len(operations)
     operations += [dist.P2POp(dist.isend, t, rank) for rank, tensors in sorted(sends.items()) for t in tensors]
     works = dist.batch_isend_irecv(operations) if operations else []
-    if len(works) != len(operations):  # one for all
-        return Posted(works, works)
+    if len(works) < len(operations):  # one for all
+        return Posted(works, []) if num_receives else Posted([], works)
     return Posted(works[:num_receives], works[num_receives:])
 
 
