@@ -81,6 +81,7 @@ class _Leaving(NamedTuple):
     journey: Transfer
 
     def finish(self) -> dict[int, Package]:
+        """Take the layers apart to the end."""
         return {layer: packing.finish() for layer, packing in self.packings.items()}
 
 

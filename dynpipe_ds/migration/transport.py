@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 DIRECT_BYTES = 256 * 2**10
 """Tensors of at least so many bytes travel from and into their own memory.
@@ -193,6 +194,7 @@ class _Round(NamedTuple):
 
     @property
     def sizes(self) -> MessageSizes:
+        """Of its messages."""
         return sum(part.num_bytes for part in self.small), [part.num_bytes for part in self.direct]
 
 
@@ -200,21 +202,59 @@ MessageSizes = tuple[int, list[int]]
 """Bytes of the messages of a round: of the one that small parts share, 0 if there is none, and of all others."""
 
 
-class _Stream:
+class _Drain:
+    """Messages of another rank that are received, and of which nothing is kept: they overwrite each other.
+
+    Args:
+        sizes: of the messages, round by round.
+        device: device that the back-end communicates from.
+    """
+
+    def __init__(self, sizes: Sequence[MessageSizes], device: torch.device) -> None:
+        self.sizes = sizes
+        self._room = torch.empty(self._room_bytes(), dtype=torch.uint8, device=device)
+
+    def _room_bytes(self) -> int:
+        return max((size for shared, others in self.sizes for size in (shared, *others)), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(shared + sum(others) for shared, others in self.sizes)
+
+    def shared(self, number: int) -> list[Tensor]:
+        """The message that the small parts of a round share, if there are any."""
+        size = self.sizes[number][0] if number < len(self.sizes) else 0
+        return [self._room[:size]] if size else []
+
+    def direct(self, number: int) -> list[Tensor]:
+        """The messages that large parts of a round are."""
+        return [self._room[:size] for size in self.sizes[number][1]] if number < len(self.sizes) else []
+
+    def take(self, number: int) -> None:
+        """Take in what small parts of a round share, when it has come."""
+
+
+class _Stream(_Drain):
     """A list of tensors sent or received in rounds of bounded size.
 
     Sender and receiver cut alike: by sizes and kinds of device, which both know.
+
+    Args:
+        tensors: dense ones.
+        round_bytes: most bytes of a round.
+        direct_bytes: least size of a message of its own.
+        device: device that the back-end communicates from.
     """
 
     def __init__(
         self, tensors: Iterable[Tensor], round_bytes: int, direct_bytes: int, device: torch.device
     ) -> None:
         self._rounds: list[_Round] = []
-        self.num_bytes = free_bytes = 0
+        free_bytes = 0
         for tensor in (t.detach() for t in tensors):  # a parameter may get other memory meanwhile
             start, num_bytes = 0, tensor.nbytes
             is_here = num_bytes >= direct_bytes and tensor.device.type == device.type
-            self.num_bytes += num_bytes
             while start < num_bytes:
                 if free_bytes == 0:
                     self._rounds.append(_Round([], []))
@@ -224,8 +264,11 @@ class _Stream:
                 (self._rounds[-1].direct if is_direct else self._rounds[-1].small).append(part)
                 start += part.num_bytes
                 free_bytes -= part.num_bytes
-        self.sizes = [each.sizes for each in self._rounds]
-        self._buffer = torch.empty(max((s for s, _ in self.sizes), default=0), dtype=torch.uint8, device=device)
+        super().__init__([each.sizes for each in self._rounds], device)
+
+    @override
+    def _room_bytes(self) -> int:
+        return max((shared for shared, _ in self.sizes), default=0)
 
     def fill(self, number: int) -> None:
         """Copy the small parts of a round into their message, in order to send it."""
@@ -236,45 +279,18 @@ class _Stream:
             else:
                 torch._foreach_copy_(self._places(number), parts)
 
+    @override
+    def direct(self, number: int) -> list[Tensor]:
+        return [part.view() for part in self._rounds[number].direct] if number < len(self.sizes) else []
+
+    @override
     def take(self, number: int) -> None:
-        """Copy the small parts of a round out of their message, which was received."""
         if self.shared(number):
             torch._foreach_copy_([part.view() for part in self._rounds[number].small], self._places(number))
 
     def _places(self, number: int) -> list[Tensor]:
         [shared] = self.shared(number)
         return list(torch.split(shared, [part.num_bytes for part in self._rounds[number].small]))
-
-    def shared(self, number: int) -> list[Tensor]:
-        """The message that the small parts of a round share, if there are any."""
-        size = self.sizes[number][0] if number < len(self.sizes) else 0
-        return [self._buffer[:size]] if size else []
-
-    def direct(self, number: int) -> list[Tensor]:
-        """The messages that large parts of a round are."""
-        return [part.view() for part in self._rounds[number].direct] if number < len(self.sizes) else []
-
-
-class _Drain:
-    """Receives what a stream of another rank sends, and keeps nothing of it: all messages overwrite each other."""
-
-    def __init__(self, sizes: Sequence[MessageSizes], device: torch.device) -> None:
-        self.sizes = sizes
-        self.num_bytes = sum(shared + sum(others) for shared, others in sizes)
-        most_bytes = max((size for shared, others in sizes for size in (shared, *others)), default=0)
-        self._buffer = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-
-    def take(self, number: int) -> None:
-        """Nothing is kept."""
-
-    def shared(self, number: int) -> list[Tensor]:
-        """As that of a stream."""
-        size = self.sizes[number][0] if number < len(self.sizes) else 0
-        return [self._buffer[:size]] if size else []
-
-    def direct(self, number: int) -> list[Tensor]:
-        """As those of a stream."""
-        return [self._buffer[:size] for size in self.sizes[number][1]] if number < len(self.sizes) else []
 
 
 class Transfer:
@@ -302,7 +318,7 @@ class Transfer:
     ) -> None:
         self._cut = buffer_bytes, direct_bytes, device
         self._out = {rank: _Stream(tensors, *self._cut) for rank, tensors in sends.items()}
-        self._into: dict[int, _Stream | _Drain] = {}
+        self._into: dict[int, _Drain] = {}
         self.receive(receives)
         self._round = -1
         self._small = self._large = Posted([], [])
@@ -323,8 +339,8 @@ class Transfer:
         """
         self._into |= {rank: _Drain(its, self._cut[-1]) for rank, its in sizes.items()}
 
-    def message_sizes(self, rank: int) -> list[MessageSizes]:
-        """Those of all rounds to a rank."""
+    def message_sizes(self, rank: int) -> Sequence[MessageSizes]:
+        """Those of all rounds to a rank; none if nothing is sent there."""
         return self._out[rank].sizes if rank in self._out else []
 
     @property

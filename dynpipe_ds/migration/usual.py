@@ -14,23 +14,17 @@ from torch import nn
 TABLES: dict[str, type] = {key: type(value) for key, value in vars(nn.Module()).items() if hasattr(value, "__len__")}
 """Kinds of the tables that every module has, by attribute."""
 
-_OF_TORCH = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__", "__getattribute__")
+_OF_TORCH = tuple(
+    (name, getattr(nn.Module, name))
+    for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__", "__getattribute__")
+)
 _FOR_PICKLE = ("__getnewargs__", "__getnewargs_ex__", "__slots__")
-
-
-_known: dict[type, bool] = {}
 
 
 def is_usual(cls: type) -> bool:
     """Whether modules of a class are their attributes, and are made anew by giving these to an empty one."""
-    if cls not in _known:
-        _known[cls] = _is_usual(cls)
-    return _known[cls]
-
-
-def _is_usual(cls: type) -> bool:
     return (
         not issubclass(cls, torch.jit.ScriptModule) and cls not in copyreg.dispatch_table
-        and all(getattr(cls, name, None) is getattr(nn.Module, name, None) for name in _OF_TORCH)
-        and not any(name in vars(base) for base in cls.__mro__ for name in _FOR_PICKLE)
+        and all(getattr(cls, name) is of_torch for name, of_torch in _OF_TORCH)
+        and not any(hasattr(cls, name) for name in _FOR_PICKLE)
     )

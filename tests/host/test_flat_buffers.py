@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
-from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers
+from dynpipe_ds.host.optimizers.flat_buffers import GroupBuffers, building
 from dynpipe_ds.migration.shards import FlatLayout
 
 SIZE = 32  # elements of a parameter: a whole number of cache lines
@@ -217,3 +219,27 @@ def test_complete_state_is_written_to_the_shares_that_hold_it() -> None:
                 wanted = torch.arange(piece.start, piece.stop).float()
                 assert torch.equal(buffers.master[part], wanted), "without a state of its own: the weights"
                 assert torch.equal(buffers.moments["exp_avg"][part], wanted * 10)
+
+
+def test_a_constructor_gets_finished_buffers_and_other_threads_their_own() -> None:
+    """A snapshot's thread may copy the same weights meanwhile."""
+    made = group([1, 2])
+
+    def masters() -> list[Tensor]:
+        weights = _flatten_dense_tensors(made.members)  # type: ignore[no-untyped-call]
+        return [weights.clone(), made.weights.clone(), torch.zeros_like(input=weights), torch.zeros_like(weights)]
+
+    with building([made]), ThreadPoolExecutor(1) as threads:
+        mine, theirs = masters(), threads.submit(masters).result()
+    assert [mine[i] is made.master for i in (0, 1)] == [True, True] and mine[3] is made.gradients
+    assert not mine[2].any() and mine[2] is not made.gradients
+    assert torch.equal(theirs[0], made.weights) and torch.equal(theirs[1], made.weights)
+    assert all(t is not made.master and t is not made.gradients for t in theirs)
+    assert "clone" not in vars(Tensor) and made.weights.clone() is not made.master
+
+
+def test_functions_of_torch_are_its_own_again_after_an_error() -> None:
+    before = torch.zeros, torch.zeros_like, Tensor.clone, torch._C._nn.flatten_dense_tensors
+    with pytest.raises(MemoryError), building([group([1])]):
+        raise MemoryError
+    assert (torch.zeros, torch.zeros_like, Tensor.clone, torch._C._nn.flatten_dense_tensors) == before

@@ -14,6 +14,7 @@ import functools
 import io
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -293,16 +294,20 @@ def building(groups: Iterable[GroupBuffers]) -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         for (owner, name), find in _AlreadyMade(groups).makers().items():
             original = getattr(owner, name)
-            is_own = name in vars(owner)
-            stack.callback(setattr, owner, name, original) if is_own else stack.callback(delattr, owner, name)
+            if name in vars(owner):
+                stack.callback(setattr, owner, name, original)
+            else:  # inherited
+                stack.callback(delattr, owner, name)
             setattr(owner, name, _first(find, original))
         yield
 
 
 def _first(find: Callable[..., Tensor | None], make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What ``find`` finds, or else what ``make`` makes."""
+    """What ``find`` finds for this thread, or else what ``make`` makes: others may work with tensors of their own."""
+    thread = threading.get_ident()
+
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        found = find(*args, **kwargs)
+        found = find(*args, **kwargs) if args and threading.get_ident() == thread else None
         return make(*args, **kwargs) if found is None else found
 
     return run
