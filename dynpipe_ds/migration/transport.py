@@ -7,6 +7,7 @@ way to it, so no cycle of waiting can form, however many stages send in whatever
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -202,20 +203,18 @@ MessageSizes = tuple[int, list[int]]
 """Bytes of the messages of a round: of the one that small parts share, 0 if there is none, and of all others."""
 
 
-class _Drain:
-    """Messages of another rank that are received, and of which nothing is kept: they overwrite each other.
+class _Messages(ABC):
+    """What one other rank sends here or gets from here.
 
     Args:
         sizes: of the messages, round by round.
+        room_bytes: of the memory that a round's messages share, if any do.
         device: device that the back-end communicates from.
     """
 
-    def __init__(self, sizes: Sequence[MessageSizes], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[MessageSizes], room_bytes: int, device: torch.device) -> None:
         self.sizes = sizes
-        self._room = torch.empty(self._room_bytes(), dtype=torch.uint8, device=device)
-
-    def _room_bytes(self) -> int:
-        return max((size for shared, others in self.sizes for size in (shared, *others)), default=0)
+        self._room = torch.empty(room_bytes, dtype=torch.uint8, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -227,15 +226,32 @@ class _Drain:
         size = self.sizes[number][0] if number < len(self.sizes) else 0
         return [self._room[:size]] if size else []
 
+    @abstractmethod
     def direct(self, number: int) -> list[Tensor]:
         """The messages that large parts of a round are."""
-        return [self._room[:size] for size in self.sizes[number][1]] if number < len(self.sizes) else []
 
+    @abstractmethod
     def take(self, number: int) -> None:
         """Take in what small parts of a round share, when it has come."""
 
 
-class _Stream(_Drain):
+class _Drain(_Messages):
+    """Messages that are received, and of which nothing is kept: they overwrite each other."""
+
+    def __init__(self, sizes: Sequence[MessageSizes], device: torch.device) -> None:
+        most_bytes = max((size for shared, others in sizes for size in (shared, *others)), default=0)
+        super().__init__(sizes, most_bytes, device)
+
+    @override
+    def direct(self, number: int) -> list[Tensor]:
+        return [self._room[:size] for size in self.sizes[number][1]] if number < len(self.sizes) else []
+
+    @override
+    def take(self, number: int) -> None:
+        pass
+
+
+class _Stream(_Messages):
     """A list of tensors sent or received in rounds of bounded size.
 
     Sender and receiver cut alike: by sizes and kinds of device, which both know.
@@ -264,11 +280,8 @@ class _Stream(_Drain):
                 (self._rounds[-1].direct if is_direct else self._rounds[-1].small).append(part)
                 start += part.num_bytes
                 free_bytes -= part.num_bytes
-        super().__init__([each.sizes for each in self._rounds], device)
-
-    @override
-    def _room_bytes(self) -> int:
-        return max((shared for shared, _ in self.sizes), default=0)
+        sizes = [each.sizes for each in self._rounds]
+        super().__init__(sizes, max((shared for shared, _ in sizes), default=0), device)
 
     def fill(self, number: int) -> None:
         """Copy the small parts of a round into their message, in order to send it."""
@@ -318,7 +331,7 @@ class Transfer:
     ) -> None:
         self._cut = buffer_bytes, direct_bytes, device
         self._out = {rank: _Stream(tensors, *self._cut) for rank, tensors in sends.items()}
-        self._into: dict[int, _Drain] = {}
+        self._into: dict[int, _Messages] = {}
         self.receive(receives)
         self._round = -1
         self._small = self._large = Posted([], [])

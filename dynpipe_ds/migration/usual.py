@@ -15,7 +15,7 @@ TABLES: dict[str, type] = {key: type(value) for key, value in vars(nn.Module()).
 """Kinds of the tables that every module has, by attribute."""
 
 _OF_TORCH = tuple(
-    (name, getattr(nn.Module, name))
+    (name, getattr(nn.Module, name, None))  # before Python 3.11 not every object has a __getstate__
     for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__", "__getattribute__")
 )
 _FOR_PICKLE = ("__getnewargs__", "__getnewargs_ex__", "__slots__")
@@ -25,6 +25,6 @@ def is_usual(cls: type) -> bool:
     """Whether modules of a class are their attributes, and are made anew by giving these to an empty one."""
     return (
         not issubclass(cls, torch.jit.ScriptModule) and cls not in copyreg.dispatch_table
-        and all(getattr(cls, name) is of_torch for name, of_torch in _OF_TORCH)
+        and all(getattr(cls, name, None) is of_torch for name, of_torch in _OF_TORCH)
         and not any(hasattr(cls, name) for name in _FOR_PICKLE)
     )

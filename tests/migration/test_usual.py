@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from dynpipe_ds.migration import usual
 from dynpipe_ds.migration.packing import make_room, pack, unpack
 from dynpipe_ds.migration.usual import TABLES, is_usual
 
@@ -71,3 +74,19 @@ def test_what_is_in_tables_arrives() -> None:
     arrived = carried(module)
     assert not arrived.training and arrived[0]._non_persistent_buffers_set == {"late"}
     assert arrived[0].late.tolist() == [0, 1, 2] and list(arrived[0].state_dict()) == list(module[0].state_dict())
+
+
+def test_it_works_where_classes_have_no_getstate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.11 objects have none by themselves, so that asking a class for it fails."""
+    class WithoutState(type(nn.Module)):  # type: ignore[misc]
+        def __getattribute__(cls, name: str) -> object:
+            if name == "__getstate__":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    class Old(nn.Module, metaclass=WithoutState):
+        pass
+
+    monkeypatch.setattr(nn, "Module", Old)
+    module = runpy.run_path(str(usual.__file__))
+    assert module["is_usual"](Old) and not module["is_usual"](WithState)
