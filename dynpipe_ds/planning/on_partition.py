@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.memory import activation_caps, late_layers
-from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, Tried, go_on_planning
+from dynpipe_ds.planning.planner import EFFORT, PlannedOrder, plan_order
 from dynpipe_ds.simulation import Workload
 from dynpipe_ds.simulation.workload import Seconds
 
@@ -45,41 +44,21 @@ def plan_on_partition(
     Raises:
         ValueError: when a worker has no room for its layers and one micro-batch.
     """
-    return go_on_planning_on(
-        Tried(), profile, boundaries, worker_bytes, weight_bytes=weight_bytes, activation_link_s=activation_link_s,
-        gradient_link_s=gradient_link_s, speeds=speeds, effort=effort, varying=varying,
-    )
-
-
-def go_on_planning_on(
-    tried: Tried, profile: PipelineProfile, boundaries: Placement | Sequence[int], worker_bytes: int | Sequence[int],
-    *, weight_bytes: Sequence[int] | None, effort: int, varying: Sequence[PipelineProfile], **kwargs: Any,
-) -> PlannedOrder:
-    """Do as :func:`plan_on_partition` does where some policies were tried before.
-
-    Args:
-        tried: what they gave with all weight gradients apart.
-        profile: seconds and bytes of every layer, and M.
-        boundaries: S + 1 layer indices, or a placement that is a partition.
-        worker_bytes: state and activations that a worker may hold.
-        weight_bytes: that a layer holds between both halves of a backward.
-        effort: how many computations to look at.
-        varying: batches that the profile is the mean of.
-        **kwargs: links and speeds, for :meth:`~dynpipe_ds.simulation.Workload.from_profile`.
-    """
     caps = activation_caps(profile, boundaries, worker_bytes)
 
-    def plan(late: Sequence[int], effort: int, tried: Tried) -> PlannedOrder:
+    def plan(late: Sequence[int], effort: int) -> PlannedOrder:
         workload, *batches = (
-            Workload.from_profile(each, boundaries, weight_bytes=weight_bytes, late=late, **kwargs)
+            Workload.from_profile(
+                each, boundaries, speeds=speeds, weight_bytes=weight_bytes, late=late,
+                activation_link_s=activation_link_s, gradient_link_s=gradient_link_s,
+            )
             for each in (profile, *varying)
-        )
-        return go_on_planning(tried, workload, caps, effort=effort, late=late, varying=batches)
+        )  # fmt: skip
+        return plan_order(workload, caps, effort=effort, late=late, varying=batches)
 
     late = late_layers(profile, boundaries, caps, weight_bytes)
     if not late:
-        return plan((), effort, tried)
-    apart = plan((), effort // 2, tried)
-    some = plan(late, effort // 2, Tried(apart.usual))
+        return plan((), effort)
+    apart, some = plan((), effort // 2), plan(late, effort // 2)
     best = min(apart, some, key=lambda one: one.seconds)
     return replace(best, num_computations=apart.num_computations + some.num_computations)

@@ -116,35 +116,16 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
-    return go_on_planning(Tried(), workload, activation_caps, effort=effort, late=late, varying=varying)
-
-
-def go_on_planning(
-    tried: Tried, workload: Workload, activation_caps: int | Sequence[int] | None, *, effort: int,
-    late: Sequence[int], varying: Sequence[Workload],
-) -> PlannedOrder:
-    """Do as :func:`plan_order` does where some policies were tried before.
-
-    Args:
-        tried: what they gave.
-        workload: seconds and bytes of every stage.
-        activation_caps: most bytes of activations that a stage may hold.
-        effort: how many computations to look at.
-        late: of the order.
-        varying: batches that the workload is the mean of.
-    """
-    usual = tried.usual or simulate(workload, "1f1b")
+    usual = simulate(workload, "1f1b")
     caps = checked_caps(workload, activation_caps, usual)
-    least_s = least_seconds(workload, caps)
+    enough_s = least_seconds(workload, caps) * (1 + SAME)
     size = num_computations(workload.num_stages, workload.num_micro_batches)
-    count = max(QUICK, effort // (size + len(varying) * size // AS_LONG))
-    policies = first_policies(workload.num_stages, count)
-    found = tried.go_on(workload, caps, policies, least_s * (1 + SAME), varying=varying)
-    looked_at = found.num_computations - tried.num_computations
-    usual_s = seconds_of_1f1b(usual, varying, found.best_s * (1 + SAME)) if fits(usual, caps) else None
-    if usual_s is None:
-        return PlannedOrder(workload, found.best, usual, least_s, looked_at, tuple(late), found.varying_s)
-    return PlannedOrder(workload, None, usual, least_s, looked_at, tuple(late), usual_s)
+    tried = Tried()
+    for policy in first_policies(workload.num_stages, max(QUICK, effort // (size + len(varying) * size // AS_LONG))):
+        if tried.best_s <= enough_s:
+            break
+        tried = tried.under(policy, workload, caps, varying=varying)
+    return tried.planned(workload, caps, usual, late=late, varying=varying)
 
 
 def seconds_of_1f1b(usual: Simulation, varying: Sequence[Workload], limit_s: float) -> tuple[float, ...] | None:
@@ -166,17 +147,13 @@ class Tried:
     """What some policies gave for a workload.
 
     Args:
-        usual: a batch under 1F1B, if that is known.
         best: the shortest run; of equal ones the first.
         varying_s: seconds of each of the batches that vary, in the sequence of that run.
-        num_policies: that were tried.
         num_computations: that all runs looked at.
     """
 
-    usual: Simulation | None = None
     best: Listing | None = None
     varying_s: tuple[float, ...] = ()
-    num_policies: int = 0
     num_computations: int = 0
 
     @property
@@ -186,37 +163,46 @@ class Tried:
             return fmean(self.varying_s)
         return inf if self.best is None else self.best.seconds
 
-    def go_on(
-        self, workload: Workload, caps: Sequence[int], policies: Sequence[Policy], enough_s: float,
-        limit_s: float = inf, *, varying: Sequence[Workload] = (),
+    def under(
+        self, policy: Policy, workload: Workload, caps: Sequence[int], limit_s: float = inf,
+        *, varying: Sequence[Workload] = (),
     ) -> Tried:
-        """Try those of the policies that were not tried yet.
+        """Try one more.
 
         Args:
+            policy: that was not tried yet.
             workload: what to run.
             caps: as :func:`checked_caps` has them.
-            policies: all of them.
-            enough_s: seconds that nothing can be shorter than: one that reaches them ends the tries.
             limit_s: seconds beyond which a run is given up.
             varying: batches that the workload is the mean of.
         """
-        found = self
-        for policy in policies[self.num_policies :]:
-            if found.best_s <= enough_s:
-                break
-            listing = list_order(workload, caps, policy, limit_s=min(limit_s, found.best_s))
-            found = found._with(listing, varying, len(policies))
-        return found
-
-    def _with(self, listing: Listing, varying: Sequence[Workload], num_policies: int) -> Tried:
-        looked_at = self.num_computations + listing.num_computations
-        found, varying_s = Tried(self.usual, listing), tuple[float, ...]()
-        if varying and listing.seconds < self.best_s and (self.best is None or self.best.ran != listing.ran):
+        listing = list_order(workload, caps, policy, limit_s=min(limit_s, self.best_s))
+        found = Tried(listing, num_computations=self.num_computations + listing.num_computations)
+        is_new = listing.seconds < self.best_s and (self.best is None or self.best.ran != listing.ran)
+        if varying and is_new:
             varying_s = tuple(retimed_s(listing, batch) for batch in varying)
-            looked_at += len(varying) * listing.num_computations // AS_LONG
-            found = replace(found, varying_s=varying_s)
-        best = found if (varying_s or not varying) and found.best_s < self.best_s else self
-        return replace(best, num_policies=num_policies, num_computations=looked_at)
+            looked_at = found.num_computations + len(varying) * listing.num_computations // AS_LONG
+            found = replace(found, varying_s=varying_s, num_computations=looked_at)
+        is_better = is_new and found.best_s < self.best_s
+        return found if is_better else replace(self, num_computations=found.num_computations)
+
+    def planned(
+        self, workload: Workload, caps: Sequence[int], usual: Simulation, *, late: Sequence[int],
+        varying: Sequence[Workload],
+    ) -> PlannedOrder:
+        """The shortest run, or 1F1B where that is as short and keeps the caps.
+
+        Args:
+            workload: that was tried.
+            caps: the same.
+            usual: a batch of it under 1F1B.
+            late: of the order.
+            varying: batches that the workload is the mean of.
+        """
+        usual_s = seconds_of_1f1b(usual, varying, self.best_s * (1 + SAME)) if fits(usual, caps) else None
+        best, varying_s = (self.best, self.varying_s) if usual_s is None else (None, usual_s)
+        least_s = least_seconds(workload, caps)
+        return PlannedOrder(workload, best, usual, least_s, self.num_computations, tuple(late), varying_s)
 
 
 def num_computations(num_stages: int, num_micro_batches: int) -> int:
@@ -254,12 +240,12 @@ def fits(simulation: Simulation, caps: Sequence[int]) -> bool:
     return all(stage.peak_activation_bytes <= cap for stage, cap in zip(simulation.stages, caps, strict=True))
 
 
-def first_policies(num_stages: int, count: int) -> list[Policy]:
+def first_policies(num_stages: int, count: int | None = None) -> list[Policy]:
     """Some policies, those first that add the most.
 
     Args:
         num_stages: S.
-        count: how many, if there are so many.
+        count: how many, if there are so many; ``None``: all.
     """
     all_of_them = (Policy(round(share * num_stages), patience, depth) for share, patience, depth in _POLICIES)
     return list(islice(dict.fromkeys(all_of_them), count))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import zip_longest
 from math import inf
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +17,8 @@ from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds, num_ahead
-from dynpipe_ds.planning.listing import SAME
-from dynpipe_ds.planning.memory import activation_caps, worker_bytes_of_1f1b
-from dynpipe_ds.planning.on_partition import go_on_planning_on
+from dynpipe_ds.planning.listing import SAME, Policy
+from dynpipe_ds.planning.memory import activation_caps, late_layers, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import (
     EFFORT,
     QUICK,
@@ -26,18 +26,16 @@ from dynpipe_ds.planning.planner import (
     Tried,
     first_policies,
     fits,
-    num_computations,
     seconds_of_1f1b,
 )  # fmt: skip
-from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation import Simulation, Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 
 SEARCH_EFFORT = 2 * EFFORT
 """Computations that planning partition and order together may look at: half a second on 24 stages."""
 
-_SHORTLIST = 3  # partitions that get all policies
-_PLAN = 4  # times the computations of a batch that planning one takes at least
-_SHARE_OF_SEARCH = 2 / 3  # of the effort
+_PATIENCE = 10  # trials in a row that find nothing shorter: what is left of the effort is worth more in a later search
+_SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
 
@@ -80,10 +78,10 @@ def plan_batch(
     """Choose a partition and an order so that a batch takes the fewest seconds.
 
     The best cut under a planned order is another than under 1F1B: what a stage waits for and what it may hold differ.
-    The search starts from the best candidate, and from the one that a lower bound of the seconds leads to; it moves
-    one boundary, or some neighbouring ones together, by one layer. Partitions whose lower bound is above the best
-    seconds known are passed over. The result is never slower than 1F1B on a candidate, where that keeps the caps.
-    Deterministic; of equally short ones the first.
+    The search starts from the best candidate, or the partition that a lower bound of the seconds leads to. By turns it
+    moves one boundary, or some neighbouring ones together, by one layer, and plans the best partition known under
+    another policy. Partitions whose lower bound is above the best seconds known are passed over. The result is never
+    slower than 1F1B on a candidate, where that keeps the caps. Deterministic; of equally short ones the first.
 
     Args:
         profile: seconds and bytes of every layer, and M.
@@ -116,63 +114,179 @@ def plan_batch(
     )
     links = tuple(links_s(profile, num_stages, given) for given in (activation_link_s, gradient_link_s))
     case = _Case(profile, problem, worker_bytes, starts[0], weight_bytes, (links[0], links[1]), varying)
-    met, looked_at = _search(case, starts, int(effort * _SHARE_OF_SEARCH))
-    size = num_computations(num_stages, profile.num_micro_batches)
-    num_listed = min(_SHORTLIST, max(1, (effort - looked_at) // (_PLAN * size)))
-    shortlist = dict.fromkeys(islice(sorted(met, key=lambda cuts: met[cuts].seconds), num_listed))
-    present = own_cuts(problem, starts[0])
-    if present is not None and present in met:
-        shortlist[present] = None  # to be compared on equal terms
-    share = (effort - looked_at) // len(shortlist)
-    plans = {cuts: case.plan(cuts, met[cuts].tried, share) for cuts in shortlist}
-    best = min(plans, key=lambda cuts: plans[cuts].seconds)
-    looked_at += sum(plan.num_computations for plan in plans.values()) + case.num_bounded // _BOUNDS_A_COMPUTATION
-    at_present = plans.get(present) if present is not None else None
-    return PlannedBatch(Placement.of(case.boundaries(best)), plans[best], at_present, looked_at)
+    search = _Search(case, starts)
+    search.go_on(effort * (_SHARE_WHERE_VARYING if varying else 1.0))
+    present = search.compare_with(own_cuts(problem, starts[0]))
+    return PlannedBatch(
+        Placement.of(case.boundaries(search.best.cuts)), search.best.planned(),
+        None if present is None else present.planned(),
+        search.num_computations + case.num_bounded // _BOUNDS_A_COMPUTATION,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Met:
-    """A partition that the search has looked at.
+class _Way(NamedTuple):
+    """How an order is made: under which policy, and whether gradients of weights may wait only where there is room."""
 
-    Args:
-        seconds: of a batch under the first policies, or 1F1B, as batches vary; infinite when above the limit.
-        tried: those policies.
+    policy: Policy
+    is_late: bool
+
+
+class _Partition:
+    """A partition that the search has met, and what was tried on it.
+
+    Attributes:
+        cuts: the partition.
+        late: layers of each stage whose gradients of weights have room to wait; empty if all have.
+        ways: that were tried.
+        way: the one that gave the shortest batch.
     """
 
-    seconds: float
-    tried: Tried
+    def __init__(self, case: _Case, cuts: Cuts) -> None:
+        self.cuts, self._case, self._caps = cuts, case, case.caps(cuts)
+        self.late = case.late(cuts, self._caps)
+        self.ways: set[_Way] = set()
+        self.way = _Way(case.policies[0], is_late=False)
+        self._tried = {is_late: Tried() for is_late in (False, True)}
+        self._workloads: dict[bool, list[Workload]] = {}
+        self._usual: Simulation | None = None
+        self._usual_s = inf
+
+    @property
+    def seconds(self) -> float:
+        """The shortest batch known on it, as batches vary."""
+        return min(self._usual_s, *(tried.best_s for tried in self._tried.values()))
+
+    def workloads(self, *, is_late: bool) -> list[Workload]:
+        """Of the profile, and of each batch that it is the mean of."""
+        if is_late not in self._workloads:
+            self._workloads[is_late] = self._case.workloads(self.cuts, self.late if is_late else ())
+        return self._workloads[is_late]
+
+    def run_1f1b(self) -> None:
+        """Time it under 1F1B, if it may run that."""
+        workload, *varying = self.workloads(is_late=False)
+        usual = self._usual = simulate(workload, "1f1b")
+        if fits(usual, self._caps) and (seconds := seconds_of_1f1b(usual, varying, inf)) is not None:
+            self._usual_s = fmean(seconds) if seconds else usual.makespan_s
+
+    def as_here(self, way: _Way) -> _Way:
+        """A way of another partition's, as it can be gone on this one."""
+        return way if self.late else way._replace(is_late=False)
+
+    def go(self, way: _Way, limit_s: float) -> int:
+        """Try a way; returns how many computations that looked at."""
+        self.ways.add(way)
+        before, before_s = self._tried[way.is_late], self.seconds
+        workload, *varying = self.workloads(is_late=way.is_late)
+        tried = self._tried[way.is_late] = before.under(way.policy, workload, self._caps, limit_s, varying=varying)
+        if self.seconds < before_s:
+            self.way = way
+        return tried.num_computations - before.num_computations
+
+    def planned(self) -> PlannedOrder:
+        """Its shortest order."""
+        is_late = self._tried[True].best_s < self._tried[False].best_s
+        workload, *varying = self.workloads(is_late=is_late)
+        usual = self._usual or simulate(workload, "1f1b")  # no backward is split in it, so it is the same in either way
+        return self._tried[is_late].planned(
+            workload, self._caps, usual, late=self.late if is_late else (), varying=varying
+        )
 
 
-def _search(case: _Case, starts: Sequence[tuple[int, ...]], effort: int) -> tuple[dict[Cuts, _Met], int]:
-    """Local search; returns the partitions that it met, and what it looked at."""
-    allowed = _allowed(case, starts)
-    met = {cuts: case.meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)])}
-    left = effort - sum(each.tried.num_computations for each in met.values())
-    best = min(met, key=lambda cuts: met[cuts].seconds)
-    while left > 0:
-        better, left = _improve(case, best, met, left)
-        if better is None:
-            break
-        best = better
-    return met, effort - left
+_Trial = tuple[_Partition, _Way]
 
 
-def _improve(case: _Case, best: Cuts, met: dict[Cuts, _Met], effort: int) -> tuple[Cuts | None, int]:
-    """The first shorter partition around the best one, None if there is none, and what is left of the effort."""
-    around = neighbours(case.problem, best)
-    least_s = case.least_s(around)
-    longest_s = met[best].seconds * (1 - SAME)
-    for i in np.argsort(least_s, kind="stable").tolist():
-        if effort <= 0 or least_s[i] >= longest_s:
-            break
-        cuts = tuple(around[i].tolist())
-        found = case.meet(cuts, longest_s)
-        effort -= found.tried.num_computations
-        if found.seconds <= longest_s:
-            met[cuts] = found
-            return cuts, effort
-    return None, effort
+class _Search:
+    """Local search over partitions and ways.
+
+    Attributes:
+        best: the partition of the shortest batch.
+        num_computations: that it looked at.
+    """
+
+    def __init__(self, case: _Case, starts: Sequence[tuple[int, ...]]) -> None:
+        self._case = case
+        self._met: dict[Cuts, _Partition] = {}
+        self.num_computations = 0
+        allowed = _allowed(case, starts)
+        first, *others = (self._meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)]))
+        self.best = first
+        first.run_1f1b()
+        for policy in case.policies[:QUICK]:
+            self._try(first, _Way(policy, is_late=False))
+        for other in others:
+            other.run_1f1b()
+            if other.seconds < self.best.seconds:
+                self.best = other
+            self._try(other, other.as_here(self.best.way))
+
+    def go_on(self, effort: float) -> None:
+        """Search until so much was looked at, or enough was tried in vain."""
+        turns = self._around, self._ways
+        trials, num_failed = self._by_turns(*turns), 0
+        while num_failed < _PATIENCE and self.num_computations < effort:
+            before, trial = self.best, next(trials, None)
+            if trial is None:
+                return
+            num_failed += 1
+            if self._try(*trial):  # then the other kind has its turn
+                turns = (self._around, self._ways) if self.best is before else (self._ways, self._around)
+                trials, num_failed = self._by_turns(*turns), 0
+
+    def compare_with(self, cuts: Cuts | None) -> _Partition | None:
+        """Try the best way on another partition, which has been a start, to compare it on equal terms.
+
+        Returns:
+            That partition; ``None`` if it is not allowed.
+        """
+        partition = None if cuts is None else self._met.get(cuts)
+        if partition is not None and partition is not self.best:
+            way = partition.as_here(self.best.way)
+            if way not in partition.ways:
+                self.num_computations += partition.go(way, partition.seconds)
+            if partition.seconds <= self.best.seconds:
+                self.best = partition
+        return partition
+
+    def _meet(self, cuts: Cuts) -> _Partition:
+        if cuts not in self._met:
+            self._met[cuts] = _Partition(self._case, cuts)
+        return self._met[cuts]
+
+    def _try(self, partition: _Partition, way: _Way) -> bool:
+        """Whether a way on a partition is shorter than all before."""
+        before_s = self.best.seconds
+        self.num_computations += partition.go(way, before_s)
+        is_shorter = partition.seconds <= before_s * (1 - SAME)
+        if is_shorter:
+            self.best = partition
+        return is_shorter
+
+    @staticmethod
+    def _by_turns(first: Callable[[], Iterator[_Trial]], second: Callable[[], Iterator[_Trial]]) -> Iterator[_Trial]:
+        return (trial for pair in zip_longest(first(), second()) for trial in pair if trial is not None)
+
+    def _around(self) -> Iterator[_Trial]:
+        """The best way on partitions around the best one, those of small bounds first."""
+        best, longest_s = self.best, self.best.seconds * (1 - SAME)
+        around = neighbours(self._case.problem, best.cuts)
+        least_s = self._case.least_s(around)
+        for i in np.argsort(least_s, kind="stable").tolist():
+            if least_s[i] >= longest_s:
+                return
+            partition = self._meet(tuple(around[i].tolist()))
+            way = partition.as_here(best.way)
+            if way not in partition.ways:
+                yield partition, way
+
+    def _ways(self) -> Iterator[_Trial]:
+        """Other ways on the best partition."""
+        best, policies = self.best, (self.best.way.policy, *self._case.policies)
+        kinds = (best.way.is_late, not best.way.is_late) if best.late else (False,)
+        nearest = (_Way(best.way.policy, is_late) for is_late in kinds)
+        for way in dict.fromkeys((*nearest, *(_Way(policy, is_late) for is_late in kinds for policy in policies))):
+            if way not in best.ways:
+                yield best, way
 
 
 def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
@@ -215,7 +329,7 @@ class _Case:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.policies = first_policies(problem.num_stages, QUICK)
+        self.policies = first_policies(problem.num_stages)
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_bounded = 0
 
@@ -238,25 +352,21 @@ class _Case:
     def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
         return tuple(self.problem.starts[cut] for cut in cuts)
 
-    def workloads(self, cuts: Cuts) -> list[Workload]:
+    def workloads(self, cuts: Cuts, late: Sequence[int]) -> list[Workload]:
         """Of the profile, and of each batch that it is the mean of."""
         return [
             Workload.from_profile(
-                profile, self.boundaries(cuts), speeds=self.problem.speeds,
-                weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+                profile, self.boundaries(cuts), speeds=self.problem.speeds, weight_bytes=self.weight_bytes, late=late,
+                activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
             )
             for profile in (self.profile, *self.varying)
         ]  # fmt: skip
 
-    def plan(self, cuts: Cuts, tried: Tried, effort: int) -> PlannedOrder:
-        return go_on_planning_on(
-            tried, self.profile, self.boundaries(cuts), self.worker_bytes, speeds=self.problem.speeds,
-            weight_bytes=self.weight_bytes, activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
-            effort=effort, varying=self.varying,
-        )
-
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
         return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
+
+    def late(self, cuts: Cuts, caps: Sequence[int]) -> tuple[int, ...]:
+        return late_layers(self.profile, self.boundaries(cuts), caps, self.weight_bytes)
 
     def least_s(self, candidates: IntArray) -> FloatArray:
         """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""
@@ -281,19 +391,3 @@ class _Case:
             ahead_s=num_ahead(caps, activation_bytes, count) * forward_s,
         )
         return np.where((caps >= activation_bytes).all(axis=1), found.mean(axis=0), inf)
-
-    def meet(self, cuts: Cuts, limit_s: float | None = None) -> _Met:
-        """Seconds of a batch under the first policies; without a limit, under 1F1B, too."""
-        (workload, *batches), caps = self.workloads(cuts), self.caps(cuts)
-        if limit_s is not None:
-            tried = Tried().go_on(workload, caps, self.policies, 0.0, limit_s, varying=batches)
-            return _Met(tried.best_s, tried)
-        usual = simulate(workload, "1f1b")
-        is_allowed = fits(usual, caps)
-        tried = Tried(usual).go_on(
-            workload, caps, self.policies, 0.0, usual.makespan_s if is_allowed and not batches else inf, varying=batches
-        )
-        usual_s = seconds_of_1f1b(usual, batches, tried.best_s) if is_allowed else None
-        if usual_s is None:
-            return _Met(tried.best_s, tried)
-        return _Met(fmean(usual_s) if usual_s else usual.makespan_s, tried)
