@@ -117,11 +117,10 @@ def plan_batch(
     search = _Search(case, starts)
     search.go_on(effort * (_SHARE_WHERE_VARYING if varying else 1.0))
     present = search.compare_with(own_cuts(problem, starts[0]))
-    return PlannedBatch(
-        Placement.of(case.boundaries(search.best.cuts)), search.best.planned(),
-        None if present is None else present.planned(),
-        search.num_computations + case.num_bounded // _BOUNDS_A_COMPUTATION,
-    )  # fmt: skip
+    plans = {partition: partition.planned() for partition in (search.best, present) if partition is not None}
+    looked_at = search.num_computations + case.num_bounded // _BOUNDS_A_COMPUTATION
+    at_present = None if present is None else plans[present]
+    return PlannedBatch(Placement.of(case.boundaries(search.best.cuts)), plans[search.best], at_present, looked_at)
 
 
 class _Way(NamedTuple):

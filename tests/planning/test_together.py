@@ -84,6 +84,34 @@ def test_better_than_either_alone() -> None:
     assert min(gains) > 1.03 and np.mean(gains) > 1.15, gains
 
 
+def test_more_effort_finds_shorter_batches_and_is_not_exceeded() -> None:
+    """A longer search goes on where a shorter one ended; one trial may begin with what is left."""
+    efforts, size, gains = (0, 2_000, 6_000, 60_000), 3 * 6 * 10, []
+    for seed in range(6):
+        profile = random_profile(seed, 18, 10)
+        found = [plan_batch(half(profile), [(0, 3, 6, 9, 12, 15, 18)], effort=effort) for effort in efforts]
+        seconds = [one.seconds for one in found]
+        assert seconds == sorted(seconds, reverse=True), seconds
+        assert found[0].num_computations <= 4 * size, "two policies on the candidate, and one where the bound leads to"
+        assert all(one.num_computations <= most + 2 * size for one, most in zip(found[1:], efforts[1:], strict=True))
+        gains.append(seconds[0] / seconds[-1])
+    assert sum(gain > 1.02 for gain in gains) >= 5, gains
+
+
+def test_the_present_partition_is_compared_on_equal_terms() -> None:
+    """It is planned in the way that is the best on the partition found, too, and kept if that is no longer."""
+    stayed = 0
+    for seed in range(8):
+        profile = random_profile(seed, 8, 6)
+        start = simulated(profile.costs("time"), 4, profile=profile).boundaries
+        found = plan_batch(half(profile), [start], effort=1_500)
+        assert found.present is not None and found.present.seconds >= found.seconds
+        if found.placement.boundaries == start:
+            assert found.present.order == found.planned.order
+            stayed += 1
+    assert 0 < stayed < 8, stayed
+
+
 def test_never_slower_than_1f1b_on_a_candidate() -> None:
     """Nothing can be split, and as little memory as can be: then the candidate as it is."""
     for seed in range(6):
