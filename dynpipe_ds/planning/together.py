@@ -34,7 +34,7 @@ from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 SEARCH_EFFORT = 2 * EFFORT
 """Computations that planning partition and order together may look at: half a second on 24 stages."""
 
-_PATIENCE = 10  # trials in a row that find nothing shorter: what is left of the effort is worth more in a later search
+_PATIENCE = 20  # trials in a row that find nothing shorter: what is left of the effort is worth more in a later search
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
