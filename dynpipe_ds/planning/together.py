@@ -26,6 +26,7 @@ from dynpipe_ds.planning.planner import (
     Tried,
     first_policies,
     fits,
+    num_computations,
     seconds_of_1f1b,
 )  # fmt: skip
 from dynpipe_ds.simulation import Simulation, Workload, simulate
@@ -34,7 +35,8 @@ from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 SEARCH_EFFORT = 2 * EFFORT
 """Computations that planning partition and order together may look at: half a second on 24 stages."""
 
-_PATIENCE = 20  # trials in a row that find nothing shorter: what is left of the effort is worth more in a later search
+_PATIENCE = 10  # trials in a row that find nothing shorter, at least: what is left is worth more in a later search
+_SHARE_IN_VAIN = 0.25  # of the effort that trials in a row may take at most if they find nothing shorter
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
@@ -223,7 +225,8 @@ class _Search:
         """Search until so much was looked at, or enough was tried in vain."""
         turns = self._around, self._ways
         trials, num_failed = self._by_turns(*turns), 0
-        while num_failed < _PATIENCE and self.num_computations < effort:
+        patience = max(_PATIENCE, _SHARE_IN_VAIN * effort / self._case.size)
+        while num_failed < patience and self.num_computations < effort:
             before, trial = self.best, next(trials, None)
             if trial is None:
                 return
@@ -330,7 +333,7 @@ class _Case:
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.policies = first_policies(problem.num_stages)
         self.varying, self.until = varying, self._until(varying or [profile])
-        self.num_bounded = 0
+        self.num_bounded, self.size = 0, num_computations(problem.num_stages, profile.num_micro_batches)
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
         """Of each batch the sums over the first groups of layers, by what is summed."""
