@@ -175,6 +175,9 @@ class Tried:
             caps: as :func:`checked_caps` has them.
             limit_s: seconds beyond which a run is given up.
             varying: batches that the workload is the mean of.
+
+        Returns:
+            The same with that one, and the computations that it looked at.
         """
         listing = list_order(workload, caps, policy, limit_s=min(limit_s, self.best_s))
         found = Tried(listing, num_computations=self.num_computations + listing.num_computations)

@@ -225,7 +225,7 @@ class _Search:
         """Search until so much was looked at, or enough was tried in vain."""
         turns = self._around, self._ways
         trials, num_failed = self._by_turns(*turns), 0
-        patience = max(_PATIENCE, _SHARE_IN_VAIN * effort / self._case.size)
+        patience = max(_PATIENCE, _SHARE_IN_VAIN * effort / self._case.num_computations)
         while num_failed < patience and self.num_computations < effort:
             before, trial = self.best, next(trials, None)
             if trial is None:
@@ -282,8 +282,10 @@ class _Search:
                 yield partition, way
 
     def _ways(self) -> Iterator[_Trial]:
-        """Other ways on the best partition."""
+        """Other ways on the best partition, unless none can be shorter there."""
         best, policies = self.best, (self.best.way.policy, *self._case.policies)
+        if best.seconds <= float(self._case.least_s(np.array([best.cuts]))[0]) * (1 + SAME):
+            return
         kinds = (best.way.is_late, not best.way.is_late) if best.late else (False,)
         nearest = (_Way(best.way.policy, is_late) for is_late in kinds)
         for way in dict.fromkeys((*nearest, *(_Way(policy, is_late) for is_late in kinds for policy in policies))):
@@ -333,7 +335,8 @@ class _Case:
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.policies = first_policies(problem.num_stages)
         self.varying, self.until = varying, self._until(varying or [profile])
-        self.num_bounded, self.size = 0, num_computations(problem.num_stages, profile.num_micro_batches)
+        self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)  # of a batch
+        self.num_bounded = 0
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
         """Of each batch the sums over the first groups of layers, by what is summed."""

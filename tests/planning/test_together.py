@@ -98,6 +98,15 @@ def test_more_effort_finds_shorter_batches_and_is_not_exceeded() -> None:
     assert sum(gain > 1.02 for gain in gains) >= 5, gains
 
 
+def test_nothing_is_tried_where_nothing_can_be_shorter() -> None:
+    """Equal layers, whose order has no bubble but that of filling: the bound is reached, and the search ends."""
+    layers = tuple(LayerProfile(f"l{i}", 1.0, 2.0, 10, 40, 40, 80, 1000) for i in range(8))
+    profile = half(PipelineProfile(0, (), 16, layers, ()))
+    found = plan_batch(profile, [(0, 2, 4, 6, 8)], worker_bytes=10**9)
+    assert found.seconds <= found.planned.least_s * (1 + SAME)
+    assert found.num_computations <= 3 * (3 * 4 * 16)
+
+
 def test_the_present_partition_is_compared_on_equal_terms() -> None:
     """It is planned in the way that is the best on the partition found, too, and kept if that is no longer."""
     stayed = 0
