@@ -70,10 +70,8 @@ def circle(folder: Path) -> list[str]:
     """Modules of a folder that import each other in a circle, also for types; empty if there is none."""
     modules = {file.stem: file for file in folder.glob("*.py") if file.stem != "__init__"}
     package = ".".join(("dynpipe_ds", *folder.relative_to(PACKAGE).parts))
-    needed = {
-        name: {other for other in modules if f"{package}.{other}" in imported(file, lazily=True)}
-        for name, file in modules.items()
-    }
+    needs = {name: imported(file, lazily=True) for name, file in modules.items()}
+    needed = {name: {other for other in modules if f"{package}.{other}" in found} for name, found in needs.items()}
     while free := {name for name, others in needed.items() if not others & needed.keys()}:
         needed = {name: others for name, others in needed.items() if name not in free}
     return sorted(needed)
