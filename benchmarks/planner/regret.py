@@ -187,7 +187,8 @@ def main() -> None:
     options = parser.parse_args()
     wanted = cases(options.stages, options.batches, options.scenarios, halves=options.halves, jitter=options.jitter)
     jobs = [(case, orders == "planned") for case in wanted for orders in options.orders]
-    name = f"regret_{options.batches}{'_halves' if options.halves else ''}{'_jitter' if options.jitter else ''}"
+    some = "" if options.stages == sorted(SIZES) else "_of_" + "_".join(map(str, options.stages))
+    name = f"regret_{options.batches}{some}{'_halves' if options.halves else ''}{'_jitter' if options.jitter else ''}"
     report = Report(name, options.out, "simulation", False, "`auto` against static cuts and fixed intervals")
     rows: list[Row] = []
     with get_context("forkserver").Pool(options.processes) as pool:

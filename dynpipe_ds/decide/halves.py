@@ -32,6 +32,7 @@ AGREE = 0.02
 
 _FIRST_PAUSE = 8  # batches, where the costs measured so far do not agree; the next one is twice as long
 _LONG_PAUSE = 64  # where they do
+_LONGEST_PAUSE = 512  # where layers are as they were at the last trial, too
 _NEWEST = 5  # measurements that a share, or the cost, is the median of
 
 
@@ -50,6 +51,7 @@ class Halves:
         self._shares: dict[int, list[float]] = {}
         self._backward_s: list[float] = []  # of the newest profile's layers, as if all had run whole
         self._compared_s: list[float] = []  # those when halves were measured the last time
+        self._tried_s: list[float] = []  # those at the last trial
         self._batch, self._next_trial, self._pause = -1, 0, _FIRST_PAUSE
         self._is_stale = False
 
@@ -69,20 +71,30 @@ class Halves:
             return False
         if not splits and self.num_trials < TRIALS:
             return True
-        is_due = self._batch + 1 >= self._next_trial
-        return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s)))
+        is_known = len(self._costs) >= TRIALS and self._agree
+        is_as_before = is_known and not self._has_drifted(self._backward_s, self._tried_s)
+        is_due = self._batch + 1 >= self._next_trial + is_as_before * (_LONGEST_PAUSE - _LONG_PAUSE)
+        return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s, self._compared_s)))
+
+    @property
+    def _agree(self) -> bool:
+        """Whether what splitting added was about the same in all the newest measurements."""
+        return max(self._costs, default=1.0) - min(self._costs, default=1.0) <= AGREE
 
     def expect_change(self) -> None:
         """Layers were frozen, replaced or thawed."""
         self._is_stale = True
 
-    def _has_drifted(self, seconds: Sequence[float]) -> bool:
-        """Whether layers have other shares of the model's backward; a machine that is slow as a whole changes none."""
-        before_s = self._compared_s or seconds
-        total_s, total_before_s = sum(seconds), sum(before_s)
+    @staticmethod
+    def _has_drifted(seconds: Sequence[float], before_s: Sequence[float]) -> bool:
+        """Whether layers have other shares of the model's backward; a machine that is slow as a whole changes none.
+
+        Nor do layers that stopped training: nothing is left to be known of them.
+        """
+        pairs = [(new_s, old_s) for new_s, old_s in zip(seconds, before_s or seconds, strict=True) if new_s]
+        total_s, total_before_s = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
         if not total_s or not total_before_s:
             return total_s != total_before_s
-        pairs = zip(seconds, before_s, strict=True)
         return sum(abs(new_s / total_s - old_s / total_before_s) for new_s, old_s in pairs) > DRIFT
 
     def observe(self, profile: PipelineProfile, order: Order | None, *, is_trial: bool) -> PipelineProfile:
@@ -114,12 +126,13 @@ class Halves:
         return replace(profile, layers=layers)
 
     def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:
-        if self._is_stale or self._has_drifted(seconds):
+        if self._is_stale or self._has_drifted(seconds, self._tried_s):
             self._pause = _FIRST_PAUSE
+        self._tried_s = seconds
         self.num_trials += 1
         forward_s = sum(layer.forward_s for layer in profile.layers)
         added = (self.cost - 1.0) * sum(seconds) / (forward_s + sum(seconds) or 1.0) / 2  # every other micro-batch
-        pause = self._pause if max(self._costs, default=1.0) - min(self._costs, default=1.0) > AGREE else _LONG_PAUSE
+        pause = _LONG_PAUSE if self._agree else self._pause
         self._next_trial = profile.batch + max(pause, ceil(added / SHARE_OF_TIME))
         if self.num_trials >= TRIALS:
             self._pause *= 2
@@ -169,7 +182,8 @@ class Halves:
         return {
             "shares": {i: list(shares) for i, shares in self._shares.items()}, "costs": list(self._costs),
             "num_trials": self.num_trials, "is_stale": self._is_stale, "backward_s": self._backward_s,
-            "compared_s": self._compared_s, "batch": self._batch, "next_trial": self._next_trial, "pause": self._pause,
+            "compared_s": self._compared_s, "tried_s": self._tried_s, "batch": self._batch,
+            "next_trial": self._next_trial, "pause": self._pause,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,7 +196,9 @@ class Halves:
         self._costs = deque(state.get("costs", []), maxlen=_NEWEST)
         self.cost = max(1.0, median(self._costs)) if self._costs else 1.0
         self.num_trials, self._is_stale = state.get("num_trials", 0), state.get("is_stale", False)
-        self._backward_s, self._compared_s = list(state.get("backward_s", ())), list(state.get("compared_s", ()))
+        self._backward_s, self._compared_s, self._tried_s = (
+            list(state.get(key, ())) for key in ("backward_s", "compared_s", "tried_s")
+        )
         self._batch, self._next_trial = state.get("batch", -1), state.get("next_trial", 0)
         self._pause = state.get("pause", _FIRST_PAUSE)
 

@@ -68,7 +68,7 @@ def test_the_command_writes_its_table(tmp_path: Path, monkeypatch: pytest.Monkey
     arguments = "regret --stages 2 --scenarios mod --batches 6 --orders 1f1b --processes 1 --out"
     monkeypatch.setattr("sys.argv", [*arguments.split(), str(tmp_path)])
     regret.main()
-    assert "| 1F1B | 2 | mod |" in (tmp_path / "regret_6.md").read_text()
+    assert "| 1F1B | 2 | mod |" in (tmp_path / "regret_6_of_2.md").read_text()
 
 
 @pytest.mark.parametrize("trace", ["model:pruning:8", "model:early_exit:8"])

@@ -255,6 +255,37 @@ def test_an_order_that_splits_measures_changed_halves_itself() -> None:
     assert [layer.weight_s / layer.backward_s for layer in smoothed.layers[2:]] == pytest.approx([0.3] * 6)
 
 
+def test_trials_are_rare_where_layers_stay_as_they_are() -> None:
+    """A trial runs 1F1B for a batch. The second one is for sure, further ones are for layers that have changed."""
+    run, deciding = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), balancer()
+    run.train(deciding, 140)
+    assert deciding.ordering.order is not None and run.trials == [1, 65]
+    kept, again = replace(run, orders=[], trials=[], seconds=[]), balancer()
+    again.load_state_dict(deciding.state_dict())
+    kept.train(again, 5, first=140)
+    assert not kept.trials
+    run.forward_s = [seconds * (3 if i < 4 else 1) for i, seconds in enumerate(UNEQUAL)]
+    run.train(deciding, 5, first=140)
+    assert run.trials == [1, 65, 141]
+
+
+def test_layers_that_stopped_training_call_for_no_trial() -> None:
+    run, halves = OnPaper(UNEQUAL, (0, 2, 4, 6, 8)), Halves()
+    for batch in range(3):
+        order = split_at_once(8, 4, 1, range(batch % 2, 8, 2)) if batch else None
+        halves.observe(run.measured(batch, order), order, is_trial=batch > 0)
+    order = split_at_once(8, 4, 1)
+    measured = run.measured(0, order)
+    for first_trained, is_trial in ((4, False), (0, False), (-1, True)):
+        layers = [
+            replace(layer, backward_s=0.0, weight_s=0.0) if i < first_trained else
+            replace(layer, backward_s=5 * layer.backward_s) if i == 7 and first_trained < 0 else layer
+            for i, layer in enumerate(measured.layers)
+        ]  # fmt: skip
+        halves.observe(replace(measured, batch=100, layers=tuple(layers)), order, is_trial=False)
+        assert halves.wants_trial(splits=True) is is_trial
+
+
 def test_an_order_that_only_chance_makes_better_is_not_taken() -> None:
     """Four batches that vary: 1% less on average is more than chance only if they agree."""
     present_s = [1.0, 2.0, 3.0, 4.0]
