@@ -32,7 +32,7 @@ AGREE = 0.02
 
 _FIRST_PAUSE = 8  # batches, where the costs measured so far do not agree; the next one is twice as long
 _LONG_PAUSE = 64  # where they do
-_LONGEST_PAUSE = 512  # where layers are as they were at the last trial, too
+_LONGER_BY = 448  # where they do and layers are as they were at the last trial, too
 _NEWEST = 5  # measurements that a share, or the cost, is the median of
 
 
@@ -71,13 +71,17 @@ class Halves:
             return False
         if not splits and self.num_trials < TRIALS:
             return True
-        is_known = len(self._costs) >= TRIALS and self._agree
-        is_as_before = is_known and not self._has_drifted(self._backward_s, self._tried_s)
-        is_due = self._batch + 1 >= self._next_trial + is_as_before * (_LONGEST_PAUSE - _LONG_PAUSE)
-        return is_due or (not splits and (self._is_stale or self._has_drifted(self._backward_s, self._compared_s)))
+        late_by = self._batch + 1 - self._next_trial
+        if late_by >= 0 and (late_by >= _LONGER_BY or not self._is_as_at_the_last_trial()):
+            return True
+        return not splits and (self._is_stale or self._has_drifted(self._backward_s, self._compared_s))
+
+    def _is_as_at_the_last_trial(self) -> bool:
+        is_sure = len(self._costs) >= TRIALS and self._costs_agree
+        return is_sure and not self._has_drifted(self._backward_s, self._tried_s)
 
     @property
-    def _agree(self) -> bool:
+    def _costs_agree(self) -> bool:
         """Whether what splitting added was about the same in all the newest measurements."""
         return max(self._costs, default=1.0) - min(self._costs, default=1.0) <= AGREE
 
@@ -91,8 +95,8 @@ class Halves:
 
         Nor do layers that stopped training: nothing is left to be known of them.
         """
-        pairs = [(new_s, old_s) for new_s, old_s in zip(seconds, before_s or seconds, strict=True) if new_s]
-        total_s, total_before_s = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+        pairs = [pair for pair in zip(seconds, before_s, strict=False) if pair[0]]  # either may be empty as yet
+        total_s, total_before_s = sum(new_s for new_s, _ in pairs), sum(old_s for _, old_s in pairs)
         if not total_s or not total_before_s:
             return total_s != total_before_s
         return sum(abs(new_s / total_s - old_s / total_before_s) for new_s, old_s in pairs) > DRIFT
@@ -132,7 +136,7 @@ class Halves:
         self.num_trials += 1
         forward_s = sum(layer.forward_s for layer in profile.layers)
         added = (self.cost - 1.0) * sum(seconds) / (forward_s + sum(seconds) or 1.0) / 2  # every other micro-batch
-        pause = _LONG_PAUSE if self._agree else self._pause
+        pause = _LONG_PAUSE if self._costs_agree else self._pause
         self._next_trial = profile.batch + max(pause, ceil(added / SHARE_OF_TIME))
         if self.num_trials >= TRIALS:
             self._pause *= 2

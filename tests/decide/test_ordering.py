@@ -284,6 +284,8 @@ def test_layers_that_stopped_training_call_for_no_trial() -> None:
         ]  # fmt: skip
         halves.observe(replace(measured, batch=100, layers=tuple(layers)), order, is_trial=False)
         assert halves.wants_trial(splits=True) is is_trial
+    halves.observe(measured, order, is_trial=False)
+    assert not halves.wants_trial(splits=True), "batch 0, where a script counts anew, says nothing"
 
 
 def test_an_order_that_only_chance_makes_better_is_not_taken() -> None:

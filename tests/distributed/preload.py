@@ -14,6 +14,6 @@ import tests.distributed.models  # noqa: E402, F401
 from dynpipe_ds.migration.names import note_packages  # noqa: E402
 
 note_packages()  # a second, on every engine
-PROCESSOR = cpuinfo.get_cpu_info()  # another one, twice on every rank that loads what DeepSpeed has compiled
+PROCESSOR = cpuinfo.get_cpu_info()  # a second, else two on every rank that loads what DeepSpeed compiled
 cpuinfo.get_cpu_info = lambda: PROCESSOR
 gc.freeze()
