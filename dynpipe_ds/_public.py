@@ -1,16 +1,15 @@
 """The public names of the package, and what has to happen once before any is used.
 
-``import dynpipe_ds`` imports this file at once. Only ``dynpipe`` waits until it has read its command line: importing
-torch and DeepSpeed takes seconds, which ``dynpipe --help`` does not need.
+``import dynpipe_ds`` imports this file at once. Only ``dynpipe`` waits until a command needs it: importing torch and
+DeepSpeed takes seconds, and who plans, or starts processes, needs neither.
 """
 
 from __future__ import annotations
 
 from dynpipe_ds._command_line import is_command_line
-from dynpipe_ds.host.quiet import import_deepspeed_quietly
+from dynpipe_ds.host.quiet import import_deepspeed
 
-if is_command_line():  # before the first import of DeepSpeed, which writes to stdout
-    import_deepspeed_quietly()
+import_deepspeed()
 
 from dynpipe_ds.host import install  # noqa: E402
 

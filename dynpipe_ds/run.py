@@ -9,7 +9,7 @@ from dynpipe_ds.checkpoint.checkpoints import Checkpoints
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.balancer import Balancer
 from dynpipe_ds.events import Overhead
-from dynpipe_ds.joining.door import Address
+from dynpipe_ds.joining.address import Address
 from dynpipe_ds.journal.write import JournalWriter
 from dynpipe_ds.measure.clock import Clock
 from dynpipe_ds.measure.profiler import Profiler

@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 from dynpipe_ds._versions import DEEPSPEED_RANGE, LEAST_PYTHON, LEAST_TORCH, TESTED_SERIES, is_older
 from dynpipe_ds.cli.command import listed_problems
+from dynpipe_ds.cli.running import extensions_folder
 from dynpipe_ds.config import SECTION, DynamicPipelineConfig, check_against_model, parse_config
 from dynpipe_ds.host import accelerator
 from dynpipe_ds.host.install import why_unsupported
@@ -174,7 +174,7 @@ def _check_network(port: int) -> Iterator[Check]:
 
 def _check_extensions() -> Iterator[Check]:
     """The folder of compiled operations: write access, and locks that a killed compilation left behind."""
-    folder = extensions_folder()
+    folder = extensions_folder(os.environ)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -192,12 +192,6 @@ def _check_extensions() -> Iterator[Check]:
         age = f"{lock}, {age_s / 60:.0f} minutes old: every start waits for it"
         status: Status = "problem" if age_s >= STALE_LOCK_S else "warning"
         yield found("compile lock", age, f"if nothing compiles, delete it: rm {lock}", status)
-
-
-def extensions_folder() -> Path:
-    """The folder that torch compiles extensions into."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(given if given else cpp_extension.get_default_build_root())
 
 
 def check_config(

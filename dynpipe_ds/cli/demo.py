@@ -13,7 +13,7 @@ from dynpipe_ds.cli.command import OK, PROBLEMS, ProblemError, Result, UsageErro
 from dynpipe_ds.cli.demonstration.outcome import Event, line, text_of, values_of
 from dynpipe_ds.cli.demonstration.rank import EVENTS
 from dynpipe_ds.cli.running import Processes, leaving_in_order
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.demonstration.rank")
 DEFAULT_FOLDER = "dynpipe-demo"

@@ -10,7 +10,7 @@ from dynpipe_ds.cli import reading
 from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command, usage
 from dynpipe_ds.cli.launching import Launched, newcomer_environment
 from dynpipe_ds.cli.running import leaving_in_order
-from dynpipe_ds.joining.newcomer import find_door
+from dynpipe_ds.joining.address import find_door
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals by which schedulers warn. With ``repack.leave_on`` workers leave in order, however long that takes."""

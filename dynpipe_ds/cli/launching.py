@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
-from dynpipe_ds.joining.newcomer import JOIN
-from dynpipe_ds.ranks.ports import ANY_PORT
+from dynpipe_ds.joining.address import JOIN
+from dynpipe_ds.ports import ANY_PORT
 
 _POLL_S = 0.1
 _GRACE_S = 10.0  # for the others, to show errors of their own and to end by themselves

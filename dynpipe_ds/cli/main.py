@@ -29,6 +29,9 @@ COMMANDS = {
 }
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
 
+COMPUTING = ("demo", "doctor", "profile")
+"""Commands that need torch and DeepSpeed themselves. Importing both takes seconds, so the others do without."""
+
 _MORE = """
 See it work: demo. Before training: doctor (is this machine ready?), try (does my script keep its losses?), profile
 (what do my layers cost?), plan (where to cut?), simulate (which stage waits?). Training: run (start with spares), join
@@ -60,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of a command line, else of the process's own, and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     wanted = next((word for word in given if not word.startswith("-")), "")
-    if wanted in COMMANDS:
-        import_module("dynpipe_ds._public")  # not before: it takes seconds, which --help does not need
+    if wanted in COMPUTING:
+        import_module("dynpipe_ds._public")
     parser = build_parser(wanted)
     parsed, unknown = parser.parse_known_args(given)
     if parsed.command is None:

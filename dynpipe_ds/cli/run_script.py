@@ -11,8 +11,8 @@ from dynpipe_ds.cli import reading
 from dynpipe_ds.cli.command import OK, ProblemError, Result, UsageError, add_command
 from dynpipe_ds.cli.launching import Launched, newcomer_environment, rank_environment
 from dynpipe_ds.cli.running import leaving_in_order
-from dynpipe_ds.joining.door import DOOR_FILE
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.joining.address import DOOR_FILE
+from dynpipe_ds.ports import reserved_port
 
 
 def add_parser(commands: Any) -> None:

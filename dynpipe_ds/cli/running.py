@@ -13,8 +13,6 @@ from typing import Any
 
 import psutil
 
-from dynpipe_ds.cli.checks import extensions_folder
-
 START = 5
 """How many times longer than anything else the start may take: importing, loading a model, the first batch."""
 
@@ -98,9 +96,20 @@ class Processes:
 
 def _compile_locks(process: psutil.Process) -> Iterator[Path]:
     """Locks of compilations that a process holds: torch keeps them open, and every later start would wait for them."""
-    compiled = extensions_folder().resolve()
+    compiled = extensions_folder(process.environ()).resolve()
     opened = [Path(file.path) for file in process.open_files()]
     yield from (path for path in opened if path.name == "lock" and path.is_relative_to(compiled))
+
+
+def extensions_folder(environment: Mapping[str, str]) -> Path:
+    """The folder that torch compiles extensions into, by its own rule; not asked of it, since it takes long to import.
+
+    Args:
+        environment: of the process that compiles.
+    """
+    if given := environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    return Path(environment.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch_extensions"
 
 
 @contextlib.contextmanager

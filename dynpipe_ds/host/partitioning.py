@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed.runtime import utils
+from dynpipe_ds.host.quiet import import_deepspeed
+
+import_deepspeed()  # the first one to do so where a plan is compared with DeepSpeed's
+
+from deepspeed.runtime import utils  # noqa: E402
 
 
 def partition_balanced(weights: Sequence[float], num_stages: int) -> list[int]:

@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from dynpipe_ds.joining.door import TOKEN, Address
-from dynpipe_ds.joining.newcomer import JOIN, LEFT
-from dynpipe_ds.ranks.ports import ANY_PORT
+from dynpipe_ds.joining.address import JOIN, LEFT, TOKEN, Address
+from dynpipe_ds.ports import ANY_PORT
 
 
 def wait_again(door: Address, token: str) -> NoReturn:

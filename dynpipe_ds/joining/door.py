@@ -8,26 +8,18 @@ does, or does not do, is seen when the job asks for who waits.
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from dynpipe_ds.joining.address import Address
 from dynpipe_ds.joining.papers import differences
 from dynpipe_ds.joining.wire import Wire, WireError
 from dynpipe_ds.ranks.answering import own_address
-
-TOKEN = "DYNPIPE_TOKEN"
-"""Environment variable with the word that newcomers must know."""
-
-DOOR_FILE = "DYNPIPE_DOOR_FILE"
-"""Environment variable that stands for ``elastic.enabled`` and ``elastic.door_file``; ``dynpipe run`` sets it."""
 
 ANSWER_S = 5.0
 """Longest time that a newcomer has for an answer."""
@@ -38,18 +30,6 @@ _BACKLOG = 128
 _PAUSE_S = 0.05
 
 Papers = Mapping[str, Any]
-
-
-class Address(NamedTuple):
-    """Where a door is.
-
-    Attributes:
-        host: name or number.
-        port: of the door.
-    """
-
-    host: str
-    port: int
 
 
 class Waiting(NamedTuple):
@@ -229,24 +209,3 @@ class Door:
             return None
         wire.send(welcome=True)
         return Waiting(str(said["identity"]), wire)
-
-
-def find_token() -> str:
-    """The word that newcomers must know: the user's, or a new one that nobody can guess."""
-    return os.environ.get(TOKEN) or secrets.token_hex(16)
-
-
-def write_door_file(path: Path, address: Address, token: str) -> None:
-    """Write what who may join needs, for the file's owner alone; whole or not at all.
-
-    Raises:
-        OSError: if it can't be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump({"address": f"{address.host}:{address.port}", "token": token}, file)
-    os.replace(partial, path)
-
-

@@ -14,7 +14,8 @@ import torch.distributed as dist
 import dynpipe_ds
 from dynpipe_ds.host.entering import description
 from dynpipe_ds.host.names import version
-from dynpipe_ds.joining.door import DOOR_FILE, Address, Door, find_token, write_door_file
+from dynpipe_ds.joining.address import DOOR_FILE, Address, find_token, write_door_file
+from dynpipe_ds.joining.door import Door
 from dynpipe_ds.joining.papers import describe, describe_layers, versions
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.telling import log

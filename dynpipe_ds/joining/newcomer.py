@@ -6,7 +6,6 @@ What makes a process one is the environment variable ``DYNPIPE_JOIN``, which ``d
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -15,16 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dynpipe_ds.joining.door import ANSWER_S, TOKEN, Address
+from dynpipe_ds.joining.address import JOIN, LEFT, TOKEN, Address, find_door
+from dynpipe_ds.joining.door import ANSWER_S
 from dynpipe_ds.joining.wire import Wire, WireError
 from dynpipe_ds.ranks.answering import RunningClock
 from dynpipe_ds.telling import log
-
-JOIN = "DYNPIPE_JOIN"
-"""Environment variable that says where to knock."""
-
-LEFT = "DYNPIPE_LEFT"
-"""Environment variable of a process that was a rank of the job: the door was there, so none is to be waited for."""
 
 KNOCKING_S = 600.0
 """How long to knock at a door that is not there yet: a job may start later than its spares."""
@@ -45,35 +39,11 @@ class OverError(RuntimeError):
     """The job ended before it needed this process."""
 
 
-def find_door(where: str) -> tuple[Address, str]:
-    """Address and token that a text stands for.
-
-    Args:
-        where: ``HOST:PORT``, or a file that a job's first rank has written.
-
-    Raises:
-        ValueError: if it is neither, with the remedy.
-    """
-    token, address = os.environ.get(TOKEN, ""), where
-    if Path(where).is_file():
-        content = json.loads(Path(where).read_text(encoding="utf-8"))
-        token, address = token or str(content["token"]), str(content["address"])
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(
-            f"{where!r} is neither HOST:PORT nor a file that the job has written; give the address that the job's log "
-            "tells, or the file in elastic.door_file"
-        )
-    if not token:
-        raise ValueError(f"{TOKEN} is not set: it is the word that lets workers join; set what the job's ranks have")
-    return Address(host.strip("[]"), int(port)), token
-
-
 class Newcomer:
     """This process before it is a rank of the job.
 
     Args:
-        where: as :func:`find_door` takes it; a file may appear later.
+        where: as :func:`~dynpipe_ds.joining.address.find_door` takes it; a file may appear later.
         identity: what names this process.
 
     Attributes:

@@ -7,11 +7,12 @@ is.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dynpipe_ds.host import accelerator
+if TYPE_CHECKING:
+    from dynpipe_ds.host.accelerator import Event
 
 Work = Literal["profile", "observe", "decide", "move", "freeze", "replace", "regroup"]
 """What the library does between batches: put a batch's measurements together, take in the profile, choose a partition,
@@ -104,11 +105,18 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """The same, but stamps are events on the accelerator's current stream."""
+    """The same, but stamps are events on the accelerator's current stream.
+
+    Args:
+        event: makes one that is not recorded yet.
+    """
+
+    def __init__(self, event: Callable[[], Event]) -> None:
+        self._event = event
 
     def stamp(self) -> Any:
         """Record an event on the current stream; does not synchronise."""
-        event = accelerator.event()
+        event = self._event()
         event.record()
         return event
 
@@ -144,4 +152,6 @@ def current_clock() -> Clock:
     """What an engine that is made now reads: the clock that was given, or the machine's and its device's."""
     if _given is not None:
         return _given
-    return HostClock() if accelerator.is_synchronous() else DeviceClock()
+    from dynpipe_ds.host import accelerator  # torch and DeepSpeed, which plans and simulations do without
+
+    return HostClock() if accelerator.is_synchronous() else DeviceClock(accelerator.event)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.host.world import World
+from dynpipe_ds.joining.address import Address
 from dynpipe_ds.joining.anew import wait_again
-from dynpipe_ds.joining.door import Address
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.release import Constraints, ReleaseBackend, ReleaseError, make_backend
 from dynpipe_ds.release.exit import ExitBackend

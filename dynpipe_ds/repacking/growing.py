@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dynpipe_ds.events import RepackEvent
-from dynpipe_ds.joining.door import DOOR_FILE, Address
+from dynpipe_ds.joining.address import DOOR_FILE, Address
 from dynpipe_ds.joining.doorway import Doorway
 from dynpipe_ds.joining.grow import Grow
 from dynpipe_ds.migration.transaction import MigrationError

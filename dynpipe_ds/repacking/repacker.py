@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynpipe_ds.events import RepackEvent
-from dynpipe_ds.joining.door import Address
+from dynpipe_ds.joining.address import Address
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.ranks.agreement import gather, same_everywhere, together
 from dynpipe_ds.release import Constraints, ReleaseError

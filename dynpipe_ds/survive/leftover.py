@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from dynpipe_ds.joining.address import Address
 from dynpipe_ds.joining.anew import wait_again
-from dynpipe_ds.joining.door import Address
 from dynpipe_ds.release.exit import ExitBackend
 from dynpipe_ds.telling import warn
 

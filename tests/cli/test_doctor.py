@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils import cpp_extension
 
-from dynpipe_ds.cli import checks
+from dynpipe_ds.cli import checks, running
 from tests.cli.conftest import Command, Done
 
 
@@ -42,6 +43,16 @@ def test_a_good_machine_and_its_text(dynpipe: Command, folder: Path) -> None:
     assert done.code == bool(problems) and done.json["ok"] is not bool(problems)
     assert dynpipe("doctor").out.count("PROBLEM") == problems
     assert folder.is_dir() and not list(folder.iterdir()), "the trial file is gone"
+
+
+@pytest.mark.parametrize("cache", [None, "elsewhere"])
+def test_the_folder_of_extensions_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, cache: str | None) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert running.extensions_folder(os.environ).resolve() == Path(cpp_extension.get_default_build_root())
+    assert running.extensions_folder({"TORCH_EXTENSIONS_DIR": "mine"}) == Path("mine")
 
 
 def test_a_stale_lock_and_a_fresh_one(dynpipe: Command, folder: Path) -> None:

@@ -21,7 +21,7 @@ from dynpipe_ds.cli.numerics.record import NORM, WEIGHT, WHOLE, Quantity, Record
 from dynpipe_ds.cli.numerics.reference import train_undivided
 from dynpipe_ds.cli.pair import start, wait
 from dynpipe_ds.cli.running import Processes
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 from tests.cli.conftest import Command
 from tests.cli.mutants import MUTANTS, Patches
 from tests.distributed.ranks import run_ranks

@@ -31,7 +31,7 @@ from dynpipe_ds.cli.trying.settings import (
     WAYS,
     Settings,
 )
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 from tests.cli.conftest import Command, Done
 from tests.matrix import mostly
 

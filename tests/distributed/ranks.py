@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 
 DOOR = "TEST_DOOR"
 """Environment variable of all processes of a test: the file for ``elastic.door_file``."""

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from dynpipe_ds.joining.door import DOOR_FILE
-from dynpipe_ds.joining.newcomer import JOIN
+from dynpipe_ds.joining.address import DOOR_FILE, JOIN
 from dynpipe_ds.ranks import place
 from tests.distributed.configs import BY_HAND
 from tests.distributed.models import Run, data, digest, make_engine

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from dynpipe_ds.joining.address import JOIN, LEFT, TOKEN, Address, find_door, find_token, write_door_file
 from dynpipe_ds.joining.anew import newcomer_environment
-from dynpipe_ds.joining.door import TOKEN, Address, Door, find_token, write_door_file
-from dynpipe_ds.joining.newcomer import JOIN, LEFT, Newcomer, OverError, RefusedError, find_door, is_in, newcomer
+from dynpipe_ds.joining.door import Door
+from dynpipe_ds.joining.newcomer import Newcomer, OverError, RefusedError, is_in, newcomer
 from dynpipe_ds.joining.wire import WireError
 
 PAPERS = {"model": [{"name": "a"}], "versions": {"torch": "1"}}

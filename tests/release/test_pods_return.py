@@ -24,7 +24,7 @@ import pytest
 pytest.importorskip("kubernetes_validate", reason="pip install dynpipe_ds[dev]")
 
 from dynpipe_ds.config import SECTION, parse_config
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 from tests.distributed.models import run_and_digest
 from tests.distributed.ranks import run_ranks
 from tests.release import pod_training

@@ -17,7 +17,7 @@ from dynpipe_ds.cli.numerics.record import Record, load
 from dynpipe_ds.cli.numerics.reference import train_undivided
 from dynpipe_ds.cli.pair import PATIENCE_S, start, wait
 from dynpipe_ds.cli.running import Processes
-from dynpipe_ds.ranks.ports import reserved_port
+from dynpipe_ds.ports import reserved_port
 
 COMMAND = (sys.executable, "-m", "dynpipe_ds.cli.numerics.rank")
 

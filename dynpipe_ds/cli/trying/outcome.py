@@ -14,9 +14,9 @@ from typing import Any
 import dynpipe_ds
 from dynpipe_ds.cli.show import layer_spans
 from dynpipe_ds.cli.trying.settings import Settings
-from dynpipe_ds.cli.trying.weights import Digests, number
 
 Event = dict[str, Any]
+Digests = dict[str, str]
 
 _OURS = str(Path(dynpipe_ds.__file__).parent)
 _WARM_UP = 2  # batches whose seconds are those of a start
@@ -205,6 +205,11 @@ def _amount(a: list[str] | None, b: list[str] | None) -> str:
         if x != y and one is not None and other is not None:
             return f": {one:.9g} and {other:.9g}"
     return ""
+
+
+def number(text: str) -> float | None:
+    """The number that ``trying/weights.py`` wrote as text; ``None`` for a digest."""
+    return None if text.startswith("#") else float.fromhex(text)
 
 
 def _layers(first: Digests, second: Digests, what: str) -> str:

@@ -9,10 +9,9 @@ from statistics import median
 from typing import Any
 
 from dynpipe_ds.cli.show import brackets, layer_spans, milliseconds
-from dynpipe_ds.cli.trying.outcome import Outcome
+from dynpipe_ds.cli.trying.outcome import Outcome, number
 from dynpipe_ds.cli.trying.settings import DEEPSPEED, MOVING, STILL
 from dynpipe_ds.cli.trying.trial import Trial
-from dynpipe_ds.cli.trying.weights import number
 from dynpipe_ds.reporting import format_table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Digests = dict[str, str]
+from dynpipe_ds.cli.trying.outcome import Digests
 
 
 def layers_of(module: Any) -> dict[int, nn.Module]:
@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
 def bits(value: Any) -> list[str]:
     """What ``train_batch`` or ``eval_batch`` returned, as texts that are the same for equal bits only.
 
-    Numbers, also in containers, as ``float.hex``, larger tensors as digests, which :func:`number` tells apart.
+    Numbers, also in containers, as ``float.hex``, larger tensors as digests, which ``outcome.number`` tells apart.
     """
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         return [digest(value)]
@@ -60,8 +60,3 @@ def bits(value: Any) -> list[str]:
     if isinstance(value, dict):
         value = list(value.values())
     return [text for part in value for text in bits(part)] if isinstance(value, (list, tuple)) else []
-
-
-def number(text: str) -> float | None:
-    """The number that :func:`bits` wrote; ``None`` for a digest."""
-    return None if text.startswith("#") else float.fromhex(text)
