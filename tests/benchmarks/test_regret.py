@@ -33,7 +33,9 @@ def test_a_loss_is_shown() -> None:
     slow = replace(row, auto=replace(row.auto, wall_s=1.02 * row.fixed.wall_s))
     assert not slow.holds and "**below**" in regret.text_of([slow])
     assert "in 0 of 1 rows" in regret.notes([slow])[0]
-    nothing = replace(row, fixed=row.static, auto=replace(row.auto, wall_s=row.static.wall_s))
+    each = replace(row, auto=replace(row.auto, wall_s=row.intervals[1].wall_s))
+    assert "every 4: mean 1.000, 1.000 to 1.000" in regret.notes([each, each])[2]
+    nothing = replace(row, intervals=(row.static,) * 3, auto=replace(row.auto, wall_s=row.static.wall_s))
     assert nothing.share is None and nothing.holds
     assert "No interval gains anything." in regret.notes([nothing])[1]
 
