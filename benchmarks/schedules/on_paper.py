@@ -19,13 +19,14 @@ from dynpipe_ds.simulation import Simulation, Timetable, Workload
 
 UNIFORM = "uniform cut, 1F1B, messages waited for"
 TODAY = "best cut, 1F1B, messages waited for"
+CHARGED = f"{TODAY}, charged as whole runs are"
 MESSAGES = "best cut, 1F1B, messages nobody waits for"
 SPLIT = "the same, backwards split"
 ORDER = "the same, planned order of whole backwards"
 PLANNED = "best cut, planned order of split backwards"
 TOGETHER = "cut and order planned together"
 LEAST = "total work / stages"
-ROWS = (UNIFORM, TODAY, MESSAGES, SPLIT, ORDER, PLANNED, TOGETHER, LEAST)
+ROWS = (UNIFORM, TODAY, CHARGED, MESSAGES, SPLIT, ORDER, PLANNED, TOGETHER, LEAST)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def on_paper(case: Case, rows: Collection[str] = ROWS, *, most_batches: int | No
     """Simulate a run in every way; each batch has the best cut and order for it, chosen with hindsight.
 
     Args:
-        case: the run; its messages take what they are known to take, everything else but the layers nothing.
+        case: the run; its messages take what they are known to take, everything else but the layers nothing. Only what
+            is :data:`CHARGED` also takes what DeepSpeed does for every pass, step and batch.
         rows: the ways.
         most_batches: to simulate, at equal distances, for all others; ``None``: every one.
 
@@ -97,19 +99,21 @@ def _timed(way: _Way) -> tuple[Sequence[int], Callable[[Workload], Simulation | 
 
 def _ran(case: Case, ways: _Ways, batch: int, rows: Collection[str]) -> Iterator[tuple[str, OnPaper]]:
     """A batch in every way."""
+    free = Costs(message_s=case.known_costs().message_s)
     for row, (cuts, timed) in ways.items():
-        told = timed(_workload(case, cuts, batch))
-        yield row, OnPaper(told.makespan_s, told.bubble_ratio)
+        costs = case.known_costs() if row == CHARGED else free
+        told = timed(_workload(case, cuts, batch, costs))
+        yield row, OnPaper(told.makespan_s + costs.step_s + costs.batch_s, told.bubble_ratio)
     if LEAST in rows:
-        workload = _workload(case, first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages), batch)
+        start = first_boundaries(METHODS[case.method], case.load_trace(), case.num_stages)
+        workload = _workload(case, start, batch, free)
         tables = (workload.forward_s, workload.backward_s)
         total_s = sum(float(table.mean(axis=1).sum()) for table in tables) * case.num_micro_batches
         yield LEAST, OnPaper(total_s / sum(case.stage_speeds), 0.0)
 
 
-def _workload(case: Case, cuts: Sequence[int], batch: int) -> Workload:
-    moment = case.load_trace().at(batch, case.num_batches)
-    return case.workload(moment, cuts, batch, costs=Costs(message_s=case.known_costs().message_s))
+def _workload(case: Case, cuts: Sequence[int], batch: int, costs: Costs) -> Workload:
+    return case.workload(case.load_trace().at(batch, case.num_batches), cuts, batch, costs=costs)
 
 
 def profile_of(case: Case, batch: int) -> PipelineProfile:
@@ -152,6 +156,7 @@ def _plans(case: Case, batch: int, rows: Collection[str]) -> Iterator[tuple[str,
     ways: dict[str, Callable[[], _Way]] = {
         UNIFORM: lambda: (start, None),
         TODAY: lambda: (best, None),
+        CHARGED: lambda: (best, None),
         MESSAGES: lambda: (best, usual),
         SPLIT: lambda: (best, split_at_once(count, num_stages, workload.frozen_boundaries + 1)),
         ORDER: lambda: (best, plan_order(whole(), caps).order),

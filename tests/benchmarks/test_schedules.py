@@ -13,6 +13,7 @@ import pytest
 from benchmarks.replay.case import WARM_UP, Case, Result
 from benchmarks.schedules import real, replayed
 from benchmarks.schedules.on_paper import (
+    CHARGED,
     LEAST,
     MESSAGES,
     ORDER,
@@ -55,9 +56,16 @@ def test_each_part_gains_by_itself_and_nothing_beats_the_work(row: replayed.Row)
     assert seconds[LEAST] == pytest.approx(total / CASE.num_stages)
 
 
+def test_what_is_charged_is_what_deepspeed_takes_besides_layers_and_messages(row: replayed.Row) -> None:
+    costs = CASE.known_costs()
+    slowest_s = CASE.num_micro_batches * (costs.forward_s + costs.backward_s)  # a stage that computes all the time
+    per_batch_s = (row.paper[CHARGED].seconds - row.paper[TODAY].seconds) / (CASE.num_batches - WARM_UP)
+    assert slowest_s < per_batch_s - costs.step_s - costs.batch_s < 2 * slowest_s
+
+
 def test_messages_that_take_no_time_gain_nothing() -> None:
     paper = on_paper(replace(CASE, costs="none"))
-    assert paper[TODAY].seconds == pytest.approx(paper[MESSAGES].seconds)
+    assert paper[TODAY].seconds == pytest.approx(paper[MESSAGES].seconds) == paper[CHARGED].seconds
 
 
 def test_gains_are_told_with_their_goals(row: replayed.Row, tmp_path: Path) -> None:
