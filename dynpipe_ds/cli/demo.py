@@ -10,8 +10,8 @@ from typing import Any
 
 from dynpipe_ds.cli import pair
 from dynpipe_ds.cli.command import OK, PROBLEMS, ProblemError, Result, UsageError, add_command
+from dynpipe_ds.cli.demonstration.course import EVENTS
 from dynpipe_ds.cli.demonstration.outcome import Event, line, text_of, values_of
-from dynpipe_ds.cli.demonstration.rank import EVENTS
 from dynpipe_ds.cli.running import Processes, leaving_in_order
 from dynpipe_ds.ports import reserved_port
 

@@ -29,7 +29,7 @@ COMMANDS = {
 }
 """Name of a command: its module in ``dynpipe_ds.cli``, and the first line of its help."""
 
-COMPUTING = ("demo", "doctor", "profile")
+COMPUTING = ("doctor", "profile")
 """Commands that need torch and DeepSpeed themselves. Importing both takes seconds, so the others do without."""
 
 _MORE = """

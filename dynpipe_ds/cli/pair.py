@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 import dynpipe_ds
 from dynpipe_ds.cli.running import START, Processes, last_lines
-from dynpipe_ds.host.install import init_distributed
 
 NUM_RANKS = 2
 
@@ -28,19 +23,6 @@ _FOREIGN = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "CROSS_")  # another lau
 def progress_file(folder: Path, rank: int) -> Path:
     """Where a rank says what it is at."""
     return folder / f"progress-{rank}"
-
-
-def join() -> int:
-    """Be one of the processes that :func:`start` started, with one thread; returns its rank."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    init_distributed("gloo")
-    return torch.distributed.get_rank()
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()  # its other end is the parent's, and closes with it
-    os._exit(1)
 
 
 def start(processes: Processes, folder: Path, command: Sequence[str], port: int) -> None:

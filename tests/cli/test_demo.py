@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from dynpipe_ds.cli import demo
-from dynpipe_ds.cli.demonstration.model import FREEZE_AT, LAYERS, NUM_BATCHES, NUM_FROZEN
+from dynpipe_ds.cli.demonstration.course import FREEZE_AT, NUM_BATCHES, NUM_FROZEN
+from dynpipe_ds.cli.demonstration.model import LAYERS
 from dynpipe_ds.cli.demonstration.outcome import line, text_of, values_of
 from tests.cli.conftest import Command
 

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dynpipe_ds.cli.demonstration.course import FREEZE_AT, NUM_BLOCKS, NUM_LAYERS, WINDOW
+
 VOCABULARY, HIDDEN, HEADS, LENGTH = 256, 128, 4, 128
-NUM_BLOCKS = 10
-NUM_LAYERS = NUM_BLOCKS + 2
-NUM_FROZEN = NUM_LAYERS // 2
-FREEZE_AT = 8
-"""The batch, counted from 0, before which the first :data:`NUM_FROZEN` layers stop training."""
-
-NUM_BATCHES = 32
-WINDOW = 4
-"""Batches that one run trains before the other has its turn."""
-
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE = 8, 2
 START = (0, NUM_LAYERS // 2, NUM_LAYERS)
 SEED = 1234

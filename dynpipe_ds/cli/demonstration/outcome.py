@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from dynpipe_ds.cli.demonstration.model import FREEZE_AT, NUM_FROZEN
-from dynpipe_ds.cli.demonstration.rank import DYNAMIC, RUNS, STATIC
+from dynpipe_ds.cli.demonstration.course import DYNAMIC, FREEZE_AT, NUM_FROZEN, RUNS, STATIC
 from dynpipe_ds.cli.show import brackets, layer_spans
 from dynpipe_ds.reporting import format_table
 

@@ -19,14 +19,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule, RebalanceEvent
-from dynpipe_ds.cli import pair
+from dynpipe_ds.cli import pair, paired
 from dynpipe_ds.cli.demonstration import model
+from dynpipe_ds.cli.demonstration.course import (
+    DYNAMIC,
+    EVENTS,
+    FREEZE_AT,
+    NUM_BATCHES,
+    NUM_FROZEN,
+    NUM_LAYERS,
+    PICTURE,
+    RUNS,
+    WINDOW,
+)  # fmt: skip
 from dynpipe_ds.host.specs import LayerSpec
 from dynpipe_ds.host.start import initialize
 from dynpipe_ds.reporting import save_gantt
-
-EVENTS, PICTURE = "events.jsonl", "timeline.png"
-STATIC, DYNAMIC = RUNS = ("static", "dynamic")
 
 
 class Diary:
@@ -63,9 +71,9 @@ class Run:
     def train(self, batch: int) -> None:
         """Train one batch; before one of them the front half is frozen."""
         self._diary.at(f"{self.name}, batch {batch + 1}")
-        if batch == model.FREEZE_AT:
+        if batch == FREEZE_AT:
             for index, layer in self.engine.local_layers().items():
-                layer.requires_grad_(index >= model.NUM_FROZEN)
+                layer.requires_grad_(index >= NUM_FROZEN)
             self._diary.say("freeze", run=self.name, batch=batch)
         start_s, boundaries = time.perf_counter(), self.engine.partition
         loss = float(self.engine.train_batch(islice(self._data, model.NUM_MICRO_BATCHES)))
@@ -108,17 +116,17 @@ def _digest(tensor: Tensor) -> str:
 
 def main(folder: str) -> None:
     """Train both ways and write what came of it."""
-    rank = pair.join()
+    rank = paired.join()
     diary = Diary(Path(folder), rank)
     diary.at("the engines")
     runs = [Run(name, diary) for name in RUNS]
     parameters = sum(weight.numel() for run in runs for weight in run.engine.module.parameters()) // len(runs)
     total = torch.tensor(parameters)
     dist.all_reduce(total)
-    diary.say("start", num_layers=model.NUM_LAYERS, num_parameters=int(total), boundaries=model.START)
-    for start in range(0, model.NUM_BATCHES, model.WINDOW):
-        for run in runs if start // model.WINDOW % 2 else reversed(runs):
-            for batch in range(start, start + model.WINDOW):
+    diary.say("start", num_layers=NUM_LAYERS, num_parameters=int(total), boundaries=model.START)
+    for start in range(0, NUM_BATCHES, WINDOW):
+        for run in runs if start // WINDOW % 2 else reversed(runs):
+            for batch in range(start, start + WINDOW):
                 run.train(batch)
     digests = [held(run.engine) for run in runs]
     diary.say("end", equal=digests[0] == digests[1], num_tensors=len(digests[0]))

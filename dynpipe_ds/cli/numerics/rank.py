@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynpipe_ds import DynamicPipelineEngine, DynamicPipelineModule
-from dynpipe_ds.cli import pair
+from dynpipe_ds.cli import pair, paired
 from dynpipe_ds.cli.numerics.model import (
     COURSES,
     DROPOUT_SEED,
@@ -114,7 +114,7 @@ def _states(engine: DynamicPipelineEngine, layer: torch.nn.Module) -> dict[str, 
 
 def main(folder: str) -> None:
     """Be one rank; ``RANK``, ``WORLD_SIZE`` and the address of the first are in the environment."""
-    pair.join()
+    paired.join()
     run_rank(Path(folder))
     torch.distributed.barrier()  # one that left early would break the other's connections
 
