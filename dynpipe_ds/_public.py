@@ -7,9 +7,9 @@ DeepSpeed takes seconds, and who plans, or starts processes, needs neither.
 from __future__ import annotations
 
 from dynpipe_ds._command_line import is_command_line
-from dynpipe_ds.host.quiet import import_deepspeed
+from dynpipe_ds.host.quiet import keep_deepspeed_quiet
 
-import_deepspeed()
+keep_deepspeed_quiet()
 
 from dynpipe_ds.host import install  # noqa: E402
 

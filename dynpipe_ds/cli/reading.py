@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from dynpipe_ds.cli.command import Parser, UsageError, usage
+from dynpipe_ds.host.quiet import keep_deepspeed_quiet
 from dynpipe_ds.journal import Journal, find_journals
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import check_boundaries
@@ -78,6 +79,7 @@ def partition(text: str, num_layers: int, num_stages: int | None = None) -> tupl
 
 def module(name: str, *, where: str, remedy: str) -> ModuleType:
     """Import a module that Python finds from here or from the current folder, named by the user somewhere."""
+    keep_deepspeed_quiet()  # the user's code may be the first to import it
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)

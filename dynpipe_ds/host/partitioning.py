@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynpipe_ds.host.quiet import import_deepspeed
+from dynpipe_ds.host.quiet import keep_deepspeed_quiet
 
-import_deepspeed()  # the first one to do so where a plan is compared with DeepSpeed's
+keep_deepspeed_quiet()  # a plan that is compared with its cut imports it here
 
 from deepspeed.runtime import utils  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""Imports DeepSpeed, by a command without its chatter; imports nothing else but the standard library."""
+"""Keeps DeepSpeed from writing between a command's results; imports nothing else but the standard library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 from dynpipe_ds._command_line import is_command_line
 
 
-def import_deepspeed() -> None:
-    """Import DeepSpeed; a command's log of it goes to stderr, errors only: it would begin on stdout, with a warning.
+def keep_deepspeed_quiet() -> None:
+    """In a command, import DeepSpeed so that its log goes to stderr, errors only: it would begin on stdout.
 
-    Whatever may be the first to import DeepSpeed calls this before.
+    Whatever may be the first to import DeepSpeed calls this before; in a script of the user's nothing happens.
     """
     if not is_command_line():
         return

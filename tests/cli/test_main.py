@@ -205,10 +205,12 @@ def test_json_before_the_command_or_after_it(workplace: Path, dynpipe: Command) 
     assert not dynpipe("plan", "profile.json", "--stages", 2).out.startswith("{")
 
 
-def test_as_a_module_stdout_is_the_results_alone(workplace: Path) -> None:
-    """``python -m dynpipe_ds … --json | jq``: nothing of DeepSpeed's, though it is imported first."""
+@pytest.mark.parametrize("more", [(), ("--import", "mine")], ids=["alone", "with a module that imports DeepSpeed"])
+def test_as_a_module_stdout_is_the_results_alone(workplace: Path, more: tuple[str, ...]) -> None:
+    """``python -m dynpipe_ds … --json | jq``: nothing of DeepSpeed's, whoever imports it first."""
+    (workplace / "mine.py").write_text("import deepspeed\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "dynpipe_ds", "plan", "profile.json", "--stages", "2", "--json"],
+        [sys.executable, "-m", "dynpipe_ds", "plan", "profile.json", "--stages", "2", "--json", *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=workplace, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert json.loads(done.stdout)["boundaries"][-1] == 8, done.stderr
