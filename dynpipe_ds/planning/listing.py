@@ -30,7 +30,7 @@ class Policy:
     """What a stage prefers when it could do several things.
 
     Args:
-        forwards_until: stages before this one prefer a forward to a backward, all others the reverse.
+        prefers_forwards: to backwards, or the reverse.
         patience: work that nobody waits for begins only if nothing else is known to come within this share of its
             seconds.
         depth: forwards that a stage may be ahead of its backwards, as a multiple of what it is under 1F1B. A stage that
@@ -38,7 +38,7 @@ class Policy:
             before it.
     """
 
-    forwards_until: int
+    prefers_forwards: bool
     patience: float
     depth: float = inf
 
@@ -113,10 +113,15 @@ def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
     }
 
 
-class _Run:
-    """All stages of a batch, and the messages between them; plain lists, since planning runs thousands of batches."""
+class Paper:
+    """What all stages of a batch have to do and may hold; plain lists, since planning runs thousands of batches.
 
-    def __init__(self, workload: Workload, caps: Sequence[int], policy: Policy) -> None:
+    Args:
+        workload: seconds and bytes.
+        caps: S most bytes of activations.
+    """
+
+    def __init__(self, workload: Workload, caps: Sequence[int]) -> None:
         self.count, self.num_stages = workload.num_micro_batches, workload.num_stages
         rows = [workload.stage_seconds(stage) for stage in range(self.num_stages)]
         self.forward_s, self.whole_s, self.input_s, self.weight_s = map(list, zip(*rows, strict=True))
@@ -127,17 +132,11 @@ class _Run:
         self.activation_bytes, self.weight_bytes = list(workload.activation_bytes), workload.weight_bytes
         self.caps, self.frozen_boundaries = list(caps), workload.frozen_boundaries
         self._limit_frozen()
-        first, has_backward = self.frozen_boundaries, list(map(any, self.whole_s))
+        first, self.has_backward = self.frozen_boundaries, list(map(any, self.whole_s))
         # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
         sends = [stage > first for stage in range(self.num_stages)]
-        self.is_prompt = [sent or not works for sent, works in zip(sends, has_backward, strict=True)]
+        self.is_prompt = [sent or not works for sent, works in zip(sends, self.has_backward, strict=True)]
         self.splits = [sent and any(weight_s) for sent, weight_s in zip(sends, self.weight_s, strict=True)]
-        self.forward_first = [works and s < policy.forwards_until for s, works in enumerate(has_backward)]
-        self.patience = policy.patience
-        self.most_ahead = [policy.depth * (self.num_stages - stage) for stage in range(self.num_stages)]
-        self.ran: list[list[Op]] = [[] for _ in sends]
-        self.whole: list[set[int]] = [set() for _ in sends]
-        self.stages: list[int] = []
 
     def _limit_frozen(self) -> None:
         """Let frozen stages be no further ahead than the first one that trains has room for.
@@ -149,6 +148,19 @@ class _Run:
         for stage in range(first):
             self.caps[stage] = _most(self.caps[stage], self.activation_bytes[stage], ahead - stage)
             self.activation_bytes[stage] = 1
+
+
+class _Run(Paper):
+    """All stages of a batch, and the messages between them."""
+
+    def __init__(self, workload: Workload, caps: Sequence[int], policy: Policy) -> None:
+        super().__init__(workload, caps)
+        self.forward_first = [works and policy.prefers_forwards for works in self.has_backward]
+        self.patience = policy.patience
+        self.most_ahead = [policy.depth * (self.num_stages - stage) for stage in range(self.num_stages)]
+        self.ran: list[list[Op]] = [[] for _ in self.caps]
+        self.whole: list[set[int]] = [set() for _ in self.caps]
+        self.stages: list[int] = []
 
     def to_the_end(self, limit_s: float) -> float:
         """Run, and return the seconds; infinite when they are more than the limit.

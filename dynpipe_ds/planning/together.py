@@ -17,18 +17,21 @@ from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds, num_ahead
-from dynpipe_ds.planning.listing import SAME, Policy
+from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.memory import activation_caps, late_layers, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import (
     EFFORT,
-    QUICK,
+    QUICKEST,
+    RULES,
     PlannedOrder,
+    Rule,
     Tried,
-    first_policies,
     fits,
     num_computations,
+    rules_within,
     seconds_of_1f1b,
 )  # fmt: skip
+from dynpipe_ds.planning.retimed import AS_LONG
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 from dynpipe_ds.simulation.workload import FloatArray, Seconds, links_s, table
 
@@ -36,7 +39,9 @@ SEARCH_EFFORT = 2 * EFFORT
 """Computations that planning partition and order together may look at: half a second on 24 stages."""
 
 _PATIENCE = 10  # trials in a row that find nothing shorter, at least: what is left is worth more in a later search
-_SHARE_IN_VAIN = 0.25  # of the effort that trials in a row may take at most if they find nothing shorter
+_SHARE_IN_VAIN = 0.1  # of the effort that trials in a row may take at most if they find nothing shorter
+_SHARE_OF_WALK = 0.6  # of the effort, for finding a partition by runs that are not pushed
+_MOST_RUNS = 14  # of one partition: two policies
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
@@ -81,9 +86,10 @@ def plan_batch(
 
     The best cut under a planned order is another than under 1F1B: what a stage waits for and what it may hold differ.
     The search starts from the best candidate, or the partition that a lower bound of the seconds leads to. By turns it
-    moves one boundary, or some neighbouring ones together, by one layer, and plans the best partition known under
-    another policy. Partitions whose lower bound is above the best seconds known are passed over. The result is never
-    slower than 1F1B on a candidate, where that keeps the caps. Deterministic; of equally short ones the first.
+    moves one boundary, or some neighbouring ones together, by one layer, and plans the best partition known by another
+    rule; first by rules that take little, to come far. Partitions whose lower bound is above the best seconds known are
+    passed over. The result is never slower than 1F1B on a candidate, where that keeps the caps. Deterministic; of
+    equally short ones the first.
 
     Args:
         profile: seconds and bytes of every layer, and M.
@@ -126,9 +132,9 @@ def plan_batch(
 
 
 class _Way(NamedTuple):
-    """How an order is made: under which policy, and whether gradients of weights may wait only where there is room."""
+    """How an order is made: by which rule, and whether gradients of weights may wait only where there is room."""
 
-    policy: Policy
+    rule: Rule
     is_late: bool
 
 
@@ -146,7 +152,7 @@ class _Partition:
         self.cuts, self._case, self._caps = cuts, case, case.caps(cuts)
         self.late = case.late(cuts, self._caps)
         self.ways: set[_Way] = set()
-        self.way = _Way(case.policies[0], is_late=False)
+        self.way = _Way(RULES[0], is_late=False)
         self._tried = {is_late: Tried() for is_late in (False, True)}
         self._workloads: dict[bool, list[Workload]] = {}
         self._usual: Simulation | None = None
@@ -179,7 +185,7 @@ class _Partition:
         self.ways.add(way)
         before, before_s = self._tried[way.is_late], self.seconds
         workload, *varying = self.workloads(is_late=way.is_late)
-        tried = self._tried[way.is_late] = before.under(way.policy, workload, self._caps, limit_s, varying=varying)
+        tried = self._tried[way.is_late] = before.under(way.rule, workload, self._caps, limit_s, varying=varying)
         if self.seconds < before_s:
             self.way = way
         return tried.num_computations - before.num_computations
@@ -209,12 +215,13 @@ class _Search:
         self._case = case
         self._met: dict[Cuts, _Partition] = {}
         self.num_computations = 0
+        self._rules: tuple[Rule, ...] = RULES[:1]
         allowed = _allowed(case, starts)
-        first, *others = (self._meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)]))
+        self._starts = [self._meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)])]
+        first, *others = self._starts
         self.best = first
         first.run_1f1b()
-        for policy in case.policies[:QUICK]:
-            self._try(first, _Way(policy, is_late=False))
+        self._try(first, first.way)
         for other in others:
             other.run_1f1b()
             if other.seconds < self.best.seconds:
@@ -222,9 +229,19 @@ class _Search:
             self._try(other, other.as_here(self.best.way))
 
     def go_on(self, effort: float) -> None:
-        """Search until so much was looked at, or enough was tried in vain."""
-        turns = self._around, self._ways
-        trials, num_failed = self._by_turns(*turns), 0
+        """Search until so much was looked at, or enough was tried in vain.
+
+        A run that was pushed is seldom beaten by one of another partition that was not, so there the search would stay.
+        """
+        self._until_stuck(_SHARE_OF_WALK * effort, self._around)
+        size = self._case.num_computations * (1 + len(self._case.varying) / AS_LONG)
+        self._rules = rules_within(min(_MOST_RUNS, (effort - self.num_computations) / size), QUICKEST)
+        if effort and not self._is_shortest():
+            self._try(self.best, self.best.way._replace(rule=self._rules[0]))
+        self._until_stuck(effort, self._on_starts, self._around)
+
+    def _until_stuck(self, effort: float, *partitions: Callable[[], Iterator[_Trial]]) -> None:
+        trials, num_failed = self._by_turns(*partitions, self._ways), 0
         patience = max(_PATIENCE, _SHARE_IN_VAIN * effort / self._case.num_computations)
         while num_failed < patience and self.num_computations < effort:
             before, trial = self.best, next(trials, None)
@@ -232,7 +249,7 @@ class _Search:
                 return
             num_failed += 1
             if self._try(*trial):  # then the other kind has its turn
-                turns = (self._around, self._ways) if self.best is before else (self._ways, self._around)
+                turns = (*partitions, self._ways) if self.best is before else (self._ways, *partitions)
                 trials, num_failed = self._by_turns(*turns), 0
 
     def compare_with(self, cuts: Cuts | None) -> _Partition | None:
@@ -265,8 +282,20 @@ class _Search:
         return is_shorter
 
     @staticmethod
-    def _by_turns(first: Callable[[], Iterator[_Trial]], second: Callable[[], Iterator[_Trial]]) -> Iterator[_Trial]:
-        return (trial for pair in zip_longest(first(), second()) for trial in pair if trial is not None)
+    def _by_turns(*kinds: Callable[[], Iterator[_Trial]]) -> Iterator[_Trial]:
+        return (trial for turn in zip_longest(*(kind() for kind in kinds)) for trial in turn if trial is not None)
+
+    def _is_shortest(self) -> bool:
+        """Whether no order is shorter on the best partition."""
+        return self.best.seconds <= float(self._case.least_s(np.array([self.best.cuts]))[0]) * (1 + SAME)
+
+    def _on_starts(self) -> Iterator[_Trial]:
+        """All rules on what the search started from: what they make of a partition differs by a percent or two."""
+        if self._is_shortest():
+            return
+        for start in self._starts:
+            ways = (start.as_here(self.best.way._replace(rule=rule)) for rule in self._rules)
+            yield from ((start, way) for way in ways if way not in start.ways)
 
     def _around(self) -> Iterator[_Trial]:
         """The best way on partitions around the best one, those of small bounds first."""
@@ -283,12 +312,12 @@ class _Search:
 
     def _ways(self) -> Iterator[_Trial]:
         """Other ways on the best partition, unless none can be shorter there."""
-        best, policies = self.best, (self.best.way.policy, *self._case.policies)
-        if best.seconds <= float(self._case.least_s(np.array([best.cuts]))[0]) * (1 + SAME):
+        best = self.best
+        if self._is_shortest():
             return
         kinds = (best.way.is_late, not best.way.is_late) if best.late else (False,)
-        nearest = (_Way(best.way.policy, is_late) for is_late in kinds)
-        for way in dict.fromkeys((*nearest, *(_Way(policy, is_late) for is_late in kinds for policy in policies))):
+        nearest = (_Way(best.way.rule, is_late) for is_late in kinds)
+        for way in dict.fromkeys((*nearest, *(_Way(rule, is_late) for is_late in kinds for rule in self._rules))):
             if way not in best.ways:
                 yield best, way
 
@@ -333,7 +362,6 @@ class _Case:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.policies = first_policies(problem.num_stages)
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)  # of a batch
         self.num_bounded = 0

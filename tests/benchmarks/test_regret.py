@@ -53,10 +53,11 @@ def test_a_model_that_changes_in_every_batch_is_followed(num_stages: int, num_mi
 def test_a_gain_beyond_the_noise_is_not_waited_for() -> None:
     """Where the batches before tell nothing of the present ones, as tokens leave while layers vary a little."""
     [case] = regret.cases([4], 60, ["early_exit"], halves=False, jitter=0.05)
-    auto, fixed = (
-        predict(replace(case, method=f"{label}, auto order", every=1)) for label in (regret.AUTO, regret.FIXED)
+    auto_s, fixed_s = (
+        sum(predict(replace(case, seed=seed, method=f"{label}, auto order", every=1)).wall_s for seed in range(3))
+        for label in (regret.AUTO, regret.FIXED)
     )
-    assert fixed.wall_s / auto.wall_s > 0.997
+    assert fixed_s / auto_s > 0.993
 
 
 def test_cases_cover_all_sizes() -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
+from math import inf
 
 import numpy as np
 import pytest
 
 from dynpipe_ds.planning import PlannedOrder, least_seconds, plan_order
 from dynpipe_ds.planning.listing import Policy, list_order
-from dynpipe_ds.planning.planner import first_policies
+from dynpipe_ds.planning.planner import QUICKEST, RULES, rules_within
 from dynpipe_ds.schedule import Instruction, Op, order_of
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 from dynpipe_ds.simulation.timetable import Timetable
 
+POLICIES = [
+    Policy(prefers_forwards, patience, depth)
+    for prefers_forwards, patience, depth in product((True, False), (0.0, 0.15, 0.5, 1.5), (1.0, 1.5, inf))
+]  # fmt: skip
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 7), (3, 3), (4, 2), (4, 16), (5, 9), (8, 12)]
 
 
@@ -62,8 +67,8 @@ def test_an_order_takes_as_long_as_its_listing_and_keeps_its_caps() -> None:
     """Under all policies, within tight caps and wide ones; to the bit where none is frozen or waits by choice."""
     tighter = 0
     for workload in workloads(seed=1):
-        count, num_stages = workload.num_micro_batches, workload.num_stages
-        for policy, times in product(first_policies(num_stages, 20), (1, 2, 5)):
+        count = workload.num_micro_batches
+        for policy, times in product(POLICIES, (1, 2, 5)):
             caps = [times * size for size in workload.activation_bytes]
             listing = list_order(workload, caps, policy)
             result = simulate(workload, listing.order(count))
@@ -80,7 +85,7 @@ def test_a_frozen_stage_may_train_after_all() -> None:
     num_frozen = 0
     for workload in workloads(seed=4, each=8):
         num_frozen += workload.frozen_boundaries > 0
-        for policy in first_policies(workload.num_stages, 20):
+        for policy in POLICIES:
             order = list_order(workload, workload.activation_bytes, policy).order(workload.num_micro_batches)
             for frozen in range(workload.frozen_boundaries + 1):
                 Timetable(order, frozen)
@@ -103,7 +108,7 @@ def most_begun(stream: Sequence[Instruction]) -> int:
 
 def test_a_run_beyond_the_limit_is_given_up() -> None:
     workload = Workload([1.0, 1.0], [2.0, 2.0], 4)
-    listing = list_order(workload, [9, 9], Policy(0, 0.5), limit_s=5.0)
+    listing = list_order(workload, [9, 9], Policy(False, 0.5), limit_s=5.0)
     assert listing.seconds == float("inf") and sum(map(len, listing.ran)) < 16
 
 
@@ -167,7 +172,7 @@ def test_a_stage_is_no_further_ahead_than_its_depth_allows() -> None:
     for workload in workloads(seed=8, each=2):
         num_stages, count = workload.num_stages, workload.num_micro_batches
         for depth in (1.0, 2.0):
-            order = list_order(workload, [999] * num_stages, Policy(num_stages, 0.5, depth)).order(count)
+            order = list_order(workload, [999] * num_stages, Policy(True, 0.5, depth)).order(count)
             for stage, stream in enumerate(order.stages):
                 assert most_begun(stream) <= depth * (num_stages - stage)
 
@@ -178,7 +183,7 @@ def test_messages_that_take_time_cost_many_stages_little() -> None:
         [1.0] * 16, [2.0] * 16, 32, weight_s=[1.0] * 16, activation_bytes=[1] * 16, activation_link_s=0.05,
         gradient_link_s=0.05,
     )
-    planned = plan_order(workload, effort=20_000)
+    planned = plan_order(workload, effort=22_000)
     assert planned.seconds <= 1.02 * planned.least_s
     assert max(planned.peak_bytes) <= 16, "what stage 0 holds under 1F1B"
 
@@ -214,17 +219,19 @@ def test_the_same_everywhere() -> None:
         assert first.order == second.order and first.simulation == second.simulation
 
 
-def test_effort_is_bounded_by_computations_not_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two policies in any case; a large pipeline gets no more."""
-    from dynpipe_ds.planning import planner
-
-    asked = []
-    monkeypatch.setattr(planner, "list_order", lambda *a, **k: asked.append(1) or list_order(*a, **k))
+def test_effort_is_bounded_by_computations_not_by_the_clock() -> None:
+    """One rule in any case; no more than all of them."""
     workload = Workload([1.0, 1.1, 1.3, 1.0], [2.0, 2.3, 2.1, 2.5], 8, weight_s=[1.0] * 4, activation_bytes=[1] * 4)
-    for effort, most in ((0, 2), (3 * 96, 3), (10**6, 20)):
-        asked.clear()
-        plan_order(workload, 2, effort=effort)
-        assert len(asked) == most
+    for effort, most in ((0, 1), (3 * 96, 3), (6 * 96, 5), (10**6, 21)):
+        looked_at = plan_order(workload, 2, effort=effort).num_computations
+        assert (most - 1) * 96 / 2 < looked_at <= most * 96, "a stage that does not split has fewer"
+
+
+def test_rules_that_fit() -> None:
+    """Of one policy, what pushes the most; another policy where there is time for both."""
+    assert [len(rules_within(runs)) for runs in (0, 1, 7, 13.9, 14, 21, 99)] == [1, 1, 1, 1, 2, 3, 3]
+    assert [len(rules_within(runs)[0].patiences) for runs in (0, 2, 3, 5, 6.9, 7, 99)] == [0, 0, 1, 2, 2, 3, 3]
+    assert rules_within(0, QUICKEST) == (QUICKEST,) and rules_within(5, QUICKEST) == (RULES[2],)
 
 
 def test_large_pipelines() -> None:
@@ -254,7 +261,7 @@ def test_caps_that_can_not_be_kept_are_refused() -> None:
 def test_nobody_waits_for_the_backward_of_the_first_stage_that_trains() -> None:
     """It does all forwards first, although gradients are there, since the next stage waits for those."""
     workload = Workload([1.0, 1.0], [2.0, 2.0], 8, activation_bytes=[1, 1])
-    first, second = list_order(workload, (8, 8), Policy(forwards_until=0, patience=0.0)).ran
+    first, second = list_order(workload, (8, 8), Policy(prefers_forwards=False, patience=0.0)).ran
     assert list(first) == [Op.FORWARD] * 8 + [Op.BACKWARD] * 8
     assert list(second[:4]) == [Op.FORWARD, Op.BACKWARD] * 2
 
@@ -263,7 +270,7 @@ def test_a_listing_that_takes_too_long_is_given_up_early_and_no_other() -> None:
     """At its own seconds as a limit it is the same listing; below, it is given up before it has come to its end."""
     looked_at, whole = 0, 0
     for workload in workloads(seed=6, each=8):
-        for policy, times in product(first_policies(workload.num_stages, 6), (1, 3)):
+        for policy, times in product(POLICIES[::3], (1, 3)):
             caps = [times * size for size in workload.activation_bytes]
             free = list_order(workload, caps, policy)
             assert list_order(workload, caps, policy, limit_s=free.seconds) == free

@@ -10,10 +10,9 @@ import numpy as np
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.planning.listing import list_order
-from dynpipe_ds.planning.planner import first_policies
 from dynpipe_ds.planning.retimed import retimed_s
 from dynpipe_ds.simulation import Workload, simulate
-from tests.planning.test_planner import random_workload, workloads
+from tests.planning.test_planner import POLICIES, random_workload, workloads
 from tests.planning.test_together import half, random_profile
 
 
@@ -24,7 +23,7 @@ def test_as_the_simulator_says_to_the_bit() -> None:
     for workload in workloads(seed=7):
         other = random_workload(rng, workload.num_stages, workload.num_micro_batches)
         other = replace(other, frozen_boundaries=min(workload.frozen_boundaries, other.frozen_boundaries))
-        for policy in first_policies(workload.num_stages, 5):
+        for policy in POLICIES[::4]:
             listing = list_order(workload, [3 * size for size in workload.activation_bytes], policy)
             order = listing.order(workload.num_micro_batches)
             for timed in (workload, other):

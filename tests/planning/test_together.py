@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -85,17 +85,20 @@ def test_better_than_either_alone() -> None:
 
 
 def test_more_effort_finds_shorter_batches_and_is_not_exceeded() -> None:
-    """A longer search goes on where a shorter one ended; one trial may begin with what is left."""
+    """A longer search goes on where a shorter one ended; one trial may begin with what is left.
+
+    It may end on a partition that promises more, but whose runs gain less by being pushed to and fro.
+    """
     efforts, size, gains = (0, 2_000, 6_000, 60_000), 3 * 6 * 10, []
     for seed in range(6):
         profile = random_profile(seed, 18, 10)
         found = [plan_batch(half(profile), [(0, 3, 6, 9, 12, 15, 18)], effort=effort) for effort in efforts]
         seconds = [one.seconds for one in found]
-        assert seconds == sorted(seconds, reverse=True), seconds
-        assert found[0].num_computations <= 4 * size, "two policies on the candidate, and one where the bound leads to"
-        assert all(one.num_computations <= most + 2 * size for one, most in zip(found[1:], efforts[1:], strict=True))
+        assert all(more < 1.01 * less for less, more in pairwise(seconds)), seconds
+        assert found[0].num_computations <= 3 * size, "one rule on the candidate, and where the bound leads to"
+        assert all(one.num_computations <= most + 14 * size for one, most in zip(found[1:], efforts[1:], strict=True))
         gains.append(seconds[0] / seconds[-1])
-    assert sum(gain > 1.02 for gain in gains) >= 5, gains
+    assert sum(gain > 1.02 for gain in gains) >= 4, gains
 
 
 def test_nothing_is_tried_where_nothing_can_be_shorter() -> None:

@@ -1,0 +1,104 @@
+"""Runs that are pushed to their end and back: they can be run, keep their caps, and are shorter most often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from dynpipe_ds.planning import least_seconds
+from dynpipe_ds.planning.justified import justified
+from dynpipe_ds.planning.listing import Listing, Policy, list_order
+from dynpipe_ds.schedule import Op
+from dynpipe_ds.simulation import Workload, simulate
+from dynpipe_ds.simulation.timetable import Timetable
+from tests.planning.test_planner import POLICIES, workloads
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_what_was_pushed_runs_and_keeps_its_caps(times: int) -> None:
+    """From all kinds of runs, within tight caps and wide ones; nothing is left out."""
+    num_none = 0
+    for workload in workloads(seed=1):
+        count, caps = workload.num_micro_batches, [times * size for size in workload.activation_bytes]
+        for policy in POLICIES[::4]:
+            found = justified(list_order(workload, caps, policy), workload, caps, 0.5)
+            if found is None:
+                num_none += 1
+                continue
+            result = simulate(workload, found.order(count))
+            assert result.makespan_s <= found.seconds * (1 + 1e-12)
+            assert all(stage.peak_activation_bytes <= cap for stage, cap in zip(result.stages, caps, strict=True))
+            assert result.makespan_s >= least_seconds(workload, caps) * (1 - 1e-12)
+            for ran, whole in zip(found.ran, found.whole, strict=True):
+                assert ran.count(Op.FORWARD) == ran.count(Op.BACKWARD) == count
+                assert ran.count(Op.BACKWARD_WEIGHT) in (0, count - len(whole))
+    assert num_none < 0.2 * 4 * 10 * 6, "hardly ever for lack of memory"
+
+
+def test_a_frozen_stage_may_train_after_all() -> None:
+    num_frozen = 0
+    for workload in workloads(seed=4, each=8):
+        num_frozen += workload.frozen_boundaries > 0
+        caps = workload.activation_bytes
+        found = justified(list_order(workload, caps, POLICIES[1]), workload, caps, 0.75)
+        if found is not None:
+            for frozen in range(workload.frozen_boundaries + 1):
+                Timetable(found.order(workload.num_micro_batches), frozen)
+    assert num_frozen > 15
+
+
+def uneven(seed: int, num_stages: int, count: int) -> tuple[Workload, list[int]]:
+    """Stages that differ by a tenth or so; as much memory as 1F1B needs on the first one."""
+    rng = np.random.default_rng(seed)
+    seconds = rng.lognormal(0.0, 0.15, (num_stages, 1))
+    workload = Workload(
+        seconds, 2 * seconds, count, weight_s=seconds, activation_bytes=[1] * num_stages, activation_link_s=0.05,
+        gradient_link_s=0.05,
+    )
+    return workload, [num_stages] * num_stages
+
+
+def pushed(workload: Workload, caps: list[int], policy: Policy) -> tuple[Listing, Listing]:
+    """A run, and the shortest of it and of three that it leads to."""
+    first = last = best = list_order(workload, caps, policy)
+    for patience in (0.35, 0.75, 1.0):
+        found = justified(last, workload, caps, patience)
+        assert found is not None, "there is room for several micro-batches"
+        last, best = found, min(best, found, key=lambda one: one.seconds)
+    return first, best
+
+
+@pytest.mark.parametrize(("num_stages", "count"), [(8, 24), (16, 32)])
+def test_most_runs_get_shorter(num_stages: int, count: int) -> None:
+    """Also with other seconds than they were planned for: by chance, the gain would be gone."""
+    gains, gains_otherwise = [], []
+    rng = np.random.default_rng(0)
+    for seed in range(6):
+        workload, caps = uneven(seed, num_stages, count)
+        first, best = pushed(workload, caps, Policy(prefers_forwards=True, patience=0.15, depth=1.5))
+        gains.append(1 - best.seconds / first.seconds)
+        factor = rng.lognormal(0.0, 0.05, (num_stages, count))
+        other = replace(
+            workload, forward_s=workload.forward_s * factor, backward_s=workload.backward_s * factor,
+            weight_s=workload.weight_s * factor,
+        )
+        before_s, after_s = (simulate(other, one.order(count)).makespan_s for one in (first, best))
+        gains_otherwise.append(1 - after_s / before_s)
+    assert sum(gain > 0 for gain in gains) >= 5 and fmean(gains) > 0.01, gains
+    assert fmean(gains_otherwise) > 0.7 * fmean(gains), gains_otherwise
+
+
+def test_backwards_there_is_no_room_for_what_two_stages_wait_for() -> None:
+    """Weight gradients that hold as much as three micro-batches fill the stage, seen from the end: then nothing."""
+    for size in (1, 2, 3, 9):
+        workload = Workload(
+            [1.0] * 3, [2.0] * 3, 6, weight_s=[1.0] * 3, activation_bytes=[1] * 3, weight_bytes=[size] * 3,
+        )
+        for cap in (1, 2, 3, 9):
+            listing = list_order(workload, [cap] * 3, POLICIES[0])
+            found = justified(listing, workload, [cap] * 3, 0.5)
+            assert listing.seconds < inf and (found is None or found.seconds < inf)
