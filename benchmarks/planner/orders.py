@@ -2,7 +2,6 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.planner.orders
     OMP_NUM_THREADS=1 python -m benchmarks.planner.orders --latency 0.1 --weight-share 0.375 --between 1.6
-    OMP_NUM_THREADS=1 python -m benchmarks.planner.orders --rules     # what pushing runs to their end and back brings
 
 Prints a Markdown table: medians over the six load models of ``benchmarks/traces``, in the middle and at the end of a
 run. It asserts nothing; the numbers belong in the README beside it.
@@ -15,9 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.record import environment, in_words
 from benchmarks.traces.blocks import BLOCK_FORWARD_S, EDGE
@@ -26,8 +23,6 @@ from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
 from dynpipe_ds.planning import activation_caps, assume_halves, plan_batch, plan_order
-from dynpipe_ds.planning.listing import Policy
-from dynpipe_ds.planning.planner import Rule, Tried, rules_within
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 SIZES = ((4, 16, 24), (8, 32, 24), (16, 32, 48), (24, 48, 48))
@@ -74,12 +69,8 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=1.0, help="bytes held between B and W, in activations")
     parser.add_argument("--each", action="store_true", help="also print each load model")
     parser.add_argument("--halves", action="store_true", help="attention and MLP are two layers; over whole blocks")
-    parser.add_argument("--rules", action="store_true", help="how long orders are by so many rules")
     arguments = parser.parse_args()
     print(in_words(environment(threads=1)), end="\n\n")
-    if arguments.rules:
-        print_rules(arguments)
-        return
     print("| | " + " | ".join(f"{stages} stages, M {count}, {blocks} blocks" for stages, count, blocks in SIZES) + " |")
     print("|---|" + "---|" * len(SIZES))
     columns = [column(size, arguments) for size in SIZES]
@@ -93,40 +84,6 @@ def main() -> None:
                 usual_s = baseline(found).seconds
                 gains = ", ".join(f"{row} {usual_s / outcome.seconds:.3f}" for row, outcome in found.items())
                 print(f"{size[0]} stages, {case.name}: {gains}")
-
-
-UNPUSHED = [Rule(Policy(*each), ()) for each in product((True, False), (0.0, 0.25, 0.5, 0.75, 1.0), (1.25, 1.5))]
-"""Twenty policies that are not pushed, as orders were planned before."""
-RUNS = (1, 3, 5, 7, 21)
-"""Of a batch, for rules to try."""
-
-
-def print_rules(arguments: argparse.Namespace) -> None:
-    """Print how long orders are by rules that take so many runs, next to the best of :data:`UNPUSHED`."""
-    print("| runs | " + " | ".join(f"{stages} stages" for stages, *_ in SIZES) + " |\n|---|" + "---|" * len(SIZES))
-    columns = [list(by_rules(size, arguments)) for size in SIZES]
-    for i, runs in enumerate(RUNS):
-        lengths = [statistics.geometric_mean(row[i] for row in column) for column in columns]
-        print(f"| {runs} | " + " | ".join(f"{length:.4f}" for length in lengths) + " |")
-
-
-def by_rules(size: tuple[int, int, int], arguments: argparse.Namespace) -> Iterator[list[float]]:
-    """Seconds of the shortest order by rules that take :data:`RUNS`, as multiples of that by :data:`UNPUSHED`.
-
-    For each case, as whole blocks and as halves, on the uniform cut and the best one under 1F1B.
-    """
-    for case in (*cases(*size), *cases(*size, halves=True)):
-        best = simulated(case.profile.costs("time"), size[0], profile=case.profile).boundaries
-        for cuts in dict.fromkeys((case.profile.boundaries, best)):
-            workload = workload_of(case, cuts, arguments)
-            caps = activation_caps(case.profile, cuts, case.worker_bytes)
-            before_s = shortest_s(UNPUSHED, workload, caps)
-            yield [shortest_s(rules_within(runs), workload, caps) / before_s for runs in RUNS]
-
-
-def shortest_s(rules: Sequence[Rule], workload: Workload, caps: Sequence[int]) -> float:
-    """Seconds of the shortest run that rules lead to."""
-    return reduce(lambda tried, rule: tried.under(rule, workload, caps), rules, Tried()).best_s
 
 
 def column(size: tuple[int, int, int], arguments: argparse.Namespace) -> list[dict[str, Outcome]]:
@@ -168,25 +125,18 @@ def uniform_cut(num_stages: int, num_blocks: int) -> tuple[int, ...]:
     return (0, *inner, num_blocks + 2)
 
 
-def held_and_links(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bytes between the halves of a backward, and seconds of messages."""
-    link_s = arguments.latency * BLOCK_FORWARD_S
-    weight_bytes = [round(arguments.between * held) for held in case.profile.activation_bytes()]
-    return {"weight_bytes": weight_bytes, "activation_link_s": link_s, "gradient_link_s": link_s}
-
-
-def workload_of(case: Case, cuts: Sequence[int], arguments: argparse.Namespace) -> Workload:
-    """A batch on a partition."""
-    split = assume_halves(case.profile, arguments.weight_share)
-    return Workload.from_profile(split, cuts, **held_and_links(case, arguments))
-
-
 def outcomes(case: Case, num_stages: int, arguments: argparse.Namespace) -> dict[str, Outcome]:
     """All rows of one case."""
     profile, costs = case.profile, case.profile.costs("time")
+    split = assume_halves(profile, arguments.weight_share)
+    weight_bytes = [round(arguments.between * held) for held in profile.activation_bytes()]
+    link_s = arguments.latency * BLOCK_FORWARD_S
     best = simulated(costs, num_stages, profile=profile).boundaries
 
-    workload = partial(workload_of, case, arguments=arguments)
+    def workload(cuts: Sequence[int]) -> Workload:
+        return Workload.from_profile(
+            split, cuts, weight_bytes=weight_bytes, activation_link_s=link_s, gradient_link_s=link_s
+        )
 
     def of(simulation: Simulation, started_s: float = 0.0) -> Outcome:
         spent_s = time.thread_time() - started_s if started_s else 0.0
@@ -200,8 +150,8 @@ def outcomes(case: Case, num_stages: int, arguments: argparse.Namespace) -> dict
     found["best cut, planned order"] = of(planned.simulation, started_s)
     started_s = time.thread_time()
     together = plan_batch(
-        assume_halves(profile, arguments.weight_share), [best, optimal(costs, num_stages).boundaries],
-        worker_bytes=case.worker_bytes, **held_and_links(case, arguments),
+        split, [best, optimal(costs, num_stages).boundaries], worker_bytes=case.worker_bytes,
+        weight_bytes=weight_bytes, activation_link_s=link_s, gradient_link_s=link_s,
     )
     found["together"] = of(together.planned.simulation, started_s)
     total_s = sum(costs) * profile.num_micro_batches / num_stages

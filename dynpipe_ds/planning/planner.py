@@ -46,9 +46,8 @@ RULES = (
     *(Rule(Policy(prefers_forwards=False, patience=0.5, depth=depth), _PUSHES) for depth in (1.0, 1.5)),
 )  # fmt: skip
 """The more runs they take, the more they add. On the load models with 16 and 24 stages, the first one is 0.8% longer
-than the best of 20 policies that are not pushed, the next three 0.6% to 0.8%, 0.8% to 1.1% and 1.0% to 1.1% shorter
-(``python -m benchmarks.planner.orders --rules``). Other policies add 0.1%, but more where stages are few. Twelve more
-pushes add 0.1% to 0.3%, too."""
+than the best of 20 policies that are not pushed, the next three 0.6% to 0.8%, 0.8% to 1.1% and 1.0% to 1.1% shorter.
+Other policies add 0.1%, but more where stages are few. Twelve more pushes add 0.1% to 0.3%, too."""
 
 _HOPELESS = 1.05  # times the limit: pushing seldom makes a run shorter by more
 
