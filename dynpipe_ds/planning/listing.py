@@ -23,6 +23,8 @@ SAME = 1e-9
 """Seconds that differ by a smaller share are the same: sums round."""
 
 _FORWARD, _BACKWARD, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
+_Places = list[list[int]]
+"""Of each stage and micro-batch, the place in the stage's sequence."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,47 @@ class Policy:
     prefers_forwards: bool
     patience: float
     depth: float = inf
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """In which sequence stages would rather compute; what is not possible yet is overtaken.
+
+    Args:
+        places: of forwards, backwards and weight gradients.
+        patience: how long a stage waits for what comes before in the sequence, as a share of the seconds of what it
+            could do instead.
+    """
+
+    places: tuple[_Places, _Places, _Places]
+    patience: float
+
+    @classmethod
+    def of(cls, ran: Sequence[Sequence[Op]], whole: Sequence[frozenset[int]], count: int, patience: float) -> Guide:
+        """Guide by what ran.
+
+        Args:
+            ran: as in a :class:`Listing`.
+            whole: the same.
+            count: M.
+            patience: see the class.
+        """
+        places: tuple[_Places, _Places, _Places] = ([], [], [])
+        for sequence, in_one in zip(ran, whole, strict=True):
+            rows: tuple[list[int], list[int], list[int]] = ([], [], [])
+            forwards, backwards, weights = rows
+            for place, op in enumerate(sequence):
+                if op is _FORWARD:
+                    forwards.append(place)
+                elif op is _WEIGHT:
+                    weights.append(place)
+                else:
+                    if len(backwards) in in_one:
+                        weights.append(place)
+                    backwards.append(place)
+            for row, found in zip(rows, places, strict=True):
+                found.append(row + [len(sequence)] * (count + 1 - len(row)))
+        return cls(places, patience)
 
 
 @dataclass(frozen=True)
@@ -86,19 +129,21 @@ class Listing:
         return Order(num_micro_batches, tuple(streams))
 
 
-def list_order(workload: Workload, caps: Sequence[int], policy: Policy, *, limit_s: float = inf) -> Listing:
+def list_order(
+    workload: Workload, caps: Sequence[int], preference: Policy | Guide, *, limit_s: float = inf
+) -> Listing:
     """Run one batch.
 
     Args:
         workload: seconds and bytes.
         caps: S most bytes of activations, each at least what one micro-batch holds.
-        policy: what stages prefer.
+        preference: what stages prefer.
         limit_s: seconds beyond which the run is given up.
 
     Returns:
         What ran.
     """
-    run = _Run(workload, caps, policy)
+    run = _Run(workload, caps, preference)
     return Listing(run.to_the_end(limit_s), tuple(run.ran), tuple(map(frozenset, run.whole)), run.stages)
 
 
@@ -113,7 +158,7 @@ def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
     }
 
 
-class Paper:
+class Work:
     """What all stages of a batch have to do and may hold; plain lists, since planning runs thousands of batches.
 
     Args:
@@ -150,14 +195,17 @@ class Paper:
             self.activation_bytes[stage] = 1
 
 
-class _Run(Paper):
+class _Run(Work):
     """All stages of a batch, and the messages between them."""
 
-    def __init__(self, workload: Workload, caps: Sequence[int], policy: Policy) -> None:
+    def __init__(self, workload: Workload, caps: Sequence[int], preference: Policy | Guide) -> None:
         super().__init__(workload, caps)
-        self.forward_first = [works and policy.prefers_forwards for works in self.has_backward]
-        self.patience = policy.patience
-        self.most_ahead = [policy.depth * (self.num_stages - stage) for stage in range(self.num_stages)]
+        self.patience, self.guide = preference.patience, preference if isinstance(preference, Guide) else None
+        prefers_forwards, depth = False, inf
+        if isinstance(preference, Policy):
+            prefers_forwards, depth = preference.prefers_forwards, preference.depth
+        self.forward_first = [works and prefers_forwards for works in self.has_backward]
+        self.most_ahead = [depth * (self.num_stages - stage) for stage in range(self.num_stages)]
         self.ran: list[list[Op]] = [[] for _ in self.caps]
         self.whole: list[set[int]] = [set() for _ in self.caps]
         self.stages: list[int] = []
@@ -173,6 +221,8 @@ class _Run(Paper):
         is_prompt, splits, forward_first = self.is_prompt, self.splits, self.forward_first
         patience, frozen, most_ahead = self.patience, self.frozen_boundaries, self.most_ahead
         last, count = self.num_stages - 1, self.count
+        forward_at, backward_at, weight_at = ([], [], []) if self.guide is None else self.guide.places
+        is_guided, nowhere = self.guide is not None, 3 * count
         # When messages come, by micro-batch, and of each wire when its newest does.
         activations, gradients = ([[inf] * (count + 1) for _ in caps] for _ in range(2))
         activations[0] = [*[0.0] * count, inf]
@@ -192,7 +242,28 @@ class _Run(Paper):
             room = caps[s] - held[s]
             has_room = room >= activation_bytes[s] and f - b < most_ahead[s]
             can_split = splits[s] and room >= weight_bytes[s] - activation_bytes[s]
-            if gradient_s <= now_s and is_prompt[s] and not (forward_first[s] and activation_s <= now_s and has_room):
+            if is_guided:
+                at = next_at = nowhere
+                next_s, op, seconds = inf, _FORWARD, 0.0
+                if w < b:
+                    at, op, seconds = weight_at[s][w], _WEIGHT, weight_s[s][w]
+                if can_split or w == b:
+                    here = backward_at[s][b]
+                    if gradient_s > now_s:
+                        next_s, next_at = gradient_s, here
+                    elif here < at:
+                        at, op, seconds = here, _BACKWARD, input_s[s][b] if can_split else whole_s[s][b]
+                if has_room:
+                    here = forward_at[s][f]
+                    if activation_s > now_s:
+                        if activation_s < next_s:
+                            next_s, next_at = activation_s, here
+                    elif here < at:
+                        at, op, seconds = here, _FORWARD, forward_s[s][f]
+                if at == nowhere or (next_at < at and next_s - now_s < patience * seconds):
+                    now_s, s = heappushpop(events, (next_s, s))
+                    continue
+            elif gradient_s <= now_s and is_prompt[s] and not (forward_first[s] and activation_s <= now_s and has_room):
                 op = _WEIGHT if w < b and not can_split else _BACKWARD
             elif activation_s <= now_s and has_room:
                 op = _FORWARD

@@ -202,9 +202,7 @@ class Tried:
         listing = list_order(workload, caps, rule.policy, limit_s=limit_s)
         tried = self._with(listing, listing.num_computations, varying)
         for patience in rule.patiences if listing.seconds < inf else ():
-            if (pushed := justified(listing, workload, caps, patience)) is None:
-                break
-            listing = pushed
+            listing = justified(listing, workload, caps, patience)
             tried = tried._with(listing, 2 * listing.num_computations, varying)
         return tried
 
