@@ -402,6 +402,7 @@ class Balancer:
         self._decided_batch, self._left = batch, None
         self._paused_until = batch + FIRST_PAUSE * 2 ** min(self._num_failures, 6)
         self._num_failures += 1
+        self.ordering.failed(self._paused_until)
 
     def hold(self, batch: int, num_batches: int | Literal["forever"]) -> None:
         """Decide nothing for some batches: the user has chosen the partition.

@@ -46,6 +46,7 @@ class Ordering:
         self._searched = 0.0  # computations that the last plan could look at
         self._needed = 0.0  # computations that the next plan must be able to look at, since the last one gained nothing
         self._waiting: OrderedBatch | None = None  # found, pays, and not sure yet
+        self._paused_until = 0
 
     @property
     def order(self) -> Order | None:
@@ -100,6 +101,16 @@ class Ordering:
         self._halves.expect_change()
         self._settled, self._needed, self._waiting = None, 0.0, None
 
+    def failed(self, paused_until: int) -> None:
+        """Plan nothing for some batches, and then begin anew, alike on ranks where planning failed and on others.
+
+        Args:
+            paused_until: the batch after which to plan again.
+        """
+        self._orders.failed()
+        self._settled, self._needed, self._searched, self._waiting = None, 0.0, 0.0, None
+        self._paused_until = paused_until
+
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, where they are known.
 
@@ -127,6 +138,8 @@ class Ordering:
         if not self.is_planned():
             return False
         newest = self._history.newest[-1]
+        if newest.batch < self._paused_until:
+            return False
         if not self._history.is_complete and self.order is not None:
             return False  # the first decision, on cut and order together, comes soon
         if self._settled is None:
@@ -289,7 +302,7 @@ class Ordering:
         waiting = self._waiting
         return {
             "halves": self._halves.state_dict(), "orders": self._orders.state_dict(), "settled": self._settled,
-            "needed": self._needed, "searched": self._searched,
+            "needed": self._needed, "searched": self._searched, "paused_until": self._paused_until,
             "waiting": waiting and (waiting.boundaries, None if waiting.planned is None else str(waiting.planned)),
         }  # fmt: skip
 
@@ -304,6 +317,7 @@ class Ordering:
         self._orders.load_state_dict(state.get("orders", {}) if same_stages else {})
         self._settled = state.get("settled") if same_stages else None
         self._needed, self._searched = state.get("needed", 0.0), state.get("searched", 0.0)
+        self._paused_until = state.get("paused_until", 0) if same_stages else 0
         self._waiting = None
         if same_stages and state.get("waiting"):
             boundaries, order = state["waiting"]

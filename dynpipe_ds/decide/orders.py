@@ -404,6 +404,12 @@ class Orders:
         self._timetable(planned.order, planned.workload)
         return planned.order
 
+    def failed(self) -> None:
+        """Forget what ranks may know differently, since planning has failed on some of them."""
+        self._known.clear()
+        self._candidates, self._looked_at = [], self._newest_batch
+        self.effort, self.spent, self.gain = 0.0, 0, 0.0
+
     def _spend(self, effort: int) -> None:
         self.effort -= effort
         self.spent += effort

@@ -115,10 +115,10 @@ def plan_order(
     """Plan in which order to run forwards, backwards and weight gradients.
 
     List scheduling under a memory cap (:mod:`~dynpipe_ds.planning.listing`), whose runs are pushed to their end and
-    back (:mod:`~dynpipe_ds.planning.justified`), by several rules; the shortest is taken. 1F1B is
-    taken where it is as short and keeps the caps. Weight gradients fill what would be idle, as in Qi et al. 2024, "Zero
-    Bubble Pipeline Parallelism"; there the order is fixed for equal stages, here it follows the seconds. The first
-    stage that trains runs its whole backward when nothing else is to be done, since nobody waits for it. Deterministic.
+    back (:mod:`~dynpipe_ds.planning.justified`), by several rules; the shortest is taken. 1F1B is taken where it is as
+    short and keeps the caps. Weight gradients fill what would be idle, as in Qi et al. 2024, "Zero Bubble Pipeline
+    Parallelism"; there the order is fixed for equal stages, here it follows the seconds. The first stage that trains
+    runs its whole backward when nothing else is to be done, since nobody waits for it. Deterministic.
 
     Args:
         workload: seconds and bytes of every stage; without ``weight_s`` no backward is split.

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -208,6 +208,44 @@ def test_training_goes_on(fault: str, clean: list[float]) -> None:
             assert partitions[3] == UNEVEN[3]
         if fault in UNDONE or "monitor" in fault:
             assert partitions[-1] != UNEVEN[3], "the next attempt succeeds"
+
+
+def plan_with(rank: int, at_fault: int | None) -> tuple[list[float], list[str], str, int]:
+    """Losses, warnings, the order in the end, and how many plans were made, where one rank's planner raises twice."""
+    from dynpipe_ds.decide import orders
+
+    engine = make_engine(Run(3, config={"dynamic_pipeline": {"enabled": True, "schedule": "planned"}}))
+    failing = iter(range(2 if rank == at_fault else 0))
+
+    def fails(real: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(*args: Any, **options: Any) -> Any:
+            if next(failing, None) is not None:
+                raise MemoryError("no room for a plan")
+            plans.append(real(*args, **options))
+            return plans[-1]
+
+        return plan
+
+    plans: list[Any] = []
+    batches = data(0, engine.micro_batches)
+    with warnings.catch_warnings(record=True) as caught, ExitStack() as stack:
+        warnings.simplefilter("always")
+        stack.enter_context(patch.object(balancer, "FIRST_PAUSE", 1))
+        for name in ("plan_batch", "plan_on_partition"):
+            stack.enter_context(patch.object(orders, name, fails(getattr(orders, name))))
+        losses = [float(engine.train_batch(batches)) for _ in range(14)]
+    told = [str(w.message) for w in caught if "dynamic_pipeline" in str(w.message)]
+    return losses, told, str(engine.order), len(plans)
+
+
+def test_a_planner_that_raises_on_one_rank() -> None:
+    """What planning may cost from then on is the same on all ranks: else some would meet to compare plans, and wait."""
+    clean = run_ranks(plan_with, 3, None)[0][0]
+    results = run_ranks(plan_with, 3, 1)
+    for rank, (losses, told, order, num_plans) in enumerate(results):
+        assert losses == clean
+        assert len(told) == (rank == 0) and all("rank 1: MemoryError: no room for a plan" in text for text in told)
+        assert order == results[0][2] and num_plans > 0, "the next attempt succeeds"
 
 
 def raise_in_callback(rank: int) -> tuple[list[str], int]:
