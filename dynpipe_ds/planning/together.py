@@ -40,8 +40,8 @@ SEARCH_EFFORT = 2 * EFFORT
 
 _PATIENCE = 10  # trials in a row that find nothing shorter, at least: what is left is worth more in a later search
 _SHARE_IN_VAIN = 0.1  # of the effort that trials in a row may take at most if they find nothing shorter
-_SHARE_OF_WALK = 0.6  # of the effort, for finding a partition by runs that are not pushed
-_MOST_RUNS = 14  # of one partition: two policies
+_SHARE_OF_WALK = 0.9  # of the effort, for finding a partition by runs that are not pushed
+_MOST_RUNS = 7  # of one partition: one policy, which is pushed three times
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 
