@@ -16,7 +16,8 @@ from dynpipe_ds.partition.neighbours import Cuts, IntArray, neighbours, own_cuts
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning.bounds import bounds, num_ahead
+from dynpipe_ds.planning.bounds import bounds, num_ahead, stage_bounds
+from dynpipe_ds.planning.even import even_cuts, most_groups
 from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.memory import activation_caps, late_layers, worker_bytes_of_1f1b
 from dynpipe_ds.planning.planner import (
@@ -42,8 +43,12 @@ _PATIENCE = 10  # trials in a row that find nothing shorter, at least: what is l
 _SHARE_IN_VAIN = 0.1  # of the effort that trials in a row may take at most if they find nothing shorter
 _SHARE_OF_WALK = 0.9  # of the effort, for finding a partition by runs that are not pushed
 _MOST_RUNS = 7  # of one partition: one policy, which is pushed three times
+_FAR = 1.05  # times as long as the best: pushing a run saves less, so the present partition need not be compared
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
+_EVEN = ((0.0, 4), (1.0, 6), (2.0, 4))
+"""How often the idle seconds of a stage count, since an order waits for longer than it must, and how many doublings."""
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
+_CELLS_A_COMPUTATION = 30  # choices of a stage's groups that take as long
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,11 @@ def plan_batch(
     """Choose a partition and an order so that a batch takes the fewest seconds.
 
     The best cut under a planned order is another than under 1F1B: what a stage waits for and what it may hold differ.
-    The search starts from the best candidate, or the partition that a lower bound of the seconds leads to. By turns it
-    moves one boundary, or some neighbouring ones together, by one layer, and plans the best partition known by another
-    rule; first by rules that take little, to come far. Partitions whose lower bound is above the best seconds known are
-    passed over. The result is never slower than 1F1B on a candidate, where that keeps the caps. Deterministic; of
-    equally short ones the first.
+    The search starts from the best candidate, or from a partition whose stages take about as long, of which there are
+    up to three (:func:`~dynpipe_ds.planning.even.even_cuts`). By turns it moves one boundary, or some neighbouring ones
+    together, by one layer, and plans the best partition known by another rule; first by rules that take little, to come
+    far. Partitions whose lower bound is above the best seconds known are passed over. The result is never slower than
+    1F1B on a candidate, where that keeps the caps. Deterministic; of equally short ones the first.
 
     Args:
         profile: seconds and bytes of every layer, and M.
@@ -126,9 +131,9 @@ def plan_batch(
     search.go_on(effort * (_SHARE_WHERE_VARYING if varying else 1.0))
     present = search.compare_with(own_cuts(problem, starts[0]))
     plans = {partition: partition.planned() for partition in (search.best, present) if partition is not None}
-    looked_at = search.num_computations + case.num_bounded // _BOUNDS_A_COMPUTATION
     at_present = None if present is None else plans[present]
-    return PlannedBatch(Placement.of(case.boundaries(search.best.cuts)), plans[search.best], at_present, looked_at)
+    placement = Placement.of(case.boundaries(search.best.cuts))
+    return PlannedBatch(placement, plans[search.best], at_present, search.num_computations + case.num_aside)
 
 
 class _Way(NamedTuple):
@@ -216,29 +221,33 @@ class _Search:
         self._met: dict[Cuts, _Partition] = {}
         self.num_computations = 0
         self._rules: tuple[Rule, ...] = RULES[:1]
-        allowed = _allowed(case, starts)
-        self._starts = [self._meet(cuts) for cuts in dict.fromkeys([*allowed, _descend_bound(case, allowed)])]
-        first, *others = self._starts
-        self.best = first
-        first.run_1f1b()
-        self._try(first, first.way)
-        for other in others:
-            other.run_1f1b()
-            if other.seconds < self.best.seconds:
-                self.best = other
-            self._try(other, other.as_here(self.best.way))
+        given = [self._meet(cuts) for cuts in _allowed(case, starts)]
+        self._starts = list(dict.fromkeys([*given, *map(self._meet, case.even())]))
+        for start in given:
+            start.run_1f1b()
+        self.best = min(given, key=lambda start: start.seconds)
+        self._try(given[0], given[0].way)
 
     def go_on(self, effort: float) -> None:
         """Search until so much was looked at, or enough was tried in vain.
 
         A run that was pushed is seldom beaten by one of another partition that was not, so there the search would stay.
         """
+        self._begin(effort)
         self._until_stuck(_SHARE_OF_WALK * effort, self._around)
         size = self._case.num_computations * (1 + len(self._case.varying) / AS_LONG)
         self._rules = rules_within(min(_MOST_RUNS, (effort - self.num_computations) / size), QUICKEST)
         if effort and not self._is_shortest():
             self._try(self.best, self.best.way._replace(rule=self._rules[0]))
         self._until_stuck(effort, self._on_starts, self._around)
+
+    def _begin(self, effort: float) -> None:
+        """Try what it starts from, that of the smallest bound in any case."""
+        for i, (cuts, least_s) in enumerate(self._by_bound([start.cuts for start in self._starts[1:]])):
+            if least_s >= self.best.seconds * (1 - SAME) or (i and self.num_computations >= effort):
+                return
+            start = self._met[cuts]
+            self._try(start, start.as_here(self.best.way))
 
     def _until_stuck(self, effort: float, *partitions: Callable[[], Iterator[_Trial]]) -> None:
         trials, num_failed = self._by_turns(*partitions, self._ways), 0
@@ -253,7 +262,7 @@ class _Search:
                 trials, num_failed = self._by_turns(*turns), 0
 
     def compare_with(self, cuts: Cuts | None) -> _Partition | None:
-        """Try the best way on another partition, which has been a start, to compare it on equal terms.
+        """Try the best way on another partition, which has been a start, to compare it on equal terms if it is close.
 
         Returns:
             That partition; ``None`` if it is not allowed.
@@ -261,7 +270,7 @@ class _Search:
         partition = None if cuts is None else self._met.get(cuts)
         if partition is not None and partition is not self.best:
             way = partition.as_here(self.best.way)
-            if way not in partition.ways:
+            if way not in partition.ways and partition.seconds < _FAR * self.best.seconds:
                 self.num_computations += partition.go(way, partition.seconds)
             if partition.seconds <= self.best.seconds:
                 self.best = partition
@@ -300,15 +309,20 @@ class _Search:
     def _around(self) -> Iterator[_Trial]:
         """The best way on partitions around the best one, those of small bounds first."""
         best, longest_s = self.best, self.best.seconds * (1 - SAME)
-        around = neighbours(self._case.problem, best.cuts)
-        least_s = self._case.least_s(around)
-        for i in np.argsort(least_s, kind="stable").tolist():
-            if least_s[i] >= longest_s:
+        for cuts, least_s in self._by_bound(neighbours(self._case.problem, best.cuts)):
+            if least_s >= longest_s:
                 return
-            partition = self._meet(tuple(around[i].tolist()))
+            partition = self._meet(cuts)
             way = partition.as_here(best.way)
             if way not in partition.ways:
                 yield partition, way
+
+    def _by_bound(self, many: IntArray | Sequence[Cuts]) -> Iterator[tuple[Cuts, float]]:
+        """Partitions and their bounds, small ones first; infinite where it does not fit."""
+        cuts = np.array(many, dtype=np.int64).reshape(-1, self._case.problem.num_stages + 1)
+        least_s = self._case.least_s(cuts)
+        for i in np.argsort(least_s, kind="stable").tolist():
+            yield tuple(cuts[i].tolist()), float(least_s[i])
 
     def _ways(self) -> Iterator[_Trial]:
         """Other ways on the best partition, unless none can be shorter there."""
@@ -339,18 +353,6 @@ def _allowed(case: _Case, starts: Sequence[tuple[int, ...]]) -> list[Cuts]:
     return fitting
 
 
-def _descend_bound(case: _Case, starts: Sequence[Cuts]) -> Cuts:
-    """From the start with the smallest bound to a partition around which none is smaller."""
-    least_s = case.least_s(np.array(starts))
-    best, best_s = starts[int(least_s.argmin())], float(least_s.min())
-    while len(around := neighbours(case.problem, best)):
-        least_s = case.least_s(around)
-        if least_s.min() >= best_s * (1 - SAME):
-            break
-        best, best_s = tuple(around[int(least_s.argmin())].tolist()), float(least_s.min())
-    return best
-
-
 class _Case:
     """One problem's partitions: what they have to do, may hold and take."""
 
@@ -364,7 +366,7 @@ class _Case:
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)  # of a batch
-        self.num_bounded = 0
+        self._num_bounded = self._num_cells = 0
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
         """Of each batch the sums over the first groups of layers, by what is summed."""
@@ -381,6 +383,11 @@ class _Case:
             name: np.array([[0, *np.cumsum(values)] for values in batches])[:, starts]
             for name, batches in rows.items()
         }  # fmt: skip
+
+    @property
+    def num_aside(self) -> int:
+        """Computations that could be looked at in the time that bounds and even partitions have taken."""
+        return self._num_bounded // _BOUNDS_A_COMPUTATION + self._num_cells // _CELLS_A_COMPUTATION
 
     def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
         return tuple(self.problem.starts[cut] for cut in cuts)
@@ -405,7 +412,7 @@ class _Case:
         """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""
         if not len(candidates):
             return np.zeros(0)
-        self.num_bounded += len(candidates) * len(self.varying)
+        self._num_bounded += len(candidates) * len(self.varying)
         sums = {name: np.diff(each[:, candidates], axis=2) for name, each in self.until.items()}
         forward_s, backward_s, weight_s = (
             np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
@@ -424,3 +431,43 @@ class _Case:
             ahead_s=num_ahead(caps, activation_bytes, count) * forward_s,
         )
         return np.where((caps >= activation_bytes).all(axis=1), found.mean(axis=0), inf)
+
+    def even(self) -> list[Cuts]:
+        """Partitions whose stages take about as long, by what they compute and what they can't but be idle."""
+        busy_s, idle_s = self._stage_seconds()
+        self._num_cells += busy_s.size
+        found = (even_cuts(busy_s + share * idle_s, num_doublings) for share, num_doublings in _EVEN)
+        return [cuts for cuts in dict.fromkeys(found) if cuts is not None]
+
+    def _stage_seconds(self) -> tuple[FloatArray, FloatArray]:
+        """What stages compute, and how long they are idle at least, for :func:`even_cuts`."""
+        num_stages, count = self.problem.num_stages, self.profile.num_micro_batches
+        until = {name: each.mean(axis=0) for name, each in self.until.items()}
+        input_s = until["backward"] - until["weight"]
+        ends = np.arange(self.problem.num_groups + 1)[:, None]
+        starts = ends - np.arange(most_groups(until["forward"] + until["backward"], num_stages) + 1)
+        is_allowed = (starts >= 0) & ((starts < ends) | self.problem.allow_empty)
+        starts = np.maximum(starts, 0)
+        held = {name: each[ends] - each[starts] for name, each in until.items()}
+        speeds = np.array(self.problem.speeds)[:, None, None]
+        usual = float(np.mean(self.problem.speeds))
+        forward_s, backward_s, weight_s = (np.maximum(held[n], 0.0) / speeds for n in ("forward", "backward", "weight"))
+        awaited_s = count * (forward_s + np.maximum(backward_s - weight_s, 0.0))
+        there_s, back_s = (
+            table(name, links_s, num_stages - 1, count).min(axis=1)
+            for name, links_s in zip(("activation_link_s", "gradient_link_s"), self.links_s, strict=True)
+        )
+        before_s, behind_s = (
+            np.array(sums)[:, None, None]
+            for sums in ([0.0, *np.cumsum(there_s)], [*np.cumsum((there_s + back_s)[::-1])[::-1], 0.0])
+        )
+        rest_s = (until["forward"][-1] + input_s[-1] - until["forward"][ends] - input_s[ends]) / usual
+        worker_bytes = np.broadcast_to(np.array(self.worker_bytes), num_stages)[:, None, None]
+        caps, activation_bytes = (worker_bytes - held["state"]).astype(np.int64), held["activation"].astype(np.int64)
+        least_s = stage_bounds(
+            until["forward"][starts] / usual + before_s, forward_s + rest_s + behind_s,
+            num_ahead(caps, activation_bytes, count) * forward_s, awaited_s, count * weight_s,
+            input_s[starts] / usual, until["trains"][ends] > 0,
+        )
+        busy_s = awaited_s + count * weight_s
+        return np.where(is_allowed & (caps >= activation_bytes), busy_s, inf), least_s - busy_s

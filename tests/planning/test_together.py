@@ -166,3 +166,15 @@ def test_refusals() -> None:
         plan_batch(profile, [(0, 3, 6)], worker_bytes=3000)
     with pytest.raises(ValueError, match="must rise from 0 to the number of layers, 6"):
         plan_batch(replace(profile, num_micro_batches=2), [(0, 3, 5)])
+
+
+def test_stages_that_are_not_the_slowest_are_evened_out() -> None:
+    """Three stages of frozen layers take no longer than the others however these layers are cut, so no step pays."""
+    layers = tuple(
+        LayerProfile(f"l{i}", 1.0, 0.0 if i < 30 else 2.0, 10, 40, 40, 80, 0 if i < 30 else 1000) for i in range(50)
+    )
+    profile = half(PipelineProfile(0, (), 32, layers, ()))
+    uneven, even = (0, 12, 24, 30, 34, 38, 42, 46, 50), (0, 10, 20, 30, 34, 38, 42, 46, 50)
+    found = plan_batch(profile, [uneven], worker_bytes=10**9)
+    assert found.present is not None and found.seconds < 0.99 * found.present.seconds
+    assert found.seconds < 1.005 * plan_batch(profile, [even], worker_bytes=10**9).seconds
