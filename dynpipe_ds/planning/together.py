@@ -49,6 +49,7 @@ _EVEN = ((0.0, 4), (1.0, 6), (2.0, 4))
 """How often the idle seconds of a stage count, since an order waits for longer than it must, and how many doublings."""
 _BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
 _CELLS_A_COMPUTATION = 30  # choices of a stage's groups that take as long
+_MOST_CELLS = 2_000_000  # of them: 0.2 seconds, and 16 MB for each number that is known of them
 
 
 @dataclass(frozen=True)
@@ -445,7 +446,8 @@ class _Case:
         until = {name: each.mean(axis=0) for name, each in self.until.items()}
         input_s = until["backward"] - until["weight"]
         ends = np.arange(self.problem.num_groups + 1)[:, None]
-        starts = ends - np.arange(most_groups(until["forward"] + until["backward"], num_stages) + 1)
+        width = most_groups(until["forward"] + until["backward"], num_stages)
+        starts = ends - np.arange(min(width, _MOST_CELLS // (num_stages * len(ends))) + 1)
         is_allowed = (starts >= 0) & ((starts < ends) | self.problem.allow_empty)
         starts = np.maximum(starts, 0)
         held = {name: each[ends] - each[starts] for name, each in until.items()}

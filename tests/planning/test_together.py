@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -178,3 +179,24 @@ def test_stages_that_are_not_the_slowest_are_evened_out() -> None:
     found = plan_batch(profile, [uneven], worker_bytes=10**9)
     assert found.present is not None and found.seconds < 0.99 * found.present.seconds
     assert found.seconds < 1.005 * plan_batch(profile, [even], worker_bytes=10**9).seconds
+
+
+@pytest.mark.parametrize(
+    ("start", "options"),
+    [
+        ((0, 10), {}),
+        ((0, 5, 10), {}),
+        (tuple(range(11)), {}),
+        ((0, 2, 6, 8, 10), {"speeds": (1, 0.5, 1, 1)}),
+        ((0, 3, 6, 8, 10), {"pinned": (2, 5)}),
+        ((0, 0, 6, 8, 10), {"allow_empty": True}),
+    ],
+)
+@pytest.mark.parametrize("num_frozen", [0, 4, 10])
+def test_any_pipeline_can_be_planned(start: tuple[int, ...], options: dict[str, Any], num_frozen: int) -> None:
+    """One stage, a stage for each layer, speeds, pinned cuts, empty stages, and nothing that trains."""
+    profile = half(random_profile(0, 10, 6, num_frozen))
+    found = plan_batch(profile, [start], worker_bytes=10**9, **options)
+    usual = simulate(Workload.from_profile(profile, start, speeds=options.get("speeds"))).makespan_s
+    assert found.seconds <= usual * (1 + SAME)
+    assert not set(options.get("pinned", ())) & set(found.placement.boundaries)
