@@ -43,7 +43,6 @@ _PATIENCE = 10  # trials in a row that find nothing shorter, at least: what is l
 _SHARE_IN_VAIN = 0.1  # of the effort that trials in a row may take at most if they find nothing shorter
 _SHARE_OF_WALK = 0.9  # of the effort, for finding a partition by runs that are not pushed
 _MOST_RUNS = 7  # of one partition: one policy, which is pushed three times
-_FAR = 1.05  # times as long as the best: pushing a run saves less, so the present partition need not be compared
 _SHARE_WHERE_VARYING = 1 / 3  # of the effort: there a plan is soon out of date, and the next one knows more batches
 _EVEN = ((0.0, 4), (1.0, 6), (2.0, 4))
 """How often the idle seconds of a stage count, since an order waits for longer than it must, and how many doublings."""
@@ -263,7 +262,7 @@ class _Search:
                 trials, num_failed = self._by_turns(*turns), 0
 
     def compare_with(self, cuts: Cuts | None) -> _Partition | None:
-        """Try the best way on another partition, which has been a start, to compare it on equal terms if it is close.
+        """Try the best way on another partition, which has been a start, to compare it on equal terms.
 
         Returns:
             That partition; ``None`` if it is not allowed.
@@ -271,7 +270,7 @@ class _Search:
         partition = None if cuts is None else self._met.get(cuts)
         if partition is not None and partition is not self.best:
             way = partition.as_here(self.best.way)
-            if way not in partition.ways and partition.seconds < _FAR * self.best.seconds:
+            if way not in partition.ways:
                 self.num_computations += partition.go(way, partition.seconds)
             if partition.seconds <= self.best.seconds:
                 self.best = partition
