@@ -15,6 +15,9 @@ def most_groups(until_s: FloatArray, num_stages: int) -> int:
     Args:
         until_s: K + 1 seconds of the first 0, 1, ... K groups.
         num_stages: S.
+
+    Returns:
+        W, at least 1: a group above the share is a stage by itself.
     """
     share_s = max(float(until_s[-1]) / num_stages, float(np.diff(until_s).max()))
     last = np.searchsorted(until_s, until_s + 2 * share_s, side="right") - 1

@@ -366,6 +366,10 @@ class _Case:
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)  # of a batch
+        self._there_s, self._back_s = (
+            table(name, seconds, problem.num_stages - 1, profile.num_micro_batches).min(axis=1)
+            for name, seconds in zip(("activation_link_s", "gradient_link_s"), links_s, strict=True)
+        )
         self._num_bounded = self._num_cells = 0
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
@@ -418,16 +422,12 @@ class _Case:
             np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
         )
         input_s = np.maximum(backward_s - weight_s, 0.0)
-        rows, count = self.problem.num_stages - 1, self.profile.num_micro_batches
+        count = self.profile.num_micro_batches
         trains, activation_bytes = sums["trains"][0] > 0, sums["activation"][0].astype(np.int64)
         caps = (np.array(self.worker_bytes) - sums["state"][0]).astype(np.int64)
-        there_s, back_s = (
-            table(name, links_s, rows, count).min(axis=1)
-            for name, links_s in zip(("activation_link_s", "gradient_link_s"), self.links_s, strict=True)
-        )
         found = bounds(
-            forward_s, input_s, count * (forward_s + input_s), count * weight_s, there_s,
-            np.where(trains.any(axis=1), trains.argmax(axis=1), 0), gradient_link_s=back_s,
+            forward_s, input_s, count * (forward_s + input_s), count * weight_s, self._there_s,
+            np.where(trains.any(axis=1), trains.argmax(axis=1), 0), gradient_link_s=self._back_s,
             ahead_s=num_ahead(caps, activation_bytes, count) * forward_s,
         )
         return np.where((caps >= activation_bytes).all(axis=1), found.mean(axis=0), inf)
@@ -454,13 +454,9 @@ class _Case:
         usual = float(np.mean(self.problem.speeds))
         forward_s, backward_s, weight_s = (np.maximum(held[n], 0.0) / speeds for n in ("forward", "backward", "weight"))
         awaited_s = count * (forward_s + np.maximum(backward_s - weight_s, 0.0))
-        there_s, back_s = (
-            table(name, links_s, num_stages - 1, count).min(axis=1)
-            for name, links_s in zip(("activation_link_s", "gradient_link_s"), self.links_s, strict=True)
-        )
         before_s, behind_s = (
             np.array(sums)[:, None, None]
-            for sums in ([0.0, *np.cumsum(there_s)], [*np.cumsum((there_s + back_s)[::-1])[::-1], 0.0])
+            for sums in ([0.0, *np.cumsum(self._there_s)], [*np.cumsum((self._there_s + self._back_s)[::-1])[::-1], 0.0])
         )
         rest_s = (until["forward"][-1] + input_s[-1] - until["forward"][ends] - input_s[ends]) / usual
         worker_bytes = np.broadcast_to(np.array(self.worker_bytes), num_stages)[:, None, None]
