@@ -3,9 +3,10 @@
 Pure functions of plain numbers, deterministic, so every rank that asks plans the same. To read it: ``planner`` (the
 entry: an order for a workload), ``listing`` (list scheduling: a batch runs on paper, and its stages choose),
 ``retimed`` (the same order with other seconds), ``bounds`` (what no order can beat), ``memory`` (what an order may
-hold), ``on_partition`` (the best order for a partition), ``even`` (partitions to begin from), ``together`` (the best
-partition and order), ``assumed`` (what a profile without measured halves is taken to have), ``predicted`` (several
-partitions and orders side by side).
+hold), ``on_partition`` (the best order for a partition), ``even`` (partitions to begin from),
+``partitions`` (what all partitions of a pipeline take at least), ``together`` (the best partition and order),
+``assumed`` (what a profile without measured halves is taken to have), ``predicted`` (several partitions and orders side
+by side).
 """
 
 from dynpipe_ds.planning.assumed import assume_halves
