@@ -11,6 +11,7 @@ versions = runpy.run_path(str(here / "dynpipe_ds" / "_versions.py"))
 
 KUBERNETES = ["kubernetes>=29"]  # the release back-end of that name
 DATA = ["tokenizers>=0.15"]  # token ids from a JSON file of that library
+FAST = ["numba>=0.60"]  # compiles what planning spends its time with
 WATCH = ["rich>=13"]  # the live view of `dynpipe watch`
 BROWSER = ["playwright>=1.45"]  # drives an installed Chromium through the report page, in tests
 HF = ["transformers>=5.23,<6", "safetensors>=0.5"]  # models of Hugging Face
@@ -98,12 +99,13 @@ setup(
         "hf": HF,
         "peft": PEFT,
         "scenarios": SCENARIOS,
+        "fast": FAST,
         "watch": WATCH,
         # The site that `make docs` builds.
         "docs": ["sphinx>=8", "myst-parser>=4", "furo>=2024.8", "sphinx-copybutton>=0.5"],
         "dev": [
             "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "ruff>=0.6", "mypy>=1.11", "jsonschema>=4",
-            *SCENARIOS, *KUBERNETES, "kubernetes-validate>=1.31", *PEFT, *WATCH, *BROWSER,
+            *SCENARIOS, *KUBERNETES, "kubernetes-validate>=1.31", *PEFT, *FAST, *WATCH, *BROWSER,
         ],
     },
 )

@@ -135,12 +135,20 @@ class Placement:
         Raises:
             ValueError: when it is none; what runs one range of layers a stage refuses it so.
         """
+        self.check_is_partition()
+        return self.cuts
+
+    def check_is_partition(self) -> None:
+        """Refuse what is none.
+
+        Raises:
+            ValueError: when a stage holds several ranges, or one out of order.
+        """
         if not self.is_contiguous:
             raise ValueError(
                 f"placement {self}: each stage must hold one range of layers, in the order of the stages, to be run "
                 "or simulated; use a placement made by Placement.from_boundaries"
             )
-        return self.cuts
 
     @property
     def layer_stages(self) -> tuple[int, ...]:
@@ -198,6 +206,8 @@ class Placement:
         Returns:
             S lists, each in layer order.
         """
+        if self.is_contiguous:
+            return [list(values[first:end]) for first, end in pairwise(self.cuts)]
         sorted_out: list[list[T]] = [[] for _ in range(self.num_stages)]
         for (first, end), stage in self._chunks():
             sorted_out[stage] += values[first:end]

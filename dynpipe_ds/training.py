@@ -35,7 +35,8 @@ from dynpipe_ds.migration.replace import ParameterReplacement
 from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.observing import Observing
 from dynpipe_ds.partition import Placement, Plan, check_boundaries
-from dynpipe_ds.ranks.agreement import disagreement, same_everywhere, together
+from dynpipe_ds.planning import agree_on_pace, compile_planning, is_worth_compiling
+from dynpipe_ds.ranks.agreement import disagreement, gather, same_everywhere, together
 from dynpipe_ds.repacking.repacker import Repacker
 from dynpipe_ds.reporting.monitor import write_rebalance
 from dynpipe_ds.schedule import Order
@@ -44,7 +45,7 @@ from dynpipe_ds.stage import Stage
 from dynpipe_ds.survive.landmarks import Landmarks
 from dynpipe_ds.survive.repeating import Repeating
 from dynpipe_ds.survive.survivor import Survivor
-from dynpipe_ds.telling import tell_all, warn
+from dynpipe_ds.telling import log, tell_all, warn
 
 T = TypeVar("T")
 
@@ -120,7 +121,15 @@ class Training:
         self.survivor.start()
 
     def open_doors(self) -> None:
-        """Let workers knock, when the engine is complete; collective over all ranks."""
+        """Plan as fast as all can, and let workers knock, when the engine is complete; collective over all ranks."""
+        is_worth_it = self._is_worth_compiling()
+        is_compiled = all(gather(is_worth_it and compile_planning()))
+        agree_on_pace(is_compiled=is_compiled)
+        if is_worth_it and not is_compiled and dist.get_rank() == 0:
+            log.info(
+                "dynamic_pipeline: orders are planned in Python; where every rank has Numba (pip install "
+                "'dynpipe_ds[fast]'), the same plans take a fifth of the time"
+            )
         self.repacker.open_doors()
 
     def enter(self, newcomer: Newcomer) -> None:
@@ -129,9 +138,16 @@ class Training:
         Args:
             newcomer: how it speaks to the job.
         """
+        if self._is_worth_compiling():
+            compile_planning()
+        agree_on_pace(is_compiled=newcomer.job["plans_compiled"])
         what_now, client = Entering(self, newcomer).wait(papers(self))
         self.joined_with = client
         self.repacker.has_joined(**what_now)
+
+    def _is_worth_compiling(self) -> bool:
+        plans = self.config.enabled and self.config.schedule != "1f1b"
+        return plans and is_worth_compiling(self.stage.module.num_stages, self.pipeline.num_micro_batches)
 
     # -- what DeepSpeed's engine asks ---------------------------------------------------------
 

@@ -131,7 +131,7 @@ def test_the_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10" and metadata["Description-Content-Type"] == "text/markdown"
     assert "Typing :: Typed" in metadata.get_all("Classifier", []) and metadata["Keywords"]
     extras = set(metadata.get_all("Provides-Extra", []))
-    assert extras == {"kubernetes", "data", "hf", "peft", "scenarios", "watch", "docs", "dev"}
+    assert extras == {"kubernetes", "data", "hf", "peft", "scenarios", "fast", "watch", "docs", "dev"}
     needed = {line.split(">")[0].split("<")[0] for line in metadata.get_all("Requires-Dist", []) if ";" not in line}
     assert {"torch", "deepspeed", "pydantic", "ninja"} <= needed and not {"hydra-core", "tqdm"} & needed
     assert "dynpipe = dynpipe_ds.cli.main:main" in scripts

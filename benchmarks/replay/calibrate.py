@@ -5,7 +5,7 @@
 Sleeping replay on two stages says how much longer than told a forward, a backward and the second part of a split one
 through a stage, an optimizer step and a batch are, and what each kind of the library's work takes; a message takes what
 is then missing between the simulated and the measured batch. Two are not measured but stated: the speed of moved
-bytes, 10 GB/s, four fifths of a 100 Gbit/s link, and what planning looks at in a second.
+bytes, 10 GB/s, four fifths of a 100 Gbit/s link, and that planning is as fast as it says itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.replay.run import run_cases
 from dynpipe_ds.simulation import simulate
 
 BYTES_PER_S = 10e9
-COMPUTATIONS_PER_S = 300_000  # of planning, measured on one busy processor: 290,000 to 520,000 from 4 stages on
+PLANNING_SPEED = 1.0
 _STEPS = 40  # of bisection
 _LONGEST_S = 0.1  # a message
 
@@ -70,7 +70,7 @@ def costs_of(results: list[Result]) -> Costs:
     known = Costs(
         forward_s=forward_s, backward_s=backward_s, weight_s=late_weight_s(split), step_s=min(dense.step_s),
         batch_s=max(0.0, between_s),
-        work_s=work_s, bytes_per_s=BYTES_PER_S, computations_per_s=COMPUTATIONS_PER_S,
+        work_s=work_s, bytes_per_s=BYTES_PER_S, planning_speed=PLANNING_SPEED,
     )
     return Costs(**{**asdict(known), "message_s": _message_s(dense.case, dense.first_boundaries, known, engine_s)})
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from dynpipe_ds.measure import Clock, HostClock, Span, Work, current_clock
+from dynpipe_ds.planning import pace
 
 Pass = Literal["forward", "backward", "weight"]
 """What a stage does with a micro-batch, layer by layer; ``"weight"``: what was left of a backward for later."""
@@ -177,7 +178,7 @@ class Costs:
         batch_s: what lies between two batches beside the library's work.
         work_s: of each kind of the library's work.
         bytes_per_s: speed at which layers move.
-        computations_per_s: that planning looks at.
+        planning_speed: how many times as fast planning is as it says itself, see :func:`~dynpipe_ds.planning.pace`.
     """
 
     forward_s: float = 0.0
@@ -188,12 +189,12 @@ class Costs:
     batch_s: float = 0.0
     work_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: float = float("inf")
-    computations_per_s: float = float("inf")
+    planning_speed: float = float("inf")
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "work_s"} | self.work_s
         for name, value in numbers.items():
-            if not value >= 0 or (name.endswith("_per_s") and value == 0):
+            if not value >= 0 or (name in ("bytes_per_s", "planning_speed") and value == 0):
                 raise ValueError(f"costs: {name} = {value} must not be negative" + " or 0" * (name == "bytes_per_s"))
 
 
@@ -238,7 +239,7 @@ class VirtualClock(HostClock):
                 if span.was_needed:
                     self.advance(self.costs.work_s.get(kind, 0.0))
                     self.advance(span.num_bytes * self.byte_scale / self.costs.bytes_per_s)
-                    self.advance(span.num_computations / self.costs.computations_per_s)
+                    self.advance(span.num_computations / (pace().computations_per_s * self.costs.planning_speed))
 
     # -- how it passes ------------------------------------------------------------------------
 

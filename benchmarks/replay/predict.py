@@ -22,6 +22,7 @@ from benchmarks.traces.trace import as_profile
 from dynpipe_ds import LayerProfile, PipelineProfile, StageProfile
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.partition import Placement, Plan, optimal, simulated
+from dynpipe_ds.planning import agree_on_pace, compile_planning, is_worth_compiling, pace
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Simulation, Timetable, Workload, simulate
 
@@ -166,6 +167,8 @@ class _Run:
     def __init__(self, case: Case, start: Sequence[int] | None) -> None:
         self.case, self.trace, method = case, case.load_trace(), METHODS[case.method]
         self.costs = case.known_costs()
+        is_worth_it = is_worth_compiling(case.num_stages, case.num_micro_batches)
+        agree_on_pace(is_compiled=is_worth_it and compile_planning())
         self.balancer = Balancer.from_section(method.section(case.every, case.stage_speeds))
         self.boundaries = tuple(start or first_boundaries(method, self.trace, case.num_stages))
         self.result = Result(case, "simulation", 0.0, [], [], [], [], 0.0, 0.0, 0.0, 1.0, list(self.boundaries))
@@ -222,7 +225,7 @@ class _Run:
         moves = decided is not None and decided[1].rebalance and tuple(decided[0].boundaries) != self.boundaries
         there = decided[0].boundaries if decided is not None and moves else self.boundaries
         order = balancer.ordering.choose(balancer.smoothed(), there)
-        decide_s += balancer.ordering.num_looked_at / self.costs.computations_per_s
+        decide_s += balancer.ordering.num_looked_at / (pace().computations_per_s * self.costs.planning_speed)
         self._own_s, self._move_s = observe_s + decide_s * (not moves), 0.0
         seconds = profile_s + observe_s + decide_s
         result.profiling_s += is_timed * (profile_s + observe_s)

@@ -25,8 +25,10 @@ from dynpipe_ds.planning import (
     plan_on_partition,
     worker_bytes_of_1f1b,
 )  # fmt: skip
+from dynpipe_ds.planning.listing import work_of
+from dynpipe_ds.planning.pace import pace
 from dynpipe_ds.planning.planner import EFFORT, num_computations
-from dynpipe_ds.planning.retimed import AS_LONG
+from dynpipe_ds.planning.retimed import AS_LONG, usual_s
 from dynpipe_ds.schedule import Order
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.timetable import Timetable
@@ -34,19 +36,11 @@ from dynpipe_ds.simulation.timetable import Timetable
 LEAST_GAIN = 0.01
 """Share of a batch that a planned order must save for ``"auto"``."""
 
-RATE = 300_000
-"""Computations that planning looks at in a second, until that is measured: ranks may share a processor."""
-
-_MEASURED_BY = 1_000  # computations at least: with fewer, something else takes the time
-
 SHARE_OF_TIME = 0.007
 """Of the training time, what planning may take; glances, and what any decision takes, come to 0.1 to 0.3%."""
 
-EFFORT_OF_ANY = 500
-"""Computations that could be looked at in the time that a plan takes however few there are."""
-
-FIRST_EFFORT = 4_000
-"""Computations that may be looked at before any time was trained: 15 milliseconds."""
+FIRST_S = 0.015
+"""Seconds that planning may take before it has earned any."""
 
 MOST_EFFORT = 2 * EFFORT
 """Computations that may be looked at, however long nothing was planned."""
@@ -57,6 +51,7 @@ AS_GOOD = 0.002
 CHANCE = 2.0
 """Standard errors of the mean over batches that vary, by which a new order must save at least."""
 
+_PLANS_MEASURED = 2  # that take as much at least, for their rate: with less, something else takes the time
 _LEAST_SEARCH = 4  # times the computations of a batch
 _OWED = 15  # times the computations of a batch: about what one decision looks at
 _NEWEST = 8  # batches that a correction is taken from
@@ -101,7 +96,7 @@ class Orders:
         self._start: tuple[int, ...] | None = None
         self._worker_bytes = 0
         self._candidates: list[tuple[int, ...]] = []  # of the last search of both: what they hold, its plan may hold
-        self.effort = float(FIRST_EFFORT)
+        self.effort = 0.0
         self._rates: deque[float] = deque(maxlen=_NEWEST)
         self.spent, self.gain = 0, 0.0
         self._known: dict[tuple[int, ...], OrderedBatch] = {}
@@ -124,13 +119,16 @@ class Orders:
         self._known.clear()
         self.gain = 0.0
         moved, self._ran_on = profile.boundaries != self._ran_on, profile.boundaries
-        if cost_s > 0 and self.spent >= _MEASURED_BY and not moved:  # else deciding counts with the move
+        is_enough = self.spent >= _PLANS_MEASURED * pace().any_plan
+        if cost_s > 0 and is_enough and not moved:  # else deciding counts with the move
             self._rates.append(self.spent / cost_s)
         self.spent = 0
         batch_s = max((stage.batch_s for stage in profile.stages), default=0.0)
-        rate = min(RATE, median(self._rates)) if self._rates else RATE
-        earned = rate * SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch)
-        self.effort = min(float(MOST_EFFORT), self.effort + earned)
+        rate = float(pace().computations_per_s)  # until that is measured: ranks may share a processor
+        if self._rates:
+            rate = min(rate, median(self._rates))
+        earned_s = SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch) + FIRST_S * (self._newest_batch < 0)
+        self.effort = min(float(MOST_EFFORT), self.effort + rate * earned_s)
         self._newest_batch, self._batch_s = profile.batch, batch_s
         if self._start is None:
             self._start = profile.boundaries
@@ -189,7 +187,8 @@ class Orders:
 
     def can_look(self) -> bool:
         """Whether there is time for a look at other cuts, which takes what any plan takes, and a share of its own."""
-        every = EFFORT_OF_ANY / (RATE * SHARE_OF_TIME * self._batch_s) if self._batch_s else math.inf
+        any_plan_s = pace().any_plan / pace().computations_per_s
+        every = any_plan_s / (SHARE_OF_TIME * self._batch_s) if self._batch_s else math.inf
         if self._newest_batch < self._looked_at + every:
             return False
         self._looked_at = self._newest_batch
@@ -228,7 +227,7 @@ class Orders:
                 planned = plan_on_partition(
                     profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort, varying=varying
                 )
-                self._spend(planned.num_computations + EFFORT_OF_ANY)
+                self._spend(planned.num_computations + pace().any_plan)
             except ValueError:  # its layers leave no room under the caps that were given
                 planned = None
             self._note(profile, cuts, planned, varying)
@@ -269,7 +268,7 @@ class Orders:
             for cuts in starts:
                 self._note(profile, cuts, None, varying)
             return min((self._known[cuts] for cuts in starts), key=lambda one: one.seconds)
-        self._spend(found.num_computations + EFFORT_OF_ANY)
+        self._spend(found.num_computations + pace().any_plan)
         noted = {starts[0]: found.present, found.placement.boundaries: found.planned}
         for cuts, planned in noted.items():
             self._note(profile, cuts, planned, varying)
@@ -324,10 +323,8 @@ class Orders:
     def _usual(
         self, profile: PipelineProfile, cuts: tuple[int, ...], varying: Sequence[PipelineProfile] = ()
     ) -> OrderedBatch:
-        seconds = [
-            simulate(Workload.from_profile(each, cuts, speeds=self._speeds.values)).makespan_s
-            for each in varying or [profile]
-        ]
+        workloads = [Workload.from_profile(each, cuts, speeds=self._speeds.values) for each in varying or [profile]]
+        seconds = [usual_s(work_of(workload, workload.activation_bytes)) for workload in workloads]
         return OrderedBatch(cuts, None, fmean(seconds), tuple(seconds) if varying else ())
 
     def _timed(
@@ -484,7 +481,7 @@ class Orders:
         text = state.get("order")
         self.order = None if text is None else Order.parse(text)
         self._chosen_for = tuple(state.get("chosen_for", ()))
-        self.effort = state.get("effort", float(FIRST_EFFORT))
+        self.effort = state.get("effort", 0.0)
         for kind, values in state.get("excess", {}).items():
             self._excess[kind] = deque(values, maxlen=_NEWEST)
         self._start = None if state.get("start") is None else tuple(state["start"])

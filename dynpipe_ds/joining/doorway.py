@@ -17,6 +17,7 @@ from dynpipe_ds.host.names import version
 from dynpipe_ds.joining.address import DOOR_FILE, Address, find_token, write_door_file
 from dynpipe_ds.joining.door import Door
 from dynpipe_ds.joining.papers import describe, describe_layers, versions
+from dynpipe_ds.planning.pace import AS_MACHINE_CODE, pace
 from dynpipe_ds.ranks.agreement import from_first, gather, together
 from dynpipe_ds.telling import log
 
@@ -104,6 +105,7 @@ class Doorway:
             "doors": doors, "num_stages": module.num_stages, "num_sources": pipeline.reading.num_sources,
             "owned": [[layer, list(names)] for layer, names in module.owned.items()],
             "twinned": pipeline.twinned, "versions": self._papers["versions"],
+            "plans_compiled": pace() is AS_MACHINE_CODE,
         }
 
     def close(self) -> None:

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, heappushpop
-from math import fsum, inf
+from functools import cached_property, lru_cache
+from itertools import chain
+from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
+from dynpipe_ds.planning.runs import Places, Ran, Wires, Work, find_places, run_forwards
 from dynpipe_ds.schedule import Instruction, Op, Order
 from dynpipe_ds.simulation import Workload
-from dynpipe_ds.simulation.workload import by_micro_batch
-
-SAME = 1e-9
-"""Seconds that differ by a smaller share are the same: sums round."""
-
-_FORWARD, _BACKWARD, _WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT
-_Places = list[list[int]]
-"""Of each stage and micro-batch, the place in the stage's sequence."""
+from dynpipe_ds.simulation.compiled import given
+from dynpipe_ds.simulation.workload import FloatArray
 
 
 @dataclass(frozen=True)
@@ -50,63 +49,64 @@ class Guide:
     """In which sequence stages would rather compute; what is not possible yet is overtaken.
 
     Args:
-        places: of forwards, backwards and weight gradients.
+        places: of their computations.
         patience: how long a stage waits for what comes before in the sequence, as a share of the seconds of what it
             could do instead.
     """
 
-    places: tuple[_Places, _Places, _Places]
+    places: Places
     patience: float
 
     @classmethod
-    def of(cls, ran: Sequence[Sequence[Op]], whole: Sequence[frozenset[int]], count: int, patience: float) -> Guide:
+    def of(cls, ran: Ran, patience: float) -> Guide:
         """Guide by what ran.
 
         Args:
-            ran: as in a :class:`Listing`.
-            whole: the same.
-            count: M.
+            ran: of all stages.
             patience: see the class.
         """
-        places: tuple[_Places, _Places, _Places] = ([], [], [])
-        for sequence, in_one in zip(ran, whole, strict=True):
-            rows: tuple[list[int], list[int], list[int]] = ([], [], [])
-            forwards, backwards, weights = rows
-            for place, op in enumerate(sequence):
-                if op is _FORWARD:
-                    forwards.append(place)
-                elif op is _WEIGHT:
-                    weights.append(place)
-                else:
-                    if len(backwards) in in_one:
-                        weights.append(place)
-                    backwards.append(place)
-            for row, found in zip(rows, places, strict=True):
-                found.append(row + [len(sequence)] * (count + 1 - len(row)))
+        num_stages, count = len(ran.num_ops), len(ran.whole[0])
+        places = Places(*(given(np.zeros((num_stages, count + 1), dtype=np.int64)) for _ in range(3)))
+        find_places(ran, count, places)
         return cls(places, patience)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Listing:
     """What a run wrote down.
 
     Args:
         seconds: of the batch; infinite when the run was given up.
-        ran: for every stage its forwards, backwards and weight gradients in sequence, each kind in the order of
-            micro-batches.
-        whole: for every stage the micro-batches with a backward in one part.
-        stages: of all computations, in the sequence in which they began: each comes after what it needs.
+        table: what ran; the sequence of all computations has each after what it needs.
+        num_computations: how many ran, of all stages.
     """
 
     seconds: float
-    ran: tuple[Sequence[Op], ...]
-    whole: tuple[frozenset[int], ...]
-    stages: Sequence[int]
+    table: Ran
+    num_computations: int
 
-    @property
-    def num_computations(self) -> int:
-        """How many ran, of all stages."""
-        return len(self.stages)
+    @cached_property
+    def ran(self) -> tuple[list[Op], ...]:
+        """For every stage its forwards, backwards and weight gradients in sequence, each from the first micro-batch."""
+        kinds = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        return tuple(
+            [kinds[op] for op in ops[:num_ops]] for ops, num_ops in zip(self.table.ops, self.table.num_ops, strict=True)
+        )
+
+    @cached_property
+    def whole(self) -> tuple[frozenset[int], ...]:
+        """For every stage the micro-batches with a backward in one part."""
+        return tuple(frozenset(np.flatnonzero(row).tolist()) for row in self.table.whole)
+
+    def is_as(self, other: Listing) -> bool:
+        """Whether all stages ran the same in the same sequence.
+
+        Args:
+            other: of the same batch.
+        """
+        return np.array_equal(self.table.ops, other.table.ops) and np.array_equal(
+            self.table.num_ops, other.table.num_ops
+        )
 
     def order(self, num_micro_batches: int) -> Order:
         """The order as a value, with its messages: each leaves at once, and is received where it is needed.
@@ -114,37 +114,46 @@ class Listing:
         Args:
             num_micro_batches: M.
         """
-        made = {op: [Instruction(op, m) for m in range(num_micro_batches)] for op in Op}
+        made = _instructions(num_micro_batches)
         last = len(self.ran) - 1
         streams = []
-        for stage, ran in enumerate(self.ran):
+        for stage, (ran, whole) in enumerate(zip(self.ran, self.whole, strict=True)):
             around = _messages(is_first=stage == 0, is_last=stage == last)
-            weights = (m for m in range(num_micro_batches) if m not in self.whole[stage])
-            counters = {
-                Op.FORWARD: iter(range(num_micro_batches)), Op.BACKWARD: iter(range(num_micro_batches)),
-                Op.BACKWARD_WEIGHT: weights,
-            }  # fmt: skip
-            numbered = ((op, next(counters[op])) for op in ran)
-            streams.append(tuple(made[each][m] for op, m in numbered for each in around[op]))
+            parts = {op: list(zip(*(made[each] for each in ops), strict=True)) for op, ops in around.items()}
+            parts[Op.BACKWARD_WEIGHT] = [each for m, each in enumerate(parts[Op.BACKWARD_WEIGHT]) if m not in whole]
+            counters = {op: iter(each) for op, each in parts.items()}
+            streams.append(tuple(chain.from_iterable(map(next, map(counters.__getitem__, ran)))))
         return Order(num_micro_batches, tuple(streams))
 
 
-def list_order(
-    workload: Workload, caps: Sequence[int], preference: Policy | Guide, *, limit_s: float = inf
-) -> Listing:
+def list_order(work: Work, preference: Policy | Guide, *, limit_s: float = inf) -> Listing:
     """Run one batch.
 
     Args:
-        workload: seconds and bytes.
-        caps: S most bytes of activations, each at least what one micro-batch holds.
+        work: of all stages; each may hold at least what one micro-batch holds.
         preference: what stages prefer.
         limit_s: seconds beyond which the run is given up.
 
     Returns:
         What ran.
     """
-    run = _Run(workload, caps, preference)
-    return Listing(run.to_the_end(limit_s), tuple(run.ran), tuple(map(frozenset, run.whole)), run.stages)
+    ran, patience = new_ran(work), float(preference.patience)
+    if isinstance(preference, Guide):
+        seconds, num_ran = run_forwards(
+            work, True, preference.places, patience, False, inf, float(limit_s), ran, new_wires(work)
+        )
+    else:
+        depth = float(preference.depth)
+        seconds, num_ran = run_forwards(
+            work, False, _no_places(), patience, preference.prefers_forwards, depth, float(limit_s), ran,
+            new_wires(work),
+        )
+    return Listing(seconds, ran, num_ran)
+
+
+@lru_cache(maxsize=4)
+def _instructions(num_micro_batches: int) -> dict[Op, list[Instruction]]:
+    return {op: [Instruction(op, m) for m in range(num_micro_batches)] for op in Op}
 
 
 def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
@@ -158,179 +167,96 @@ def _messages(*, is_first: bool, is_last: bool) -> dict[Op, tuple[Op, ...]]:
     }
 
 
-class Work:
-    """What all stages of a batch have to do and may hold; plain lists, since planning runs thousands of batches.
+def work_of(workload: Workload, caps: Sequence[int]) -> Work:
+    """What all stages of a batch have to do and may hold.
 
     Args:
         workload: seconds and bytes.
         caps: S most bytes of activations.
     """
-
-    def __init__(self, workload: Workload, caps: Sequence[int]) -> None:
-        self.count, self.num_stages = workload.num_micro_batches, workload.num_stages
-        rows = [workload.stage_seconds(stage) for stage in range(self.num_stages)]
-        self.forward_s, self.whole_s, self.input_s, self.weight_s = map(list, zip(*rows, strict=True))
-        self.activation_link_s, self.gradient_link_s = (
-            [by_micro_batch(row, self.count) for row in links]
-            for links in (workload.activation_link_s, workload.gradient_link_s)
-        )
-        self.activation_bytes, self.weight_bytes = list(workload.activation_bytes), workload.weight_bytes
-        self.caps, self.frozen_boundaries = list(caps), workload.frozen_boundaries
-        self._limit_frozen()
-        first, self.has_backward = self.frozen_boundaries, list(map(any, self.whole_s))
-        # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
-        sends = [stage > first for stage in range(self.num_stages)]
-        self.is_prompt = [sent or not works for sent, works in zip(sends, self.has_backward, strict=True)]
-        self.splits = [sent and any(weight_s) for sent, weight_s in zip(sends, self.weight_s, strict=True)]
-
-    def _limit_frozen(self) -> None:
-        """Let frozen stages be no further ahead than the first one that trains has room for.
-
-        Where layers are frozen they hold nothing, so what they may hold is counted in micro-batches.
-        """
-        first = self.frozen_boundaries
-        ahead = first + _most(self.caps[first], self.activation_bytes[first], self.count)
-        for stage in range(first):
-            self.caps[stage] = _most(self.caps[stage], self.activation_bytes[stage], ahead - stage)
-            self.activation_bytes[stage] = 1
+    tables = (
+        workload.forward_s, workload.backward_s, workload.split_s, workload.weight_s, workload.activation_link_s,
+        workload.gradient_link_s,
+    )  # fmt: skip
+    return new_work(
+        *tables, workload.num_micro_batches, workload.frozen_boundaries, workload.activation_bytes,
+        workload.weight_bytes, caps,
+    )
 
 
-class _Run(Work):
-    """All stages of a batch, and the messages between them."""
+def new_work(
+    forward_s: FloatArray, backward_s: FloatArray, split_s: FloatArray, weight_s: FloatArray,
+    activation_link_s: FloatArray, gradient_link_s: FloatArray, num_micro_batches: int, frozen_boundaries: int,
+    activation_bytes: Sequence[int], weight_bytes: Sequence[int], caps: Sequence[int],
+) -> Work:
+    """The same from numbers.
 
-    def __init__(self, workload: Workload, caps: Sequence[int], preference: Policy | Guide) -> None:
-        super().__init__(workload, caps)
-        self.patience, self.guide = preference.patience, preference if isinstance(preference, Guide) else None
-        prefers_forwards, depth = False, inf
-        if isinstance(preference, Policy):
-            prefers_forwards, depth = preference.prefers_forwards, preference.depth
-        self.forward_first = [works and prefers_forwards for works in self.has_backward]
-        self.most_ahead = [depth * (self.num_stages - stage) for stage in range(self.num_stages)]
-        self.ran: list[list[Op]] = [[] for _ in self.caps]
-        self.whole: list[set[int]] = [set() for _ in self.caps]
-        self.stages: list[int] = []
+    Args:
+        forward_s: as all of them up to the bytes, of a :class:`~dynpipe_ds.simulation.Workload`; ``(S, 1 or M)``.
+        backward_s: the same.
+        split_s: the same.
+        weight_s: the same.
+        activation_link_s: ``(S - 1, 1 or M)``.
+        gradient_link_s: the same.
+        num_micro_batches: M.
+        frozen_boundaries: over how many boundaries no gradients go.
+        activation_bytes: S numbers.
+        weight_bytes: the same.
+        caps: S most bytes of activations.
+    """
+    input_s = backward_s + split_s - weight_s
+    tables = (forward_s, backward_s, input_s, weight_s, activation_link_s, gradient_link_s)
+    rows = [np.array(np.broadcast_to(table, (len(table), num_micro_batches))) for table in tables]
+    has_backward: npt.NDArray[np.bool_] = np.any(backward_s, axis=1)
+    # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
+    sends = np.arange(len(caps)) > frozen_boundaries
+    caps, activation_bytes = list(caps), list(activation_bytes)
+    _limit_frozen(caps, activation_bytes, frozen_boundaries, num_micro_batches)
+    of_stages = (
+        rows[0].sum(axis=1) + rows[1].sum(axis=1), np.array(activation_bytes), np.array(weight_bytes), np.array(caps),
+        has_backward, sends | ~has_backward, sends & np.any(weight_s, axis=1),
+    )  # fmt: skip
+    return Work(num_micro_batches, frozen_boundaries, *map(given, (*rows, *of_stages)))
 
-    def to_the_end(self, limit_s: float) -> float:
-        """Run, and return the seconds; infinite when they are more than the limit.
 
-        That is seen early on: no stage may be idle for longer than what the limit leaves beside its work.
-        """
-        forward_s, whole_s, input_s, weight_s = self.forward_s, self.whole_s, self.input_s, self.weight_s
-        activation_link_s, gradient_link_s = self.activation_link_s, self.gradient_link_s
-        activation_bytes, weight_bytes, caps = self.activation_bytes, self.weight_bytes, self.caps
-        is_prompt, splits, forward_first = self.is_prompt, self.splits, self.forward_first
-        patience, frozen, most_ahead = self.patience, self.frozen_boundaries, self.most_ahead
-        last, count = self.num_stages - 1, self.count
-        forward_at, backward_at, weight_at = ([], [], []) if self.guide is None else self.guide.places
-        is_guided, nowhere = self.guide is not None, 3 * count
-        # When messages come, by micro-batch, and of each wire when its newest does.
-        activations, gradients = ([[inf] * (count + 1) for _ in caps] for _ in range(2))
-        activations[0] = [*[0.0] * count, inf]
-        activation_wires_s, gradient_wires_s = [0.0] * len(caps), [0.0] * len(caps)
-        forwards, backwards, weights = [0] * len(caps), [0] * len(caps), [0] * len(caps)  # begun
-        held, free_s, end_s = [0] * len(caps), [0.0] * len(caps), 0.0
-        whole_work_s = [fsum(forward_s[s]) + fsum(whole_s[s]) for s in range(self.num_stages)]
-        may_idle_s = [limit_s * (1 + SAME) - seconds for seconds in whole_work_s]
-        events = [(inf, 0)]  # when to look at which stage; one that never comes
-        now_s, s = 0.0, 0
-        while now_s < inf:
-            if free_s[s] > now_s:
-                now_s, s = heappop(events)
-                continue
-            f, b, w = forwards[s], backwards[s], weights[s]
-            activation_s, gradient_s = activations[s][f], gradients[s][b]
-            room = caps[s] - held[s]
-            has_room = room >= activation_bytes[s] and f - b < most_ahead[s]
-            can_split = splits[s] and room >= weight_bytes[s] - activation_bytes[s]
-            if is_guided:
-                at = next_at = nowhere
-                next_s, op, seconds = inf, _FORWARD, 0.0
-                if w < b:
-                    at, op, seconds = weight_at[s][w], _WEIGHT, weight_s[s][w]
-                if can_split or w == b:
-                    here = backward_at[s][b]
-                    if gradient_s > now_s:
-                        next_s, next_at = gradient_s, here
-                    elif here < at:
-                        at, op, seconds = here, _BACKWARD, input_s[s][b] if can_split else whole_s[s][b]
-                if has_room:
-                    here = forward_at[s][f]
-                    if activation_s > now_s:
-                        if activation_s < next_s:
-                            next_s, next_at = activation_s, here
-                    elif here < at:
-                        at, op, seconds = here, _FORWARD, forward_s[s][f]
-                if at == nowhere or (next_at < at and next_s - now_s < patience * seconds):
-                    now_s, s = heappushpop(events, (next_s, s))
-                    continue
-            elif gradient_s <= now_s and is_prompt[s] and not (forward_first[s] and activation_s <= now_s and has_room):
-                op = _WEIGHT if w < b and not can_split else _BACKWARD
-            elif activation_s <= now_s and has_room:
-                op = _FORWARD
-            else:  # work that nobody waits for, if nothing else is known to come soon
-                next_s = activation_s if has_room else inf
-                if now_s < gradient_s < next_s:
-                    next_s = gradient_s
-                if w < b:
-                    op, seconds = _WEIGHT, weight_s[s][w]
-                elif gradient_s <= now_s and not is_prompt[s]:
-                    op, seconds = _BACKWARD, whole_s[s][b]
-                else:
-                    now_s, s = heappushpop(events, (next_s, s))
-                    continue
-                if activation_s > now_s and next_s - now_s < patience * seconds:
-                    now_s, s = heappushpop(events, (next_s, s))
-                    continue
-            self.ran[s].append(op)
-            self.stages.append(s)
-            if now_s > free_s[s]:
-                may_idle_s[s] -= now_s - free_s[s]
-                if may_idle_s[s] < 0:
-                    return inf
-            if op is _FORWARD:
-                done_s = now_s + forward_s[s][f]
-                forwards[s] = f + 1
-                held[s] += activation_bytes[s]
-                if s == last:
-                    gradients[s][f] = done_s
-                else:
-                    to = s + 1
-                    wire_s = activation_wires_s[to]
-                    arrive_s = (done_s if wire_s < done_s else wire_s) + activation_link_s[s][f]
-                    activation_wires_s[to] = activations[to][f] = arrive_s
-                    if free_s[to] <= arrive_s:
-                        heappush(events, (arrive_s, to))
-            elif op is _WEIGHT:
-                done_s = now_s + weight_s[s][w]
-                weights[s] = w + 1
-                held[s] -= weight_bytes[s]
-            else:
-                backwards[s] = b + 1
-                held[s] -= activation_bytes[s]
-                if can_split:
-                    done_s = now_s + input_s[s][b]
-                    held[s] += weight_bytes[s]
-                else:
-                    done_s = now_s + whole_s[s][b]
-                    self.whole[s].add(b)
-                    weights[s] = b + 1
-                if s:  # the previous stage's backward, also where that is nothing and no gradient is sent
-                    to = s - 1
-                    wire_s = gradient_wires_s[to]
-                    link_s = gradient_link_s[to][b] if s > frozen else 0.0
-                    arrive_s = (done_s if wire_s < done_s else wire_s) + link_s
-                    gradient_wires_s[to] = gradients[to][b] = arrive_s
-                    if free_s[to] <= arrive_s:
-                        heappush(events, (arrive_s, to))
-            free_s[s] = done_s
-            if done_s > end_s:
-                end_s = done_s
-                if end_s > limit_s:
-                    return inf
-            now_s, s = heappushpop(events, (done_s, s))
-        return end_s
+def _limit_frozen(caps: list[int], activation_bytes: list[int], first: int, count: int) -> None:
+    """Let frozen stages be no further ahead than the first one that trains has room for.
+
+    Where layers are frozen they hold nothing, so what they may hold is counted in micro-batches.
+    """
+    ahead = first + _most(caps[first], activation_bytes[first], count)
+    for stage in range(first):
+        caps[stage] = _most(caps[stage], activation_bytes[stage], ahead - stage)
+        activation_bytes[stage] = 1
 
 
 def _most(cap: int, activation_bytes: int, otherwise: int) -> int:
     """Micro-batches for which there is room, but no more than otherwise."""
     return min(otherwise, cap // activation_bytes) if activation_bytes else otherwise
+
+
+def new_ran(work: Work) -> Ran:
+    """A table that nothing is written in yet.
+
+    Args:
+        work: of all stages.
+    """
+    num_stages, count = len(work.caps), work.num_micro_batches
+    ops, num_ops, stages = (
+        given(np.zeros(shape, dtype=np.int64))
+        for shape in ((num_stages, 3 * count), (num_stages,), (3 * num_stages * count,))
+    )
+    return Ran(ops, num_ops, given(np.zeros((num_stages, count), dtype=np.bool_)), stages)
+
+
+def new_wires(work: Work) -> Wires:
+    """No message has come yet.
+
+    Args:
+        work: of all stages.
+    """
+    return Wires(*(given(np.full((len(work.caps), work.num_micro_batches + 1), inf)) for _ in range(2)))
+
+
+def _no_places() -> Places:
+    return Places(*(given(np.zeros((0, 0), dtype=np.int64)),) * 3)

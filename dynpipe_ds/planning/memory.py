@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -83,10 +84,21 @@ def late_layers(
     waiting = placement.by_stage(profile.activation_bytes() if weight_bytes is None else weight_bytes)
     found, are_all = [], True
     for held, waits, cap in zip(placement.by_stage(profile.activation_bytes()), waiting, cap_bytes, strict=True):
-        sums = list(accumulate(waits))
-        found.append(sum(num_bytes <= cap - sum(held) for num_bytes in sums))
-        are_all &= found[-1] == len(sums)
+        found.append(num_late([0, *accumulate(waits)], 0, len(waits), cap - sum(held)))
+        are_all &= found[-1] == len(waits)
     return () if are_all else tuple(found)
+
+
+def num_late(until_bytes: Sequence[int], first: int, end: int, room_bytes: int) -> int:
+    """Of how many layers of a stage the gradients of weights may wait.
+
+    Args:
+        until_bytes: that all layers before each one hold between both halves of a backward.
+        first: its first layer.
+        end: the layer behind its last one.
+        room_bytes: beside the activations of a micro-batch.
+    """
+    return max(0, bisect_right(until_bytes, until_bytes[first] + room_bytes, first, end + 1) - first - 1)
 
 
 def _memory(profile: PipelineProfile, worker_bytes: int | Sequence[int] = 0) -> StageMemory:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from itertools import accumulate, pairwise
+from math import fsum, inf
 
 import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition.neighbours import Cuts, IntArray
 from dynpipe_ds.partition.problem import Problem
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds, num_ahead, stage_bounds
 from dynpipe_ds.planning.even import even_cuts, most_groups
-from dynpipe_ds.planning.memory import activation_caps, late_layers, worker_bytes_of_1f1b
+from dynpipe_ds.planning.listing import new_work
+from dynpipe_ds.planning.memory import num_late, worker_bytes_of_1f1b
+from dynpipe_ds.planning.pace import pace
 from dynpipe_ds.planning.planner import num_computations
+from dynpipe_ds.planning.runs import Work
 from dynpipe_ds.simulation import Workload
-from dynpipe_ds.simulation.workload import FloatArray, Seconds, table
+from dynpipe_ds.simulation.workload import FloatArray, Seconds, frozen_boundaries, table
 
 _EVEN = ((0.0, 4), (1.0, 6), (2.0, 4))
 """How often the idle seconds of a stage count, since an order waits for longer than it must, and how many doublings."""
-_BOUNDS_A_COMPUTATION = 5  # bounds of one batch on one partition that take as long as looking at a computation
-_CELLS_A_COMPUTATION = 30  # choices of a stage's groups that take as long
-_MOST_CELLS = 2_000_000  # of them: 0.2 seconds, and 16 MB for each number that is known of them
+_MOST_CELLS = 2_000_000  # choices of a stage's groups: 0.2 seconds, and 16 MB for each number that is known of them
 
 
 class Partitions:
@@ -51,11 +54,23 @@ class Partitions:
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
         self.varying, self.until = varying, self._until(varying or [profile])
         self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)
-        self._there_s, self._back_s = (
-            table(name, seconds, problem.num_stages - 1, profile.num_micro_batches).min(axis=1)
+        self._activation_link_s, self._gradient_link_s = (
+            table(name, seconds, problem.num_stages - 1, profile.num_micro_batches)
             for name, seconds in zip(("activation_link_s", "gradient_link_s"), links_s, strict=True)
         )
+        self._there_s, self._back_s = self._activation_link_s.min(axis=1), self._gradient_link_s.min(axis=1)
+        self._layers_s = [
+            [[getattr(layer, name) for layer in each.layers] for each in (profile, *varying)]
+            for name in ("forward_s", "backward_s", "split_s", "weight_s")
+        ]
+        self._known_sums_s: dict[tuple[int, int], FloatArray] = {}
+        self._known_weights_s: dict[tuple[int, int], FloatArray] = {}
+        self._activation_bytes = profile.activation_bytes()
+        self._until_state_bytes = [0, *accumulate(profile.state_bytes())]
+        self._until_weight_bytes = [0, *accumulate(self.weight_bytes)]
+        self._most = np.broadcast_to(np.array(self.worker_bytes), problem.num_stages).tolist()
         self._num_bounded = self._num_cells = 0
+        self._placements: dict[Cuts, Placement] = {}
 
     def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
         """Of each batch the sums over the first groups of layers, by what is summed."""
@@ -76,29 +91,73 @@ class Partitions:
     @property
     def num_aside(self) -> int:
         """Computations that could be looked at in the time that bounds and even partitions have taken."""
-        return self._num_bounded // _BOUNDS_A_COMPUTATION + self._num_cells // _CELLS_A_COMPUTATION
+        return int(self._num_bounded / pace().bounds) + int(self._num_cells / pace().cells)
 
-    def boundaries(self, cuts: Cuts) -> tuple[int, ...]:
-        """The layer indices of cuts between groups."""
-        return tuple(self.problem.starts[cut] for cut in cuts)
+    def placement(self, cuts: Cuts) -> Placement:
+        """The layers of cuts between groups."""
+        if cuts not in self._placements:
+            self._placements[cuts] = Placement.of([self.problem.starts[cut] for cut in cuts])
+        return self._placements[cuts]
 
-    def workloads(self, cuts: Cuts, late: Sequence[int]) -> list[Workload]:
-        """Of the profile, and of each batch that it is the mean of."""
+    def workload(self, cuts: Cuts, late: Sequence[int]) -> Workload:
+        """Of the profile."""
+        return Workload.from_profile(
+            self.profile, self.placement(cuts), speeds=self.problem.speeds, weight_bytes=self.weight_bytes, late=late,
+            activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+        )
+
+    def works(self, cuts: Cuts, late: Sequence[int], caps: Sequence[int]) -> list[Work]:
+        """Of the profile, and of each batch that it is the mean of: as of their workloads, to the bit, but sooner.
+
+        Partitions that a search looks at have most of their stages in common.
+        """
+        ranges = list(pairwise(self.placement(cuts).cuts))
+        waiting = [
+            (first, first + count) for (first, _), count in zip(ranges, late, strict=True)
+        ] if late else ranges  # fmt: skip
+        speeds = np.array(self.problem.speeds)[:, None]
+        forward_s, backward_s, split_s = np.stack([self._sums_s(*layers) for layers in ranges], axis=1) / speeds
+        weight_s = np.stack([self._weights_s(*layers) for layers in waiting]) / speeds
+        weight_s = np.minimum(weight_s, backward_s + split_s)  # sums round
+        activation_bytes = [sum(self._activation_bytes[first:end]) for first, end in ranges]
+        weight_bytes = [sum(self.weight_bytes[first:end]) for first, end in waiting]
         return [
-            Workload.from_profile(
-                profile, self.boundaries(cuts), speeds=self.problem.speeds, weight_bytes=self.weight_bytes, late=late,
-                activation_link_s=self.links_s[0], gradient_link_s=self.links_s[1],
+            new_work(
+                forward_s[:, i : i + 1], backward_s[:, i : i + 1], split_s[:, i : i + 1], weight_s[:, i : i + 1],
+                self._activation_link_s, self._gradient_link_s, self.profile.num_micro_batches,
+                frozen_boundaries(backward_s[:, i].tolist()), activation_bytes, weight_bytes, caps,
             )
-            for profile in (self.profile, *self.varying)
+            for i in range(forward_s.shape[1])
         ]  # fmt: skip
 
+    def _sums_s(self, first: int, end: int) -> FloatArray:
+        """Of the profile and of each batch, forward, backward and split seconds of some layers, ``(3, 1 + K)``."""
+        if (first, end) not in self._known_sums_s:
+            self._known_sums_s[first, end] = np.array([
+                [fsum(seconds[first:end]) for seconds in batches] for batches in self._layers_s[:3]
+            ])  # fmt: skip
+        return self._known_sums_s[first, end]
+
+    def _weights_s(self, first: int, end: int) -> FloatArray:
+        """The same of gradients of weights, ``(1 + K,)``."""
+        if (first, end) not in self._known_weights_s:
+            self._known_weights_s[first, end] = np.array([fsum(seconds[first:end]) for seconds in self._layers_s[3]])
+        return self._known_weights_s[first, end]
+
     def caps(self, cuts: Cuts) -> tuple[int, ...]:
-        """Bytes of activations that each stage may hold; a ``ValueError`` where there is no room for one."""
-        return activation_caps(self.profile, self.boundaries(cuts), self.worker_bytes)
+        """Bytes of activations that each stage of a partition that fits may hold."""
+        until = self._until_state_bytes
+        ranges = pairwise(self.placement(cuts).cuts)
+        return tuple(most + until[first] - until[end] for most, (first, end) in zip(self._most, ranges, strict=True))
 
     def late(self, cuts: Cuts, caps: Sequence[int]) -> tuple[int, ...]:
         """Layers of each stage whose gradients of weights have room to wait; empty if all have."""
-        return late_layers(self.profile, self.boundaries(cuts), caps, self.weight_bytes)
+        ranges = list(pairwise(self.placement(cuts).cuts))
+        found = tuple(
+            num_late(self._until_weight_bytes, first, end, cap - sum(self._activation_bytes[first:end]))
+            for cap, (first, end) in zip(caps, ranges, strict=True)
+        )
+        return () if all(count == end - first for count, (first, end) in zip(found, ranges, strict=True)) else found
 
     def least_s(self, candidates: IntArray) -> FloatArray:
         """Lower bounds of many partitions, as batches vary; infinite for those that don't fit."""

@@ -10,11 +10,13 @@ from statistics import fmean
 
 from dynpipe_ds.planning.bounds import least_seconds
 from dynpipe_ds.planning.justified import justified
-from dynpipe_ds.planning.listing import SAME, Listing, Policy, list_order
-from dynpipe_ds.planning.retimed import AS_LONG, retimed_s
+from dynpipe_ds.planning.listing import Listing, Policy, list_order, work_of
+from dynpipe_ds.planning.retimed import AS_LONG, retimed_s, usual_s
+from dynpipe_ds.planning.runs import SAME, Work
 from dynpipe_ds.schedule import Order, order_of
-from dynpipe_ds.simulation import Simulation, Workload, simulate
-from dynpipe_ds.simulation.simulate import batches_s
+from dynpipe_ds.schedule.makers import in_flight
+from dynpipe_ds.simulation import Simulation, Timetable, Workload, simulate
+from dynpipe_ds.simulation.compiled import compile_loops, is_compiled
 
 EFFORT = 120_000
 """Computations that a planning may look at, 0.2 to 0.4 seconds; one rule is tried in any case."""
@@ -59,7 +61,7 @@ class PlannedOrder:
     Args:
         workload: that it is for.
         listing: what ran on paper; ``None``: 1F1B is as short.
-        usual: a batch under 1F1B.
+        usual_s: seconds under 1F1B.
         least_s: seconds that no order can beat that keeps the caps.
         num_computations: that planning it looked at.
         late: of how many layers of each stage the gradients of weights may be done later, as in
@@ -70,7 +72,7 @@ class PlannedOrder:
 
     workload: Workload
     listing: Listing | None
-    usual: Simulation
+    usual_s: float
     least_s: float
     num_computations: int
     late: tuple[int, ...] = ()
@@ -81,7 +83,7 @@ class PlannedOrder:
         """Predicted seconds of all forwards and backwards, at most; of batches that vary, on average."""
         if self.varying_s:
             return fmean(self.varying_s)
-        return self.usual.makespan_s if self.listing is None else self.listing.seconds
+        return self.usual_s if self.listing is None else self.listing.seconds
 
     @property
     def is_1f1b(self) -> bool:
@@ -100,7 +102,7 @@ class PlannedOrder:
     @cached_property
     def simulation(self) -> Simulation:
         """A batch in that order, with sends that are over at once; proves that it comes to its end."""
-        return self.usual if self.listing is None else simulate(self.workload, self.order)
+        return simulate(self.workload, "1f1b" if self.listing is None else self.order)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -124,7 +126,7 @@ def plan_order(
         workload: seconds and bytes of every stage; without ``weight_s`` no backward is split.
         activation_caps: most bytes of activations that a stage may hold, for all or for each; None: the most that
             any stage holds under 1F1B.
-        effort: how many computations to look at; 300,000 to 500,000 a second.
+        effort: how many computations to look at; 400,000 a second or so, compiled 2 to 3 million.
         late: of the order, see :class:`PlannedOrder`; the workload has to say the same.
         varying: batches that the workload is the mean of. The order that is the shortest for their mean may be a long
             one for each of them, so each order is timed with all of them.
@@ -135,29 +137,62 @@ def plan_order(
     Raises:
         ValueError: when a cap is below what one micro-batch needs.
     """
-    usual = simulate(workload, "1f1b")
-    caps = checked_caps(workload, activation_caps, usual)
+    caps = checked_caps(workload, activation_caps)
     enough_s = least_seconds(workload, caps) * (1 + SAME)
     size = num_computations(workload.num_stages, workload.num_micro_batches)
-    tried = Tried()
+    tried, work, others = Tried(), work_of(workload, caps), [work_of(batch, caps) for batch in varying]
     for rule in rules_within(effort / (size + len(varying) * size / AS_LONG)):
         if tried.best_s <= enough_s:
             break
-        tried = tried.under(rule, workload, caps, varying=varying)
-    return tried.planned(workload, caps, usual, late=late, varying=varying)
+        tried = tried.under(rule, work, varying=others)
+    return tried.planned(workload, caps, [work, *others], late=late)
 
 
-def seconds_of_1f1b(usual: Simulation, varying: Sequence[Workload], limit_s: float) -> tuple[float, ...] | None:
-    """Seconds of batches that vary under 1F1B, if it is no longer than a limit; simulated only if it may be.
+_WORTH_COMPILING = 300  # computations of a batch
+
+
+def is_worth_compiling(num_stages: int, num_micro_batches: int) -> bool:
+    """Say whether batches are so large that planning takes most of its time for what can be compiled.
 
     Args:
-        usual: the mean of them.
+        num_stages: S.
+        num_micro_batches: M.
+
+    Returns:
+        Whether they are.
+    """
+    return num_computations(num_stages, num_micro_batches) >= _WORTH_COMPILING
+
+
+def compile_planning() -> bool:
+    """Compile what planning spends its time with, where Numba is installed: plans are the same, five times sooner.
+
+    Takes ten seconds or so, and half a second where that was compiled before.
+
+    Returns:
+        Whether it is compiled; for :func:`~dynpipe_ds.planning.agree_on_pace`.
+    """
+    return is_compiled() or compile_loops(_call_all_loops)
+
+
+def _call_all_loops() -> None:
+    workload = Workload([1.0, 1.0], [2.0, 2.0], 2, weight_s=[1.0, 1.0])
+    timetable = Timetable(plan_order(workload, varying=[workload]).order)
+    timetable.makespan_s(workload)
+    timetable.peak_bytes(workload)
+
+
+def seconds_of_1f1b(mean_s: float, varying: Sequence[Work], limit_s: float) -> tuple[float, ...] | None:
+    """Seconds of batches that vary under 1F1B, if it is no longer than a limit; timed only if it may be.
+
+    Args:
+        mean_s: of the mean of them.
         varying: the batches.
         limit_s: on average.
     """
-    if usual.makespan_s > limit_s:
+    if mean_s > limit_s:
         return None
-    seconds = tuple(batches_s(varying)) if varying else ()
+    seconds = tuple(map(usual_s, varying))
     return seconds if not seconds or fmean(seconds) <= limit_s else None
 
 
@@ -182,34 +217,30 @@ class Tried:
             return fmean(self.varying_s)
         return inf if self.best is None else self.best.seconds
 
-    def under(
-        self, rule: Rule, workload: Workload, caps: Sequence[int], limit_s: float = inf,
-        *, varying: Sequence[Workload] = (),
-    ) -> Tried:
+    def under(self, rule: Rule, work: Work, limit_s: float = inf, *, varying: Sequence[Work] = ()) -> Tried:
         """Try one more.
 
         Args:
             rule: that was not tried yet.
-            workload: what to run.
-            caps: as :func:`checked_caps` has them.
+            work: what to run.
             limit_s: seconds beyond which a run is given up.
-            varying: batches that the workload is the mean of.
+            varying: batches that the work is the mean of.
 
         Returns:
             The same with that one, and the computations that it looked at.
         """
         limit_s = min(limit_s, self.best_s) * (_HOPELESS if rule.patiences else 1.0)
-        listing = list_order(workload, caps, rule.policy, limit_s=limit_s)
+        listing = list_order(work, rule.policy, limit_s=limit_s)
         tried = self._with(listing, listing.num_computations, varying)
         for patience in rule.patiences if listing.seconds < inf else ():
-            listing = justified(listing, workload, caps, patience)
+            listing = justified(listing, work, patience)
             tried = tried._with(listing, 2 * listing.num_computations, varying)
         return tried
 
-    def _with(self, listing: Listing, looked_at: int, varying: Sequence[Workload]) -> Tried:
+    def _with(self, listing: Listing, looked_at: int, varying: Sequence[Work]) -> Tried:
         """The same with one more run, for which so many computations were looked at."""
         found = Tried(listing, num_computations=self.num_computations + looked_at)
-        is_new = listing.seconds < self.best_s and (self.best is None or self.best.ran != listing.ran)
+        is_new = listing.seconds < self.best_s and (self.best is None or not self.best.is_as(listing))
         if varying and is_new:
             varying_s = tuple(retimed_s(listing, batch) for batch in varying)
             looked_at = found.num_computations + len(varying) * listing.num_computations // AS_LONG
@@ -218,22 +249,22 @@ class Tried:
         return found if is_better else replace(self, num_computations=found.num_computations)
 
     def planned(
-        self, workload: Workload, caps: Sequence[int], usual: Simulation, *, late: Sequence[int],
-        varying: Sequence[Workload],
+        self, workload: Workload, caps: Sequence[int], works: Sequence[Work], *, late: Sequence[int],
     ) -> PlannedOrder:
         """The shortest run, or 1F1B where that is as short and keeps the caps.
 
         Args:
             workload: that was tried.
             caps: the same.
-            usual: a batch of it under 1F1B.
+            works: of it, and of each batch that it is the mean of.
             late: of the order.
-            varying: batches that the workload is the mean of.
         """
-        usual_s = seconds_of_1f1b(usual, varying, self.best_s * (1 + SAME)) if fits(usual, caps) else None
-        best, varying_s = (self.best, self.varying_s) if usual_s is None else (None, usual_s)
+        mean_s, best, varying_s = usual_s(works[0]), self.best, self.varying_s
+        if fits_1f1b(workload, caps):
+            of_1f1b = seconds_of_1f1b(mean_s, works[1:], self.best_s * (1 + SAME))
+            best, varying_s = (best, varying_s) if of_1f1b is None else (None, of_1f1b)
         least_s = least_seconds(workload, caps)
-        return PlannedOrder(workload, best, usual, least_s, self.num_computations, tuple(late), varying_s)
+        return PlannedOrder(workload, best, mean_s, least_s, self.num_computations, tuple(late), varying_s)
 
 
 def num_computations(num_stages: int, num_micro_batches: int) -> int:
@@ -261,14 +292,14 @@ def rules_within(num_runs: float, least: Rule = RULES[0]) -> tuple[Rule, ...]:
     return found
 
 
-def checked_caps(workload: Workload, given: int | Sequence[int] | None, usual: Simulation) -> tuple[int, ...]:
+def checked_caps(workload: Workload, given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Caps of all stages.
 
     Raises:
         ValueError: when one is below what one micro-batch needs, or there is not one for each stage.
     """
     if given is None:
-        given = max(stage.peak_activation_bytes for stage in usual.stages)
+        given = max(_peaks_of_1f1b(workload))
     caps = (given,) * workload.num_stages if isinstance(given, int) else tuple(given)
     if len(caps) != workload.num_stages:
         raise ValueError(f"activation_caps = {caps}: need one number, or one for each of {workload.num_stages} stages")
@@ -281,6 +312,17 @@ def checked_caps(workload: Workload, given: int | Sequence[int] | None, usual: S
     return caps
 
 
-def fits(simulation: Simulation, caps: Sequence[int]) -> bool:
-    """Whether no stage holds more than its cap."""
-    return all(stage.peak_activation_bytes <= cap for stage, cap in zip(simulation.stages, caps, strict=True))
+def fits_1f1b(workload: Workload, caps: Sequence[int]) -> bool:
+    """Whether no stage holds more than its cap under 1F1B.
+
+    Args:
+        workload: bytes.
+        caps: S most bytes of activations.
+    """
+    return all(peak <= cap for peak, cap in zip(_peaks_of_1f1b(workload), caps, strict=True))
+
+
+def _peaks_of_1f1b(workload: Workload) -> list[int]:
+    count, num_stages = workload.num_micro_batches, workload.num_stages
+    held = zip(workload.activation_bytes, range(num_stages), strict=True)
+    return [num_bytes * in_flight("1f1b", count, num_stages, stage) for num_bytes, stage in held]

@@ -1,19 +1,21 @@
-"""The same order with other seconds: how long would each of some batches have taken in it?"""
+"""The same order with other seconds: how long would each of some batches have taken in it, and how long in 1F1B?"""
 
 from __future__ import annotations
 
-from dynpipe_ds.planning.listing import Listing
-from dynpipe_ds.schedule import Op
-from dynpipe_ds.simulation import Workload
-from dynpipe_ds.simulation.workload import by_micro_batch
+from functools import lru_cache
 
-_FORWARD, _BACKWARD = Op.FORWARD, Op.BACKWARD
+import numpy as np
+
+from dynpipe_ds.planning.listing import Listing, new_wires
+from dynpipe_ds.planning.runs import Ran, Work, time_again
+from dynpipe_ds.schedule import Op
+from dynpipe_ds.simulation.compiled import given, is_compiled
 
 AS_LONG = 5
 """Timings of a run that take as long as the run itself."""
 
 
-def retimed_s(listing: Listing, workload: Workload) -> float:
+def retimed_s(listing: Listing, work: Work) -> float:
     """Time what a run wrote down, without writing the order down.
 
     The makespan of a fixed order is a maximum of sums of seconds, and so convex in them: batches that vary take longer
@@ -21,49 +23,38 @@ def retimed_s(listing: Listing, workload: Workload) -> float:
 
     Args:
         listing: that came to its end.
-        workload: of as many stages and micro-batches.
+        work: of as many stages and micro-batches; what they may hold does not count.
 
     Returns:
         Seconds of all forwards and backwards; those of :func:`~dynpipe_ds.simulation.simulate` with the listing's
         order, to the bit.
     """
-    count, last = workload.num_micro_batches, workload.num_stages - 1
-    stages = range(workload.num_stages)
-    forward_s, whole_s, input_s, weight_s = zip(*map(workload.stage_seconds, stages), strict=True)
-    links = (workload.activation_link_s, workload.gradient_link_s)
-    activation_link_s, gradient_link_s = ([by_micro_batch(row, count) for row in table] for table in links)
-    activations, gradients = ([[0.0] * count for _ in stages] for _ in range(2))  # when messages come
-    activation_wires_s, gradient_wires_s, free_s = [0.0] * len(stages), [0.0] * len(stages), [0.0] * len(stages)
-    forwards, backwards, weights = [0] * len(stages), [0] * len(stages), [0] * len(stages)
-    whole, frozen = listing.whole, workload.frozen_boundaries
-    ran = list(map(iter, listing.ran))
-    for s in listing.stages:
-        op, now_s = next(ran[s]), free_s[s]
-        if op is _FORWARD:
-            m = forwards[s]
-            forwards[s] = m + 1
-            if activations[s][m] > now_s:
-                now_s = activations[s][m]
-            now_s += forward_s[s][m]
-            if s < last:
-                wire_s = activation_wires_s[s] if activation_wires_s[s] > now_s else now_s
-                activation_wires_s[s] = activations[s + 1][m] = wire_s + activation_link_s[s][m]
-        elif op is _BACKWARD:
-            m = backwards[s]
-            backwards[s] = m + 1
-            if gradients[s][m] > now_s:
-                now_s = gradients[s][m]
-            if m in whole[s]:
-                now_s += whole_s[s][m]
-                weights[s] = m + 1
-            else:
-                now_s += input_s[s][m]
-            if s > frozen:
-                wire_s = gradient_wires_s[s] if gradient_wires_s[s] > now_s else now_s
-                gradient_wires_s[s] = gradients[s - 1][m] = wire_s + gradient_link_s[s - 1][m]
-        else:
-            m = weights[s]
-            weights[s] = m + 1
-            now_s += weight_s[s][m]
-        free_s[s] = now_s
-    return max(free_s)
+    return time_again(work, listing.table, listing.num_computations, new_wires(work))
+
+
+def usual_s(work: Work) -> float:
+    """Time a batch under 1F1B.
+
+    Args:
+        work: of all stages; what they may hold does not count.
+
+    Returns:
+        Seconds of all forwards and backwards; those of :func:`~dynpipe_ds.simulation.simulate`, to the bit.
+    """
+    ran = _usual(len(work.caps), work.num_micro_batches, is_compiled())
+    return time_again(work, ran, len(ran.stages), new_wires(work))
+
+
+@lru_cache(maxsize=8)
+def _usual(num_stages: int, num_micro_batches: int, is_compiled: bool) -> Ran:
+    """What runs under 1F1B: in step t, a forward where ``t - s`` is even, else a backward."""
+    ops, stages = [list[int]() for _ in range(num_stages)], []
+    for t in range(2 * (num_micro_batches + num_stages - 1)):
+        for s in range(num_stages):
+            is_forward = (t - s) % 2 == 0
+            if 0 <= ((t - s) // 2 if is_forward else (t + s + 1) // 2 - num_stages) < num_micro_batches:
+                ops[s].append(Op.FORWARD if is_forward else Op.BACKWARD)
+                stages.append(s)
+    num_ops = np.full(num_stages, 2 * num_micro_batches)
+    whole = np.ones((num_stages, num_micro_batches), dtype=np.bool_)
+    return Ran(given(np.array(ops, dtype=np.int64)), given(num_ops), given(whole), given(np.array(stages)))

@@ -15,7 +15,6 @@ from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition.neighbours import Cuts, IntArray, neighbours, own_cuts
 from dynpipe_ds.partition.prepare import prepare
 from dynpipe_ds.placement import Placement
-from dynpipe_ds.planning.listing import SAME
 from dynpipe_ds.planning.partitions import Partitions
 from dynpipe_ds.planning.planner import (
     EFFORT,
@@ -24,12 +23,11 @@ from dynpipe_ds.planning.planner import (
     PlannedOrder,
     Rule,
     Tried,
-    fits,
+    fits_1f1b,
     rules_within,
-    seconds_of_1f1b,
 )  # fmt: skip
-from dynpipe_ds.planning.retimed import AS_LONG
-from dynpipe_ds.simulation import Simulation, Workload, simulate
+from dynpipe_ds.planning.retimed import AS_LONG, usual_s
+from dynpipe_ds.planning.runs import SAME, Work
 from dynpipe_ds.simulation.workload import Seconds, links_s
 
 SEARCH_EFFORT = 2 * EFFORT
@@ -98,7 +96,7 @@ def plan_batch(
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         pinned: cuts that no partition may have.
         allow_empty: whether a stage may hold no layer.
-        effort: how many computations to look at; 300,000 to 500,000 a second.
+        effort: how many computations to look at; 400,000 a second or so, compiled 2 to 3 million.
         varying: batches that the profile is the mean of. The slowest stage is now this one and now that one, so they
             take longer than their mean does, on some partitions more than on others. Each order is timed with all of
             them.
@@ -123,8 +121,8 @@ def plan_batch(
     present = search.compare_with(own_cuts(problem, starts[0]))
     plans = {partition: partition.planned() for partition in (search.best, present) if partition is not None}
     at_present = None if present is None else plans[present]
-    placement = Placement.of(partitions.boundaries(search.best.cuts))
-    return PlannedBatch(placement, plans[search.best], at_present, search.num_computations + partitions.num_aside)
+    num_computations = search.num_computations + partitions.num_aside
+    return PlannedBatch(partitions.placement(search.best.cuts), plans[search.best], at_present, num_computations)
 
 
 class _Way(NamedTuple):
@@ -150,8 +148,7 @@ class _Partition:
         self.ways: set[_Way] = set()
         self.way = _Way(RULES[0], is_late=False)
         self._tried = {is_late: Tried() for is_late in (False, True)}
-        self._workloads: dict[bool, list[Workload]] = {}
-        self._usual: Simulation | None = None
+        self._works: dict[bool, list[Work]] = {}
         self._usual_s = inf
 
     @property
@@ -159,18 +156,17 @@ class _Partition:
         """The shortest batch known on it, as batches vary."""
         return min(self._usual_s, *(tried.best_s for tried in self._tried.values()))
 
-    def workloads(self, *, is_late: bool) -> list[Workload]:
+    def works(self, *, is_late: bool) -> list[Work]:
         """Of the profile, and of each batch that it is the mean of."""
-        if is_late not in self._workloads:
-            self._workloads[is_late] = self._partitions.workloads(self.cuts, self.late if is_late else ())
-        return self._workloads[is_late]
+        if is_late not in self._works:
+            self._works[is_late] = self._partitions.works(self.cuts, self.late if is_late else (), self._caps)
+        return self._works[is_late]
 
     def run_1f1b(self) -> None:
         """Time it under 1F1B, if it may run that."""
-        workload, *varying = self.workloads(is_late=False)
-        usual = self._usual = simulate(workload, "1f1b")
-        if fits(usual, self._caps) and (seconds := seconds_of_1f1b(usual, varying, inf)) is not None:
-            self._usual_s = fmean(seconds) if seconds else usual.makespan_s
+        work, *varying = self.works(is_late=False)
+        if fits_1f1b(self._partitions.workload(self.cuts, ()), self._caps):
+            self._usual_s = fmean(map(usual_s, varying or [work]))
 
     def as_here(self, way: _Way) -> _Way:
         """A way of another partition's, as it can be gone on this one."""
@@ -180,8 +176,8 @@ class _Partition:
         """Try a way; returns how many computations that looked at."""
         self.ways.add(way)
         before, before_s = self._tried[way.is_late], self.seconds
-        workload, *varying = self.workloads(is_late=way.is_late)
-        tried = self._tried[way.is_late] = before.under(way.rule, workload, self._caps, limit_s, varying=varying)
+        work, *varying = self.works(is_late=way.is_late)
+        tried = self._tried[way.is_late] = before.under(way.rule, work, limit_s, varying=varying)
         if self.seconds < before_s:
             self.way = way
         return tried.num_computations - before.num_computations
@@ -189,11 +185,9 @@ class _Partition:
     def planned(self) -> PlannedOrder:
         """Its shortest order."""
         is_late = self._tried[True].best_s < self._tried[False].best_s
-        workload, *varying = self.workloads(is_late=is_late)
-        usual = self._usual or simulate(workload, "1f1b")  # no backward is split in it, so it is the same in either way
-        return self._tried[is_late].planned(
-            workload, self._caps, usual, late=self.late if is_late else (), varying=varying
-        )
+        late = self.late if is_late else ()
+        workload = self._partitions.workload(self.cuts, late)
+        return self._tried[is_late].planned(workload, self._caps, self.works(is_late=is_late), late=late)
 
 
 _Trial = tuple[_Partition, _Way]

@@ -177,13 +177,12 @@ class Order:
                 f"{', '.join(_LETTERS[op] for op in ops)} of each of {self.num_micro_batches} micro-batches once"
             )
         for first, second in _BEFORE:
-            before = positions[first]
-            for m, position in positions[second].items():
-                if position < before.get(m, -1):
-                    raise ValueError(
-                        f"stage {stage} of {self.num_stages} runs {Instruction(second, m)} before "
-                        f"{Instruction(first, m)}, which it needs"
-                    )
+            before, after = positions[first], positions[second]
+            if late := [m for m in before.keys() & after.keys() if after[m] < before[m]]:
+                raise ValueError(
+                    f"stage {stage} of {self.num_stages} runs {Instruction(second, min(late))} before "
+                    f"{Instruction(first, min(late))}, which it needs"
+                )
         self._check_sums(stage)
 
     def _wrong(
@@ -205,9 +204,10 @@ class Order:
         """Gradients of weights in the order of micro-batches, where some are computed apart."""
         if not (split := self.split(stage)):
             return
-        adding = [one for one in self.stages[stage] if _ends_backward(*one, split)]
+        whole, weight = Op.BACKWARD, Op.BACKWARD_WEIGHT
+        adding = [one for one in self.stages[stage] if one[0] is weight or (one[0] is whole and one[1] not in split)]
         for first, second in pairwise(adding):
-            if second.micro_batch < first.micro_batch:
+            if second[1] < first[1]:
                 raise ValueError(
                     f"stage {stage} of {self.num_stages} runs {first} before {second}: gradients of weights must be "
                     "added up in the order of micro-batches, or the sums round differently"
@@ -229,8 +229,10 @@ def waiting_layers(late: Sequence[int], layer_stages: Sequence[int]) -> list[boo
         late: S numbers of layers; empty: all.
         layer_stages: of each of L layers its stage, layers of a stage in a row.
     """
+    if not late:
+        return [True] * len(layer_stages)
     first = {stage: layer_stages.index(stage) for stage in set(layer_stages)}
-    return [not late or i - first[stage] < late[stage] for i, stage in enumerate(layer_stages)]
+    return [i - first[stage] < late[stage] for i, stage in enumerate(layer_stages)]
 
 
 def _ends_backward(op: Op, micro_batch: int, split: frozenset[int]) -> bool:

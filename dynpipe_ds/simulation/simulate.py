@@ -12,7 +12,7 @@ from dynpipe_ds.schedule import Instruction, Order, ScheduleName, order_of
 from dynpipe_ds.simulation.outcome import Simulation
 from dynpipe_ds.simulation.streams import run_order
 from dynpipe_ds.simulation.waves import makespans, run_waves
-from dynpipe_ds.simulation.workload import FloatArray, Workload, frozen_boundaries, links_s, stage_seconds, table
+from dynpipe_ds.simulation.workload import Workload, frozen_boundaries, links_s, stage_seconds, table
 
 
 def simulate(
@@ -41,30 +41,6 @@ def simulate(
         return run_waves(workload, schedule)
     order = order_of(schedule, workload.num_micro_batches, workload.num_stages)
     return run_order(workload, order, timeline=True)
-
-
-def batches_s(workloads: Sequence[Workload]) -> list[float]:
-    """Seconds that forwards and backwards of some batches take under 1F1B, all at once.
-
-    Args:
-        workloads: at least one; of as many stages and micro-batches, with the same links.
-
-    Returns:
-        The makespan of each, as of :func:`simulate`.
-    """
-    first = workloads[0]
-    seconds = makespans(
-        _stacked([each.forward_s for each in workloads]), _stacked([each.backward_s for each in workloads]),
-        first.num_micro_batches, activation_link_s=first.activation_link_s, gradient_link_s=first.gradient_link_s,
-        frozen_boundaries=[each.frozen_boundaries for each in workloads],
-    )
-    return [float(each) for each in seconds]
-
-
-def _stacked(tables: Sequence[FloatArray]) -> FloatArray:
-    """``(K, S, 1 or M)``."""
-    width = max(each.shape[1] for each in tables)
-    return np.stack([np.broadcast_to(each, (len(each), width)) for each in tables])
 
 
 def streams_of(schedule: ScheduleName, num_micro_batches: int, num_stages: int) -> list[list[Instruction]]:

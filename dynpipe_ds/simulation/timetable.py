@@ -7,14 +7,27 @@ several times faster than :func:`~dynpipe_ds.simulation.streams.run_order`, and 
 
 from __future__ import annotations
 
-from collections import deque
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from dynpipe_ds.schedule import Op, Order
+from dynpipe_ds.simulation.compiled import given
 from dynpipe_ds.simulation.outcome import Counted, Held, Simulation, account
-from dynpipe_ds.simulation.workload import Workload, by_micro_batch
+from dynpipe_ds.simulation.steps import (
+    COMPUTE,
+    NOTHING,
+    RECEIVE,
+    SEND,
+    Steps,
+    Streams,
+    find_held,
+    put_in_sequence,
+    run_steps,
+)
+from dynpipe_ds.simulation.workload import FloatArray, IntArray, Workload
 
-_COMPUTE, _SEND, _RECEIVE = range(3)
 _FORWARD, _WHOLE, _INPUT, _WEIGHT = range(4)  # tables of a stage
 
 
@@ -31,8 +44,7 @@ class Timetable:
 
     def __init__(self, order: Order, frozen_boundaries: int = 0) -> None:
         self.order, self.frozen_boundaries = order, frozen_boundaries
-        self._split = [order.split(stage) for stage in range(order.num_stages)]
-        self._sequence = list(self._in_sequence())
+        self._steps = self._in_sequence()
 
     def makespan_s(self, workload: Workload) -> float:
         """How long a batch takes.
@@ -47,21 +59,12 @@ class Timetable:
             ValueError: for another one.
         """
         self._check(workload)
-        num_stages = workload.num_stages
-        seconds, links_s = _seconds(workload), _links_s(workload)
-        clocks_s, wires_s = [0.0] * num_stages, [0.0] * (2 * (num_stages - 1))
-        arrive_s = [0.0] * len(links_s)
-        for code, where, index, wire in self._sequence:
-            if code == _COMPUTE:
-                clocks_s[where] += seconds[index]
-            elif code == _SEND:
-                at_s = clocks_s[where]
-                if wires_s[wire] > at_s:
-                    at_s = wires_s[wire]
-                wires_s[wire] = arrive_s[index] = at_s + links_s[index]
-            elif arrive_s[index] > clocks_s[where]:
-                clocks_s[where] = arrive_s[index]
-        return max(clocks_s)
+        num_stages, links_s = workload.num_stages, _links_s(workload)
+        clocks_s, wires_s, arrive_s = (
+            given(np.zeros(size)) for size in (num_stages, 2 * (num_stages - 1), len(links_s))
+        )
+        steps = Steps(*map(given, self._steps))
+        return run_steps(steps, given(_seconds(workload)), given(links_s), clocks_s, wires_s, arrive_s)
 
     def simulation(self, workload: Workload) -> Simulation:
         """A batch in full.
@@ -76,21 +79,21 @@ class Timetable:
             ValueError: for another one.
         """
         self._check(workload)
-        num_stages, links_s = workload.num_stages, _links_s(workload)
-        seconds, arrive_s, depart_s = _seconds(workload), [0.0] * len(links_s), [0.0] * len(links_s)
+        num_stages, links_s = workload.num_stages, _links_s(workload).tolist()
+        seconds, arrive_s, depart_s = _seconds(workload).tolist(), [0.0] * len(links_s), [0.0] * len(links_s)
         clocks_s, busy_s, waiting_s, travelling_s, fills_s = ([0.0] * num_stages for _ in range(5))
         has_begun, wires_s = [False] * num_stages, [0.0] * (2 * (num_stages - 1))
         until_end = [(0.0, 0.0, 0.0)] * num_stages  # of the last computation: its waits, those for messages, its end
-        for code, where, index, wire in self._sequence:
+        for code, where, index, wire in zip(*self._steps.tolist(), strict=True):
             clock_s = clocks_s[where]
-            if code == _COMPUTE:
+            if code == COMPUTE:
                 if not has_begun[where]:
                     has_begun[where], fills_s[where] = True, clock_s
                     waiting_s[where] = travelling_s[where] = 0.0
                 clocks_s[where] = clock_s = clock_s + seconds[index]
                 busy_s[where] += seconds[index]
                 until_end[where] = waiting_s[where], travelling_s[where], clock_s
-            elif code == _SEND:
+            elif code == SEND:
                 depart_s[index] = at_s = max(wires_s[wire], clock_s)
                 wires_s[wire] = arrive_s[index] = at_s + links_s[index]
             else:
@@ -102,7 +105,7 @@ class Timetable:
             Counted(busy, fill, *until, clock)
             for busy, fill, until, clock in zip(busy_s, fills_s, until_end, clocks_s, strict=True)
         ]
-        most = [max(whole + half for whole, half in found) for found in self._held]
+        most = (self._held + np.arange(self._held.shape[1])).max(axis=1, where=self._held >= 0, initial=0).tolist()
         return account(workload, counted, list(map(Held, most, self.peak_bytes(workload))))
 
     def peak_bytes(self, workload: Workload) -> tuple[int, ...]:
@@ -118,27 +121,16 @@ class Timetable:
             ValueError: for another one.
         """
         self._check(workload)
-        sizes = zip(self._held, workload.activation_bytes, workload.weight_bytes, strict=True)
-        return tuple(max(whole * held + half * waiting for whole, half in found) for found, held, waiting in sizes)
+        held, between = (np.array(sizes)[:, None] for sizes in (workload.activation_bytes, workload.weight_bytes))
+        num_bytes = self._held * held + np.arange(self._held.shape[1]) * between
+        return tuple(num_bytes.max(axis=1, where=self._held >= 0, initial=0).tolist())
 
     @cached_property
-    def _held(self) -> list[list[tuple[int, int]]]:
-        """Of each stage how many micro-batches it holds at a time: before their backward, and between its halves."""
-        found = []
-        for stage, stream in enumerate(self.order.stages):
-            split, whole, half, most = self._split[stage], 0, 0, dict[int, int]()
-            for op, m in stream:
-                if op is Op.FORWARD:
-                    whole += 1
-                elif op is Op.BACKWARD:
-                    whole -= 1
-                    half += m in split
-                elif op is Op.BACKWARD_WEIGHT:
-                    half -= 1
-                if whole > most.get(half, -1):
-                    most[half] = whole
-            found.append([(whole, half) for half, whole in most.items()])
-        return found
+    def _held(self) -> IntArray:
+        """How many micro-batches a stage holds before their backward, by how many it holds between its parts."""
+        most = given(np.full((self.order.num_stages, self.order.num_micro_batches + 1), -1))
+        find_held(self._streams(), most)
+        return np.array(most)
 
     def _check(self, workload: Workload) -> None:
         order = self.order
@@ -150,57 +142,63 @@ class Timetable:
                 "make one for this workload".format(*wanted, *given)
             )
 
-    def _in_sequence(self) -> list[tuple[int, int, int, int]]:
-        """What to do, by which stage, the number of its seconds or message, and of the wire."""
+    def _in_sequence(self) -> IntArray:
+        """As of :class:`~dynpipe_ds.simulation.steps.Steps`: ``(4, N)``."""
+        streams, count, num_stages = self._streams(), self.order.num_micro_batches, self.order.num_stages
+        num_messages = 2 * (num_stages - 1) * count
+        positions = given(np.array(streams.starts[:-1]))
+        steps = Steps(*(given(np.zeros(len(streams.ops), dtype=np.int64)) for _ in range(4)))
+        is_sent, who_waits = given(np.zeros(num_messages, dtype=np.bool_)), given(np.full(num_messages, -1))
+        num_steps = put_in_sequence(streams, positions, is_sent, who_waits, steps)
+        for stage, (position, end) in enumerate(zip(positions, streams.starts[1:], strict=True)):
+            if position < end:
+                raise ValueError(f"stage {stage} waits for ever in {self.order.stages[stage][position - end]}")
+        return np.ascontiguousarray(np.array(steps)[:, :num_steps])
+
+    def _streams(self) -> Streams:
         order, count = self.order, self.order.num_micro_batches
-        found: list[tuple[int, int, int, int]] = []
-        positions, sent = [0] * order.num_stages, set[int]()
-        waiting: dict[int, int] = {}  # who waits for a message
-        ready = deque(range(order.num_stages))
-        while ready:
-            stage = ready.popleft()
-            stream = order.stages[stage]
-            while positions[stage] < len(stream):
-                op, m = stream[positions[stage]]
-                if op <= Op.BACKWARD_WEIGHT:
-                    found.append((_COMPUTE, stage, (4 * stage + self._table(stage, op, m)) * count + m, 0))
-                elif (wire := self._wire(stage, op)) is not None:
-                    message = wire * count + m
-                    if op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
-                        found.append((_SEND, stage, message, wire))
-                        sent.add(message)
-                        if message in waiting:
-                            ready.append(waiting.pop(message))
-                    elif message not in sent:
-                        waiting[message] = stage
-                        break
-                    else:
-                        found.append((_RECEIVE, stage, message, wire))
-                positions[stage] += 1
-        for stage, position in enumerate(positions):
-            if position < len(order.stages[stage]):
-                raise ValueError(f"stage {stage} waits for ever in {order.stages[stage][position]}")
-        return found
+        flat = np.fromiter(chain.from_iterable(chain.from_iterable(order.stages)), dtype=np.int64).reshape(-1, 2)
+        starts = np.cumsum([0, *map(len, order.stages)])
+        is_split = np.zeros((order.num_stages, count), dtype=np.bool_)
+        for stage in range(order.num_stages):
+            is_split[stage, list(order.split(stage))] = True
+        kinds = np.array([self._kinds(stage) for stage in range(order.num_stages)]).transpose(2, 0, 1)
+        codes, numbers, wires = (given(np.ascontiguousarray(table)) for table in kinds)
+        ops, micro_batches = (given(np.ascontiguousarray(column)) for column in flat.T)
+        return Streams(
+            ops, micro_batches, given(starts), given(is_split), (_INPUT - _WHOLE) * count, codes, numbers, wires
+        )
 
-    def _table(self, stage: int, op: Op, micro_batch: int) -> int:
-        if op is Op.BACKWARD:
-            return _INPUT if micro_batch in self._split[stage] else _WHOLE
-        return _FORWARD if op is Op.FORWARD else _WEIGHT
-
-    def _wire(self, stage: int, op: Op) -> int | None:
-        """The wire of a message: those of activations come first; ``None``: nothing is sent there."""
-        boundary = stage if op in (Op.SEND_ACTIVATION, Op.RECV_GRADIENT) else stage - 1
-        if op in (Op.SEND_ACTIVATION, Op.RECV_ACTIVATION):
-            return boundary
-        return None if boundary < self.frozen_boundaries else self.order.num_stages - 1 + boundary
+    def _kinds(self, stage: int) -> list[tuple[int, int, int]]:
+        """Of each kind of instruction what it does, the number of its first seconds or message, and its wire."""
+        count, gradients = self.order.num_micro_batches, self.order.num_stages - 1
+        tables = ((Op.FORWARD, _FORWARD), (Op.BACKWARD, _WHOLE), (Op.BACKWARD_WEIGHT, _WEIGHT))
+        found = {op: (COMPUTE, (4 * stage + table) * count, 0) for op, table in tables}
+        for op, code, boundary in (
+            (Op.SEND_ACTIVATION, SEND, stage), (Op.RECV_ACTIVATION, RECEIVE, stage - 1),
+            (Op.SEND_GRADIENT, SEND, stage - 1), (Op.RECV_GRADIENT, RECEIVE, stage),
+        ):  # fmt: skip
+            is_gradient = op in (Op.SEND_GRADIENT, Op.RECV_GRADIENT)
+            wire = boundary + is_gradient * gradients
+            is_sent = not is_gradient or boundary >= self.frozen_boundaries
+            found[op] = (code if is_sent else NOTHING, wire * count, wire)
+        return [found[op] for op in Op]
 
 
-def _seconds(workload: Workload) -> list[float]:
+def _seconds(workload: Workload) -> FloatArray:
     """Of all computations, by stage, table and micro-batch."""
-    return [each for s in range(workload.num_stages) for table in workload.stage_seconds(s) for each in table]
+    input_s = workload.backward_s + workload.split_s - workload.weight_s
+    return _flat((workload.forward_s, workload.backward_s, input_s, workload.weight_s), workload)
 
 
-def _links_s(workload: Workload) -> list[float]:
+def _links_s(workload: Workload) -> FloatArray:
     """Of all messages, by wire and micro-batch."""
-    links = (workload.activation_link_s, workload.gradient_link_s)
-    return [each for table in links for row in table for each in by_micro_batch(row, workload.num_micro_batches)]
+    return np.concatenate([
+        np.broadcast_to(table, (len(table), workload.num_micro_batches)).ravel()
+        for table in (workload.activation_link_s, workload.gradient_link_s)
+    ])
+
+
+def _flat(tables: tuple[FloatArray, ...], workload: Workload) -> FloatArray:
+    shape = workload.num_stages, workload.num_micro_batches
+    return np.stack([np.broadcast_to(table, shape) for table in tables], axis=1).ravel()

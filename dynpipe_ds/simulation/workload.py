@@ -15,6 +15,7 @@ from dynpipe_ds.placement import Placement
 from dynpipe_ds.schedule.order import Order, waiting_layers
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 Seconds = float | Sequence[float] | Sequence[Sequence[float]] | FloatArray
 """One number for all; one for each stage (or boundary); or a table, stage (or boundary) x micro-batch."""
 
@@ -185,8 +186,8 @@ class Workload:
         forward_s, backward_s = stage_seconds(profile, placement, speeds)
         activation_bytes = profile.activation_bytes()
         may_wait = waiting_layers(late, placement.layer_stages)
-        waiting_s = [layer.weight_s if waits else 0.0 for layer, waits in zip(profile.layers, may_wait, strict=True)]
         held = activation_bytes if weight_bytes is None else weight_bytes
+        waiting_s = [layer.weight_s if waits else 0.0 for layer, waits in zip(profile.layers, may_wait, strict=True)]
         waiting_bytes = [num_bytes if waits else 0 for num_bytes, waits in zip(held, may_wait, strict=True)]
         weight_s, split_s = (
             _stage_sums(placement, seconds, speeds)
@@ -270,7 +271,8 @@ def stage_seconds(
     Raises:
         ValueError: when it is not one of the profile's layers, or a stage holds several ranges.
     """
-    placement = Placement.of(Placement.of(placement, num_layers=len(profile.layers)).boundaries)
+    placement = Placement.of(placement, num_layers=len(profile.layers))
+    placement.check_is_partition()
     forward_s = _stage_sums(placement, [layer.forward_s for layer in profile.layers], speeds)
     return forward_s, _stage_sums(placement, [layer.backward_s for layer in profile.layers], speeds)
 

@@ -10,13 +10,15 @@ import pytest
 from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide import Balancer
 from dynpipe_ds.decide.halves import Halves
-from dynpipe_ds.decide.orders import AS_GOOD, FIRST_EFFORT, RATE, SHARE_OF_TIME, Orders, least_saving
+from dynpipe_ds.decide.orders import AS_GOOD, FIRST_S, SHARE_OF_TIME, Orders, least_saving
 from dynpipe_ds.decide.speeds import Speeds
-from dynpipe_ds.planning import assume_halves, plan_order, worker_bytes_of_1f1b
+from dynpipe_ds.planning import assume_halves, pace, plan_order, worker_bytes_of_1f1b
 from dynpipe_ds.schedule import Order, order_of, split_at_once
 from dynpipe_ds.simulation import Workload, simulate
 from tests.decide.pipelines import OnPaper
 from tests.planning.test_together import random_profile
+
+RATE = pace().computations_per_s
 
 UNEQUAL = [1.0, 1.2, 0.9, 1.1, 1.4, 0.8, 1.0, 1.0]
 
@@ -365,7 +367,7 @@ def test_planning_keeps_within_its_share() -> None:
         run.forward_s = [s / 240 * (1 + 0.3 * ((7 * batch + 3 * i) % 5)) for i, s in enumerate(UNEQUAL)]
         run.train(deciding, 1, first=batch)
         looked_at += deciding.ordering.num_looked_at
-    assert 0 < looked_at / RATE < 1.5 * SHARE_OF_TIME * sum(run.seconds) + FIRST_EFFORT / RATE
+    assert 0 < looked_at / RATE < 1.5 * SHARE_OF_TIME * sum(run.seconds) + FIRST_S
 
 
 def test_what_deciding_took_before_a_move_says_nothing_of_planning() -> None:

@@ -11,7 +11,8 @@ import pytest
 from dynpipe_ds.planning import justified as module
 from dynpipe_ds.planning import least_seconds
 from dynpipe_ds.planning.justified import justified
-from dynpipe_ds.planning.listing import Listing, Policy, list_order
+from dynpipe_ds.planning.listing import Listing, Policy, list_order, work_of
+from dynpipe_ds.planning.runs import Places, Ran, Wires, Work
 from dynpipe_ds.schedule import Op
 from dynpipe_ds.simulation import Workload, simulate
 from dynpipe_ds.simulation.timetable import Timetable
@@ -26,8 +27,9 @@ def test_what_was_pushed_runs_and_keeps_its_caps(times: int, share: float | None
         count, caps = workload.num_micro_batches, [times * size for size in workload.activation_bytes]
         if share is not None:
             workload = replace(workload, weight_bytes=[int(share * size) for size in workload.activation_bytes])
+        work = work_of(workload, caps)
         for policy in POLICIES[::6]:
-            found = justified(list_order(workload, caps, policy), workload, caps, 0.5)
+            found = justified(list_order(work, policy), work, 0.5)
             result = simulate(workload, found.order(count))
             assert result.makespan_s <= found.seconds * (1 + 1e-12)
             assert all(stage.peak_activation_bytes <= cap for stage, cap in zip(result.stages, caps, strict=True))
@@ -37,10 +39,15 @@ def test_what_was_pushed_runs_and_keeps_its_caps(times: int, share: float | None
                 assert ran.count(Op.BACKWARD_WEIGHT) in (0, count - len(whole))
 
 
-def backwards(monkeypatch: pytest.MonkeyPatch) -> list[list[list[Op]]]:
+def backwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Op], ...]]:
     """What comes of each run from the end to the beginning."""
-    seen, real = [], module._backwards
-    monkeypatch.setattr(module, "_backwards", lambda *given: seen.append(real(*given)) or seen[-1])
+    seen, real = [], module.run_backwards
+
+    def noting(work: Work, places: Places, patience: float, ran: Ran, wires: Wires) -> None:
+        real(work, places, patience, ran, wires)
+        seen.append(Listing(0.0, ran, 0).ran)
+
+    monkeypatch.setattr(module, "run_backwards", noting)
     return seen
 
 
@@ -52,7 +59,8 @@ def test_seen_from_the_end_no_stage_waits_for_ever(monkeypatch: pytest.MonkeyPat
             workload = Workload(
                 [1.0] * 3, [2.0] * 3, 6, weight_s=[1.0] * 3, activation_bytes=[4] * 3, weight_bytes=[size] * 3,
             )
-            justified(list_order(workload, [cap] * 3, POLICIES[0]), workload, [cap] * 3, 0.5)
+            work = work_of(workload, [cap] * 3)
+            justified(list_order(work, POLICIES[0]), work, 0.5)
             for ran in seen.pop():
                 assert ran.count(Op.FORWARD) == ran.count(Op.BACKWARD) == 6, (size, cap)
 
@@ -61,8 +69,8 @@ def test_a_frozen_stage_may_train_after_all() -> None:
     num_frozen = 0
     for workload in workloads(seed=4, each=8):
         num_frozen += workload.frozen_boundaries > 0
-        caps = workload.activation_bytes
-        found = justified(list_order(workload, caps, POLICIES[1]), workload, caps, 0.75)
+        work = work_of(workload, workload.activation_bytes)
+        found = justified(list_order(work, POLICIES[1]), work, 0.75)
         for frozen in range(workload.frozen_boundaries + 1):
             Timetable(found.order(workload.num_micro_batches), frozen)
     assert num_frozen > 15
@@ -81,9 +89,10 @@ def uneven(seed: int, num_stages: int, count: int) -> tuple[Workload, list[int]]
 
 def pushed(workload: Workload, caps: list[int], policy: Policy) -> tuple[Listing, Listing]:
     """A run, and the shortest of it and of three that it leads to."""
-    first = last = best = list_order(workload, caps, policy)
+    work = work_of(workload, caps)
+    first = last = best = list_order(work, policy)
     for patience in (0.35, 0.75, 1.0):
-        last = justified(last, workload, caps, patience)
+        last = justified(last, work, patience)
         best = min(best, last, key=lambda one: one.seconds)
     return first, best
 

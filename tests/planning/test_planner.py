@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dynpipe_ds.planning import PlannedOrder, least_seconds, plan_order
-from dynpipe_ds.planning.listing import Policy, list_order
+from dynpipe_ds.planning.listing import Policy, list_order, work_of
 from dynpipe_ds.planning.planner import QUICKEST, RULES, rules_within
 from dynpipe_ds.schedule import Instruction, Op, order_of
 from dynpipe_ds.simulation import Simulation, Workload, simulate
@@ -70,7 +70,7 @@ def test_an_order_takes_as_long_as_its_listing_and_keeps_its_caps() -> None:
         count = workload.num_micro_batches
         for policy, times in product(POLICIES, (1, 2, 5)):
             caps = [times * size for size in workload.activation_bytes]
-            listing = list_order(workload, caps, policy)
+            listing = list_order(work_of(workload, caps), policy)
             result = simulate(workload, listing.order(count))
             assert result.makespan_s <= listing.seconds, policy
             assert result.makespan_s == listing.seconds or policy.patience > 0 or workload.frozen_boundaries
@@ -86,7 +86,7 @@ def test_a_frozen_stage_may_train_after_all() -> None:
     for workload in workloads(seed=4, each=8):
         num_frozen += workload.frozen_boundaries > 0
         for policy in POLICIES:
-            order = list_order(workload, workload.activation_bytes, policy).order(workload.num_micro_batches)
+            order = list_order(work_of(workload, workload.activation_bytes), policy).order(workload.num_micro_batches)
             for frozen in range(workload.frozen_boundaries + 1):
                 Timetable(order, frozen)
     assert num_frozen > 15
@@ -108,7 +108,7 @@ def most_begun(stream: Sequence[Instruction]) -> int:
 
 def test_a_run_beyond_the_limit_is_given_up() -> None:
     workload = Workload([1.0, 1.0], [2.0, 2.0], 4)
-    listing = list_order(workload, [9, 9], Policy(False, 0.5), limit_s=5.0)
+    listing = list_order(work_of(workload, [9, 9]), Policy(False, 0.5), limit_s=5.0)
     assert listing.seconds == float("inf") and sum(map(len, listing.ran)) < 16
 
 
@@ -172,7 +172,7 @@ def test_a_stage_is_no_further_ahead_than_its_depth_allows() -> None:
     for workload in workloads(seed=8, each=2):
         num_stages, count = workload.num_stages, workload.num_micro_batches
         for depth in (1.0, 2.0):
-            order = list_order(workload, [999] * num_stages, Policy(True, 0.5, depth)).order(count)
+            order = list_order(work_of(workload, [999] * num_stages), Policy(True, 0.5, depth)).order(count)
             for stage, stream in enumerate(order.stages):
                 assert most_begun(stream) <= depth * (num_stages - stage)
 
@@ -261,7 +261,7 @@ def test_caps_that_can_not_be_kept_are_refused() -> None:
 def test_nobody_waits_for_the_backward_of_the_first_stage_that_trains() -> None:
     """It does all forwards first, although gradients are there, since the next stage waits for those."""
     workload = Workload([1.0, 1.0], [2.0, 2.0], 8, activation_bytes=[1, 1])
-    first, second = list_order(workload, (8, 8), Policy(prefers_forwards=False, patience=0.0)).ran
+    first, second = list_order(work_of(workload, (8, 8)), Policy(prefers_forwards=False, patience=0.0)).ran
     assert list(first) == [Op.FORWARD] * 8 + [Op.BACKWARD] * 8
     assert list(second[:4]) == [Op.FORWARD, Op.BACKWARD] * 2
 
@@ -272,9 +272,10 @@ def test_a_listing_that_takes_too_long_is_given_up_early_and_no_other() -> None:
     for workload in workloads(seed=6, each=8):
         for policy, times in product(POLICIES[::3], (1, 3)):
             caps = [times * size for size in workload.activation_bytes]
-            free = list_order(workload, caps, policy)
-            assert list_order(workload, caps, policy, limit_s=free.seconds) == free
-            tight = list_order(workload, caps, policy, limit_s=0.95 * free.seconds)
+            free = list_order(work_of(workload, caps), policy)
+            same = list_order(work_of(workload, caps), policy, limit_s=free.seconds)
+            assert (same.seconds, same.ran, same.whole) == (free.seconds, free.ran, free.whole)
+            tight = list_order(work_of(workload, caps), policy, limit_s=0.95 * free.seconds)
             assert tight.seconds == float("inf") and tight.num_computations <= free.num_computations
             looked_at, whole = looked_at + tight.num_computations, whole + free.num_computations
     assert looked_at < 0.9 * whole

@@ -9,7 +9,7 @@ import numpy as np
 
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
-from dynpipe_ds.planning.listing import list_order
+from dynpipe_ds.planning.listing import list_order, work_of
 from dynpipe_ds.planning.retimed import retimed_s
 from dynpipe_ds.simulation import Workload, simulate
 from tests.planning.test_planner import POLICIES, random_workload, workloads
@@ -24,11 +24,12 @@ def test_as_the_simulator_says_to_the_bit() -> None:
         other = random_workload(rng, workload.num_stages, workload.num_micro_batches)
         other = replace(other, frozen_boundaries=min(workload.frozen_boundaries, other.frozen_boundaries))
         for policy in POLICIES[::4]:
-            listing = list_order(workload, [3 * size for size in workload.activation_bytes], policy)
+            caps = [3 * size for size in workload.activation_bytes]
+            listing = list_order(work_of(workload, caps), policy)
             order = listing.order(workload.num_micro_batches)
             for timed in (workload, other):
-                assert retimed_s(listing, timed) == simulate(timed, order).makespan_s
-            longer += retimed_s(listing, workload) < simulate(workload, "1f1b").makespan_s
+                assert retimed_s(listing, work_of(timed, caps)) == simulate(timed, order).makespan_s
+            longer += retimed_s(listing, work_of(workload, caps)) < simulate(workload, "1f1b").makespan_s
     assert longer > 50, "most orders are worth something"
 
 

@@ -1,0 +1,46 @@
+"""How fast planning is: what it may look at in its share of the time follows from it, so all ranks say the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Pace(NamedTuple):
+    """How fast planning is; measured on one busy processor.
+
+    Attributes:
+        computations_per_s: forwards, backwards and weight gradients that it looks at in a second; as many are counted
+            for what else takes its time.
+        any_plan: computations that could be looked at in the time that a plan takes however few there are.
+        bounds: of one batch on one partition, that take as long as looking at a computation.
+        cells: choices of a stage's groups that take as long.
+    """
+
+    computations_per_s: int
+    any_plan: int
+    bounds: float
+    cells: float
+
+
+IN_PYTHON = Pace(350_000, any_plan=500, bounds=5, cells=30)
+AS_MACHINE_CODE = Pace(2_500_000, any_plan=7_500, bounds=0.6, cells=4)
+
+
+class _Now:
+    """Attributes: pace: how fast planning is said to be."""
+
+    pace = IN_PYTHON
+
+
+def pace() -> Pace:
+    """How fast planning is said to be."""
+    return _Now.pace
+
+
+def agree_on_pace(*, is_compiled: bool) -> None:
+    """Say how fast planning is from now on; plans depend on it, so it is the same on all ranks.
+
+    Args:
+        is_compiled: whether loops run as machine code on all of them.
+    """
+    _Now.pace = AS_MACHINE_CODE if is_compiled else IN_PYTHON
