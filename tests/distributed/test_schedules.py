@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from dynpipe_ds.decide.ordering import Ordering
-from dynpipe_ds.planning import plan_order
+from dynpipe_ds.planning import pace, plan_order
+from dynpipe_ds.planning.pace import AS_MACHINE_CODE, IN_PYTHON
 from dynpipe_ds.schedule import Order, order_of
 from dynpipe_ds.simulation import Workload
+from dynpipe_ds.simulation.compiled import is_compiled
 from dynpipe_ds.telling import listeners
 from tests.distributed.configs import ADAMW, CLIP
 from tests.distributed.models import Run, data, digest, make_engine, train
@@ -74,6 +78,31 @@ def test_chosen_orders_run_and_keep_the_bits(num_stages: int) -> None:
         assert found == usual and not warned
         assert num_split > 10 or rank == 0
         assert order == str(planned(4, num_stages, seed=6)), "engine.order: what the next batch runs"
+
+
+def with_numba(rank: int, run: Run, lacking: int | None) -> tuple[Any, bool, Any]:
+    if rank == lacking:
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    with patch("dynpipe_ds.planning.planner._WORTH_COMPILING", 0):
+        engine = make_engine(run)
+    return (train(engine, run), digest(engine)), is_compiled(), pace()
+
+
+@pytest.mark.parametrize("lacking", [None, 1])
+def test_ranks_agree_on_how_fast_planning_is(lacking: int | None) -> None:
+    """As fast as the slowest; where Numba is missing on one rank the others plan by its pace, and all plan alike."""
+    pytest.importorskip("numba")
+    run = Run(3, 6, config={**ADAMW, "dynamic_pipeline": {**PROFILED, "schedule": "planned"}})
+    usual = run_ranks(train_as_1f1b, 3, run)
+    ranks = run_ranks(with_numba, 3, run, lacking)
+    for rank, (found, compiled, said) in enumerate(ranks):
+        assert found == usual[rank] and compiled == (rank != lacking)
+        assert said == ranks[0][2] == (AS_MACHINE_CODE if lacking is None else IN_PYTHON)
+
+
+def train_as_1f1b(_rank: int, run: Run) -> Any:
+    engine = make_engine(replace(run, config={**ADAMW}))
+    return train(engine, run), digest(engine)
 
 
 @pytest.mark.parametrize("fault", ["wrong_on", "raising_on"])

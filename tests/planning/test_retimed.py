@@ -10,7 +10,7 @@ import numpy as np
 from dynpipe_ds.measure.profile import PipelineProfile, smooth
 from dynpipe_ds.planning import plan_batch, plan_on_partition, worker_bytes_of_1f1b
 from dynpipe_ds.planning.listing import list_order, work_of
-from dynpipe_ds.planning.retimed import retimed_s
+from dynpipe_ds.planning.retimed import retimed_s, usual_s
 from dynpipe_ds.simulation import Workload, simulate
 from tests.planning.test_planner import POLICIES, random_workload, workloads
 from tests.planning.test_together import half, random_profile
@@ -31,6 +31,14 @@ def test_as_the_simulator_says_to_the_bit() -> None:
                 assert retimed_s(listing, work_of(timed, caps)) == simulate(timed, order).makespan_s
             longer += retimed_s(listing, work_of(workload, caps)) < simulate(workload, "1f1b").makespan_s
     assert longer > 50, "most orders are worth something"
+
+
+def test_1f1b_takes_what_the_simulator_says_to_the_bit() -> None:
+    num_frozen = 0
+    for workload in workloads(seed=9):
+        num_frozen += workload.frozen_boundaries > 0
+        assert usual_s(work_of(workload, workload.activation_bytes)) == simulate(workload, "1f1b").makespan_s
+    assert num_frozen > 5
 
 
 def varying(seed: int, count: int = 4) -> list[PipelineProfile]:
