@@ -229,7 +229,12 @@ class Balancer:
         last_batch = math.inf if self._config.last_batch is None else self._config.last_batch
         if batch > last_batch or len(left[1]) != len(current) or set(self.pinned) & set(left[1][1:-1]):
             return None
-        gains = self._history.gains(current, left[1]).by_batch[-EVIDENCE:]
+        if self.ordering.is_planned():
+            gains = self.ordering.gains_back(profile, EVIDENCE)
+        else:
+            gains = self._history.gains(current, left[1]).by_batch[-EVIDENCE:]
+        if not gains:
+            return None
         batch_s = max(profile.stage_seconds(current, speeds=self.speeds)) * profile.num_micro_batches
         plan = self.plan_of(left[1], current, profile)
         saved_s = self._config.horizon_batches * median(gains) * batch_s
@@ -351,6 +356,7 @@ class Balancer:
         decision = judge(plan, profile, self._history, self._config, cost_s, prospect, num_unseen)
         if decision.rebalance and self._config.rebalance_every == "auto":
             self._left = profile.batch, profile.boundaries
+            self.ordering.leave(profile.boundaries)
         return decision
 
     def _next_end(self, batch: int) -> float:

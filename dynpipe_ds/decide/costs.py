@@ -34,8 +34,9 @@ class MoveCosts:
     def expected_s(self, num_bytes: int) -> float | None:
         """What a move will cost.
 
-        Seconds by byte are the median over all pairs of moves (Theil 1950, Sen 1968), at least 0; the fixed part is the
-        lower median of what is left, so that a slow first move does not block others.
+        Seconds by byte are the median over all pairs of moves (Theil 1950, Sen 1968), at least 0 and at most what any
+        of them took by byte altogether: two moves of about as many bytes differ by what planning took. The fixed part
+        is the lower median of what is left, so that a slow first move does not block others.
 
         Args:
             num_bytes: that it will move; 0 when unknown, which costs what moves usually do.
@@ -48,7 +49,8 @@ class MoveCosts:
         if not num_bytes or not all(size for size, _ in self._moves):
             return median_low(seconds for _, seconds in self._moves)
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(self._moves, 2) if a[0] != b[0]]
-        by_byte_s = max(0.0, median(slopes)) if slopes else 0.0
+        most_by_byte_s = min(seconds / size for size, seconds in self._moves)
+        by_byte_s = min(max(0.0, median(slopes)), most_by_byte_s) if slopes else 0.0
         fixed_s = median_low(seconds - by_byte_s * size for size, seconds in self._moves)
         return max(0.0, fixed_s) + by_byte_s * num_bytes
 

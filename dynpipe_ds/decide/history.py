@@ -150,6 +150,14 @@ class History:
         """Those of them that plans are tried on, of a worker of speed 1; none where layers do not vary."""
         return self._comparable(self._num_varying)[:: max(1, self._num_varying // _TRIED_ON)] if self.varies else []
 
+    def recent(self, count: int) -> list[PipelineProfile]:
+        """So many of the newest batches at most, backwards whole, of a worker of speed 1; one at least.
+
+        Args:
+            count: of batches.
+        """
+        return self._comparable(count)
+
     def _least(self) -> PipelineProfile:
         """What layers took at least in the newest two batches: something that was odd in one of them is left out."""
         return self._combined(2, "least")

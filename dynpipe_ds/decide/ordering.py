@@ -11,10 +11,9 @@ from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.halves import Halves
 from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.decide.judgement import Prospect
-from dynpipe_ds.decide.orders import MOST_EFFORT, OrderedBatch, Orders
+from dynpipe_ds.decide.orders import OrderedBatch, Orders, most_effort
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
-from dynpipe_ds.planning.planner import EFFORT
 from dynpipe_ds.schedule import Order, split_at_once
 from dynpipe_ds.simulation import Workload
 
@@ -46,6 +45,7 @@ class Ordering:
         self._searched = 0.0  # computations that the last plan could look at
         self._needed = 0.0  # computations that the next plan must be able to look at, since the last one gained nothing
         self._waiting: OrderedBatch | None = None  # found, pays, and not sure yet
+        self._left: OrderedBatch | None = None  # that ran before the last move
         self._paused_until = 0
 
     @property
@@ -149,9 +149,9 @@ class Ordering:
             return self._orders.can_spend(newest, owes=True)
         if news > NEWS:
             return self._orders.can_spend(newest, self._needed)
-        if self._searched >= EFFORT:
+        if self._searched >= most_effort():
             return False  # no search looks at more
-        return self._orders.can_spend(newest, min(MOST_EFFORT, DEEPER * max(self._needed, self._searched)))
+        return self._orders.can_spend(newest, min(2 * most_effort(), DEEPER * max(self._needed, self._searched)))
 
     def _news(self) -> float:
         """How much of the time other layers take than when all was decided, as a share; orders that were corrected."""
@@ -199,6 +199,30 @@ class Ordering:
         assert self._waiting is not None, "asked where a plan waits"
         found = self._orders.again(profile, self._waiting, self._varying())
         return None if found is None else self._prospect(plan, profile, *found)
+
+    def leave(self, boundaries: Sequence[int]) -> None:
+        """Remember what runs on a partition before layers move.
+
+        Args:
+            boundaries: the present ones.
+        """
+        self._left = OrderedBatch(tuple(boundaries), self._orders.order_on(boundaries), 0.0)
+
+    def gains_back(self, profile: PipelineProfile, num_batches: int) -> list[float]:
+        """What the partition that was left would have saved of each of the newest batches, in the order that ran there.
+
+        Args:
+            profile: with halves; its boundaries are the present partition.
+            num_batches: at most.
+
+        Returns:
+            Shares; none where it can't be run any more.
+        """
+        batches = list(map(self.fill, self._history.recent(num_batches)))
+        found = None if self._left is None else self._orders.again(profile, self._left, batches)
+        if found is None:
+            return []
+        return [1.0 - there_s / here_s for here_s, there_s in zip(*(one.varying_s for one in found), strict=True)]
 
     def can_glance(self) -> bool:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""
@@ -299,11 +323,10 @@ class Ordering:
 
     def state_dict(self) -> dict[str, Any]:
         """All that it knows, plain values."""
-        waiting = self._waiting
         return {
             "halves": self._halves.state_dict(), "orders": self._orders.state_dict(), "settled": self._settled,
             "needed": self._needed, "searched": self._searched, "paused_until": self._paused_until,
-            "waiting": waiting and (waiting.boundaries, None if waiting.planned is None else str(waiting.planned)),
+            "waiting": _plain(self._waiting), "left": _plain(self._left),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_stages: bool) -> None:
@@ -318,10 +341,21 @@ class Ordering:
         self._settled = state.get("settled") if same_stages else None
         self._needed, self._searched = state.get("needed", 0.0), state.get("searched", 0.0)
         self._paused_until = state.get("paused_until", 0) if same_stages else 0
-        self._waiting = None
-        if same_stages and state.get("waiting"):
-            boundaries, order = state["waiting"]
-            self._waiting = OrderedBatch(tuple(boundaries), None if order is None else Order.parse(order), 0.0)
+        self._waiting, self._left = (_read(state.get(key)) if same_stages else None for key in ("waiting", "left"))
+
+
+def _plain(batch: OrderedBatch | None) -> tuple[tuple[int, ...], str | None] | None:
+    """A batch whose order is written down, for a checkpoint."""
+    if batch is None:
+        return None
+    return batch.boundaries, None if batch.planned is None else str(batch.planned)
+
+
+def _read(plain: tuple[Sequence[int], str | None] | None) -> OrderedBatch | None:
+    if plain is None:
+        return None
+    boundaries, order = plain
+    return OrderedBatch(tuple(boundaries), None if order is None else Order.parse(order), 0.0)
 
 
 def _splits(order: Order | None) -> bool:

@@ -42,8 +42,8 @@ SHARE_OF_TIME = 0.007
 FIRST_S = 0.015
 """Seconds that planning may take before it has earned any."""
 
-MOST_EFFORT = 2 * EFFORT
-"""Computations that may be looked at, however long nothing was planned."""
+MOST_S = 0.1
+"""Seconds that one plan may take where planning is compiled; twice as many are saved up where nothing is planned."""
 
 AS_GOOD = 0.002
 """Share of a batch that a new order must save: else the present one goes on."""
@@ -128,7 +128,7 @@ class Orders:
         if self._rates:
             rate = min(rate, median(self._rates))
         earned_s = SHARE_OF_TIME * batch_s * (profile.batch - self._newest_batch) + FIRST_S * (self._newest_batch < 0)
-        self.effort = min(float(MOST_EFFORT), self.effort + rate * earned_s)
+        self.effort = min(2 * most_effort(), self.effort + rate * earned_s)
         self._newest_batch, self._batch_s = profile.batch, batch_s
         if self._start is None:
             self._start = profile.boundaries
@@ -222,7 +222,7 @@ class Orders:
         """
         cuts = tuple(boundaries)
         if cuts not in self._known:
-            effort = int(min(EFFORT, max(0.0, self.effort)))
+            effort = int(min(most_effort(), max(0.0, self.effort)))
             try:
                 planned = plan_on_partition(
                     profile, cuts, self._caps(profile, cuts), speeds=self._speeds.values, effort=effort, varying=varying
@@ -257,7 +257,7 @@ class Orders:
             varying: batches that the profile is the mean of, with halves, if layers vary.
         """
         self._candidates = starts = list(dict.fromkeys(map(tuple, candidates)))
-        effort = int(min(EFFORT, max(0.0, self.effort)))
+        effort = int(min(most_effort(), max(0.0, self.effort)))
         try:
             found = plan_batch(
                 profile, starts, worker_bytes=self._caps(profile, *starts), pinned=pinned,
@@ -508,6 +508,11 @@ def least_saving(present_s: Sequence[float], new_s: Sequence[float]) -> float:
     if len(shares) < 2:
         return AS_GOOD
     return max(AS_GOOD, CHANCE * stdev(shares) / math.sqrt(len(shares)))
+
+
+def most_effort() -> float:
+    """Computations that one plan may look at."""
+    return max(float(EFFORT), MOST_S * pace().computations_per_s)
 
 
 def _size(profile: PipelineProfile) -> int:

@@ -39,6 +39,11 @@ def test_more_bytes_never_cost_less() -> None:
     assert costs((100, 3.0), (200, 1.0)).expected_s(10_000) == 1.0
 
 
+def test_two_moves_of_about_as_many_bytes_tell_little_of_bytes() -> None:
+    """They differ by what planning took: a move of ten times the bytes costs at most ten times as much."""
+    assert costs((100, 0.07), (101, 0.14)).expected_s(1000) == pytest.approx(0.7)
+
+
 def test_what_is_kept() -> None:
     found = costs(*((size, float(size)) for size in range(1, 2 * REMEMBERED)))
     assert len(found.state_dict()) == REMEMBERED

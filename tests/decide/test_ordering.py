@@ -466,3 +466,32 @@ def test_a_plan_that_waits_may_hold_what_it_could_when_it_was_found() -> None:
             both = judge.again(replace(profile, boundaries=present), waits)
             assert both is not None and both[1].seconds == pytest.approx(found.seconds, rel=1e-12)
     assert num_wider
+
+
+# -- back to where it was ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", [0.8, 0.95])
+@pytest.mark.parametrize("is_restored", [False, True], ids=["", "after a checkpoint"])
+def test_a_move_is_undone_with_the_order_that_ran_before(then: float, is_restored: bool) -> None:
+    """Half of the layers were faster for once; in 1F1B the first batch after going back would take 6% longer."""
+    run, deciding = OnPaper([1.0] * 8, (0, 4, 8)), balancer(rebalance_every="auto", min_gain=0.1)
+    for batch in range(20):
+        run.forward_s = [1.0 if batch < 12 else 0.5 if batch == 12 else then] * 4 + [1.0] * 4
+        if is_restored and batch == 15:
+            state, deciding = deciding.state_dict(), balancer(rebalance_every="auto", min_gain=0.1)
+            deciding.load_state_dict(state)
+        run.train(deciding, 1, first=batch)
+        assert run.boundaries == ((0, 5, 8) if 12 <= batch < 16 else (0, 4, 8))
+    assert str(run.orders[17]) == str(run.orders[12]) and None not in run.orders[1:]
+
+
+def test_a_partition_is_not_gone_back_to_with_an_order_that_holds_too_much() -> None:
+    run, deciding = OnPaper([1.0] * 8, (0, 4, 8)), balancer(rebalance_every="auto", min_gain=0.1)
+    for batch in range(16):
+        run.forward_s = [1.0 if batch < 12 else 0.5 if batch == 12 else 0.8] * 4 + [1.0] * 4
+        run.train(deciding, 1, first=batch)
+    profile = deciding.smoothed()
+    assert profile is not None and deciding.ordering.gains_back(profile, 4)
+    layers = tuple(replace(layer, activation_bytes=10**6 if i < 4 else 1) for i, layer in enumerate(profile.layers))
+    assert not deciding.ordering.gains_back(replace(profile, layers=layers, num_micro_batches=4), 4)
