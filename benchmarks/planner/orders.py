@@ -22,7 +22,7 @@ from benchmarks.traces.models import MODELS
 from benchmarks.traces.trace import as_profile
 from dynpipe_ds import PipelineProfile
 from dynpipe_ds.partition import optimal, simulated
-from dynpipe_ds.planning import activation_caps, assume_halves, plan_batch, plan_order
+from dynpipe_ds.planning import activation_caps, assume_halves, compile_planning, plan_batch, plan_order
 from dynpipe_ds.simulation import Simulation, Workload, simulate
 
 SIZES = ((4, 16, 24), (8, 32, 24), (16, 32, 48), (24, 48, 48))
@@ -68,8 +68,11 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="of a message, in forwards of a dense block")
     parser.add_argument("--between", type=float, default=1.0, help="bytes held between B and W, in activations")
     parser.add_argument("--each", action="store_true", help="also print each load model")
+    parser.add_argument("--compiled", action="store_true", help="plan with Numba: the same orders, sooner")
     parser.add_argument("--halves", action="store_true", help="attention and MLP are two layers; over whole blocks")
     arguments = parser.parse_args()
+    if arguments.compiled and not compile_planning():
+        parser.error("--compiled: Numba is not installed, or can't compile here; pip install 'dynpipe_ds[fast]'")
     print(in_words(environment(threads=1)), end="\n\n")
     print("| | " + " | ".join(f"{stages} stages, M {count}, {blocks} blocks" for stages, count, blocks in SIZES) + " |")
     print("|---|" + "---|" * len(SIZES))

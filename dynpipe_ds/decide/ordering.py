@@ -11,7 +11,7 @@ from dynpipe_ds.config import DynamicPipelineConfig
 from dynpipe_ds.decide.halves import Halves
 from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.decide.judgement import Prospect
-from dynpipe_ds.decide.orders import OrderedBatch, Orders, most_effort
+from dynpipe_ds.decide.orders import OrderedBatch, Orders, least_saving, most_effort
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
 from dynpipe_ds.schedule import Order, split_at_once
@@ -151,7 +151,7 @@ class Ordering:
             return self._orders.can_spend(newest, self._needed)
         if self._searched >= most_effort():
             return False  # no search looks at more
-        return self._orders.can_spend(newest, min(2 * most_effort(), DEEPER * max(self._needed, self._searched)))
+        return self._orders.can_spend(newest, min(most_effort(), DEEPER * max(self._needed, self._searched)))
 
     def _news(self) -> float:
         """How much of the time other layers take than when all was decided, as a share; orders that were corrected."""
@@ -216,13 +216,16 @@ class Ordering:
             num_batches: at most.
 
         Returns:
-            Shares; none where it can't be run any more.
+            Shares; none where it can't be run any more, or batches vary so much that it may be chance.
         """
         batches = list(map(self.fill, self._history.recent(num_batches)))
         found = None if self._left is None else self._orders.again(profile, self._left, batches)
         if found is None:
             return []
-        return [1.0 - there_s / here_s for here_s, there_s in zip(*(one.varying_s for one in found), strict=True)]
+        here, there = found
+        if there.seconds > here.seconds * (1.0 - least_saving(here.varying_s, there.varying_s)):
+            return []
+        return [1.0 - there_s / here_s for here_s, there_s in zip(here.varying_s, there.varying_s, strict=True)]
 
     def can_glance(self) -> bool:
         """Whether there is something new, and time to see what another cut promises; whoever asks does so."""

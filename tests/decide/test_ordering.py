@@ -486,12 +486,12 @@ def test_a_move_is_undone_with_the_order_that_ran_before(then: float, is_restore
     assert str(run.orders[17]) == str(run.orders[12]) and None not in run.orders[1:]
 
 
-def test_a_partition_is_not_gone_back_to_with_an_order_that_holds_too_much() -> None:
+def test_what_would_have_been_saved_is_told_where_it_is_sure() -> None:
     run, deciding = OnPaper([1.0] * 8, (0, 4, 8)), balancer(rebalance_every="auto", min_gain=0.1)
     for batch in range(16):
         run.forward_s = [1.0 if batch < 12 else 0.5 if batch == 12 else 0.8] * 4 + [1.0] * 4
         run.train(deciding, 1, first=batch)
     profile = deciding.smoothed()
-    assert profile is not None and deciding.ordering.gains_back(profile, 4)
-    layers = tuple(replace(layer, activation_bytes=10**6 if i < 4 else 1) for i, layer in enumerate(profile.layers))
-    assert not deciding.ordering.gains_back(replace(profile, layers=layers, num_micro_batches=4), 4)
+    assert profile is not None and deciding.ordering.gains_back(profile, 3)
+    assert not deciding.ordering.gains_back(profile, 4), "the first of these batches was another: it may be chance"
+    assert not deciding.ordering.gains_back(replace(profile, num_micro_batches=4), 3), "no order for such batches"
