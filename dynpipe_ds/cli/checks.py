@@ -78,7 +78,7 @@ def check_versions() -> Iterator[Check]:
     yield found("torch", torch_version, newer)
     yield _check_deepspeed(importlib.metadata.version("deepspeed"))
     others = []
-    for name in ("dynpipe_ds", "numpy", "pydantic"):
+    for name in ("dynpipe_ds", "numpy", "pydantic", "numba"):  # the last one is optional
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             others.append(f"{name} {importlib.metadata.version(name)}")
     yield found("others", ", ".join(others))
