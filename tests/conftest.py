@@ -9,9 +9,16 @@ import os
 import pytest
 import torch
 
+from dynpipe_ds.planning import agree_on_pace
 from tests.matrix import mark_combinations
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def python_pace() -> None:
+    """Planning is as fast as in Python, whatever ran in this process before: what it may look at follows from that."""
+    agree_on_pace(is_compiled=False)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from dynpipe_ds.config import DynamicPipelineConfig
@@ -11,13 +9,6 @@ from dynpipe_ds.decide.orders import FIRST_S, SHARE_OF_TIME, Orders
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.planning import agree_on_pace, is_worth_compiling, pace
 from tests.decide.pipelines import OnPaper
-
-
-@pytest.fixture(autouse=True)
-def in_python() -> Iterator[None]:
-    agree_on_pace(is_compiled=False)
-    yield
-    agree_on_pace(is_compiled=False)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

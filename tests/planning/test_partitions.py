@@ -46,5 +46,5 @@ def test_stages_are_those_of_each_workload_to_the_bit(num_frozen: int, share: fl
                     batch, cuts, speeds=speeds, weight_bytes=weight_bytes, late=kind, activation_link_s=links[0],
                     gradient_link_s=links[1],
                 )
-                assert work == work_of(workload, caps)
+                assert all(map(np.array_equal, work, work_of(workload, caps)))
     assert num_late > 5 or share == 1.0
