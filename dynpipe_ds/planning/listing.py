@@ -151,6 +151,9 @@ def list_order(work: Work, preference: Policy | Guide, *, limit_s: float = inf) 
     return Listing(seconds, ran, num_ran)
 
 
+_MOST_BYTES = 2**62  # machine code counts with 64 bits
+
+
 @lru_cache(maxsize=4)
 def _instructions(num_micro_batches: int) -> dict[Op, list[Instruction]]:
     return {op: [Instruction(op, m) for m in range(num_micro_batches)] for op in Op}
@@ -210,7 +213,7 @@ def new_work(
     has_backward: npt.NDArray[np.bool_] = np.any(backward_s, axis=1)
     # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
     sends = np.arange(len(caps)) > frozen_boundaries
-    caps, activation_bytes = list(caps), list(activation_bytes)
+    caps, activation_bytes = [min(cap, _MOST_BYTES) for cap in caps], list(activation_bytes)
     _limit_frozen(caps, activation_bytes, frozen_boundaries, num_micro_batches)
     of_stages = (
         rows[0].sum(axis=1) + rows[1].sum(axis=1), np.array(activation_bytes), np.array(weight_bytes), np.array(caps),

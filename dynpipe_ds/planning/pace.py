@@ -12,18 +12,18 @@ class Pace(NamedTuple):
         computations_per_s: forwards, backwards and weight gradients that it looks at in a second; as many are counted
             for what else takes its time.
         any_plan: computations that could be looked at in the time that a plan takes however few there are.
-        bounds: of one batch on one partition, that take as long as looking at a computation.
-        cells: choices of a stage's groups that take as long.
+        bounds_a_computation: bounds of one batch on one partition that take as long as looking at a computation.
+        cells_a_computation: choices of a stage's groups that take as long.
     """
 
     computations_per_s: int
     any_plan: int
-    bounds: float
-    cells: float
+    bounds_a_computation: float
+    cells_a_computation: float
 
 
-IN_PYTHON = Pace(350_000, any_plan=500, bounds=5, cells=30)
-AS_MACHINE_CODE = Pace(2_500_000, any_plan=7_500, bounds=0.6, cells=4)
+IN_PYTHON = Pace(350_000, any_plan=500, bounds_a_computation=5, cells_a_computation=30)
+AS_MACHINE_CODE = Pace(2_500_000, any_plan=7_500, bounds_a_computation=0.6, cells_a_computation=4)
 
 
 class _Now:

@@ -91,7 +91,8 @@ class Partitions:
     @property
     def num_aside(self) -> int:
         """Computations that could be looked at in the time that bounds and even partitions have taken."""
-        return int(self._num_bounded / pace().bounds) + int(self._num_cells / pace().cells)
+        now = pace()
+        return int(self._num_bounded / now.bounds_a_computation) + int(self._num_cells / now.cells_a_computation)
 
     def placement(self, cuts: Cuts) -> Placement:
         """The layers of cuts between groups."""

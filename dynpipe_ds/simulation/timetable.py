@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from dynpipe_ds.schedule import Op, Order
-from dynpipe_ds.simulation.compiled import given
+from dynpipe_ds.simulation.compiled import given, is_compiled
 from dynpipe_ds.simulation.outcome import Counted, Held, Simulation, account
 from dynpipe_ds.simulation.steps import (
     COMPUTE,
@@ -63,7 +63,7 @@ class Timetable:
         clocks_s, wires_s, arrive_s = (
             given(np.zeros(size)) for size in (num_stages, 2 * (num_stages - 1), len(links_s))
         )
-        steps = Steps(*map(given, self._steps))
+        steps = Steps(*self._steps) if is_compiled() else self._steps_as_lists
         return run_steps(steps, given(_seconds(workload)), given(links_s), clocks_s, wires_s, arrive_s)
 
     def simulation(self, workload: Workload) -> Simulation:
@@ -84,7 +84,7 @@ class Timetable:
         clocks_s, busy_s, waiting_s, travelling_s, fills_s = ([0.0] * num_stages for _ in range(5))
         has_begun, wires_s = [False] * num_stages, [0.0] * (2 * (num_stages - 1))
         until_end = [(0.0, 0.0, 0.0)] * num_stages  # of the last computation: its waits, those for messages, its end
-        for code, where, index, wire in zip(*self._steps.tolist(), strict=True):
+        for code, where, index, wire in zip(*self._steps_as_lists, strict=True):
             clock_s = clocks_s[where]
             if code == COMPUTE:
                 if not has_begun[where]:
@@ -154,6 +154,10 @@ class Timetable:
             if position < end:
                 raise ValueError(f"stage {stage} waits for ever in {self.order.stages[stage][position - end]}")
         return np.ascontiguousarray(np.array(steps)[:, :num_steps])
+
+    @cached_property
+    def _steps_as_lists(self) -> Steps:
+        return Steps(*self._steps.tolist())
 
     def _streams(self) -> Streams:
         order, count = self.order, self.order.num_micro_batches
