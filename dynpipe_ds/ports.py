@@ -24,5 +24,7 @@ def reserved_port() -> Iterator[int]:
     """
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", 0))
+        # On all addresses, as a store listens: were it bound on one, the system could give the port to a socket on
+        # another, and the store would find its address in use.
+        bound.bind(("0.0.0.0", 0))
         yield int(bound.getsockname()[1])

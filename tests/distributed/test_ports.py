@@ -10,10 +10,11 @@ from torch import distributed as dist
 from dynpipe_ds.ranks import reserved_port
 
 
-def test_a_reserved_port_is_free_for_a_store_and_for_nobody_else() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])
+def test_a_reserved_port_is_free_for_a_store_and_for_nobody_else(address: str) -> None:
     with reserved_port() as port:
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", port))
+            stranger.bind((address, port))
         for _ in range(2):
             store = dist.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)
             store.set("key", "value")
