@@ -12,7 +12,7 @@ ANY_PORT = 0
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port on this machine for those who are told of it: bound until the end, so the system gives it to nobody else.
+    """A port on this machine for those who are told of it: the system gives it to nobody else until the end.
 
     Who listens there sets ``SO_REUSEADDR``, as torch's store does; it may do so again and again.
 
@@ -24,7 +24,6 @@ def reserved_port() -> Iterator[int]:
     """
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # On all addresses, as a store listens: were it bound on one, the system could give the port to a socket on
-        # another, and the store would find its address in use.
+        # A store listens on all addresses. Were only one bound, the system could give the port to a socket on another.
         bound.bind(("0.0.0.0", 0))
         yield int(bound.getsockname()[1])

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dynpipe_ds.ports import reserved_port
+
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "nodes.md"
 BATCHES = 20
@@ -66,9 +68,10 @@ def losses(output: str) -> list[str]:
     return [loss for _, loss in found]
 
 
-def local_losses(folder: Path, port: int) -> list[str]:
+def local_losses(folder: Path) -> list[str]:
     """Losses of the same job on this machine, started without any node."""
-    command = ["deepspeed", "--no_local_rank", "--num_accelerators", "2", "--master_port", str(port), "train.py"]
-    found = losses(run(command, write_job(folder), environment()))
+    with reserved_port() as port:
+        command = ["deepspeed", "--no_local_rank", "--num_accelerators", "2", "--master_port", str(port), "train.py"]
+        found = losses(run(command, write_job(folder), environment()))
     assert len(set(found)) == BATCHES
     return found

@@ -5,12 +5,14 @@ Nothing of the system or of the user's ssh configuration is read or changed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
+
+from dynpipe_ds.ports import reserved_port
 
 PACKAGES = "openssh-server openssh-client pdsh"
 NODES = {"node1": "127.0.0.1", "node2": "127.0.0.2"}
@@ -56,12 +58,13 @@ class SshNodes:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "bin"
         self._server: subprocess.Popen[bytes] | None = None
+        self._port = contextlib.ExitStack()
 
     def __enter__(self) -> SshNodes:
         self.path.mkdir(parents=True)
         for key in ("host_key", "user_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True)
-        port = free_port()
+        port = self._port.enter_context(reserved_port())
         addresses = "\n".join(f"ListenAddress {address}" for address in NODES.values())
         self._write("sshd_config", _SERVER.format(port=port, addresses=addresses, folder=self.folder))
         self._write("ssh_config", "".join(
@@ -81,6 +84,7 @@ class SshNodes:
         assert self._server is not None
         self._server.terminate()
         self._server.wait(timeout=10)
+        self._port.close()
 
     def connections(self) -> dict[str, int]:
         """How often each node has been connected to so far."""
@@ -102,10 +106,3 @@ class SshNodes:
 
 def _find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynpipe_ds.ports import reserved_port
+
 PACKAGES = "slurmctld slurmd slurm-client"
 _DAEMONS_AND_TOOLS = ("slurmctld", "slurmd", "scontrol", "sbatch", "srun", "squeue", "sinfo", "scancel")
 
@@ -81,6 +83,7 @@ class SlurmCluster:
         self.folder, self.num_nodes = folder, num_nodes
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._ports = contextlib.ExitStack()
 
     def __enter__(self) -> SlurmCluster:
         self._configure()
@@ -145,11 +148,6 @@ class SlurmCluster:
         """The nodes of a list such as ``n[1-2]``."""
         return self.run("scontrol", "show", "hostnames", nodes).split()
 
-    @staticmethod
-    def free_port() -> int:
-        """A port that nobody listens on now."""
-        return _free_ports(1)[0]
-
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
         """Wait until something is so.
 
@@ -175,7 +173,7 @@ class SlurmCluster:
         host = socket.gethostname().split(".")[0]
         for name in ("state", "spool"):
             (self.folder / name).mkdir(parents=True)
-        ports = _free_ports(self.num_nodes + 1)
+        ports = [self._ports.enter_context(reserved_port()) for _ in range(self.num_nodes + 1)]
         names = [f"n{i + 1}" for i in range(self.num_nodes)]
         nodes = "\n".join(_NODE.format(name=n, host=host, port=p) for n, p in zip(names, ports[1:], strict=True))
         self._write("slurm.conf", _CONFIG.format(
@@ -203,18 +201,11 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        self._ports.close()
 
 
 def _find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in sockets]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from dynpipe_ds.ports import reserved_port
 from tests.slurm.cluster import SlurmCluster, why_not
 
 
@@ -15,3 +16,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", num_nodes=4) as running:
         yield running
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where the ranks of a job meet."""
+    with reserved_port() as port:
+        yield port

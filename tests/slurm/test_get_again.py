@@ -26,12 +26,12 @@ srun --no-kill -W 0 {python} -m dynpipe_ds join {folder}/door.json -- {python} -
 """
 
 
-def test_a_node_is_got_and_left_in_time(cluster: SlurmCluster) -> None:
+def test_a_node_is_got_and_left_in_time(cluster: SlurmCluster, port: int) -> None:
     folder = cluster.folder / "elastic"
     folder.mkdir()
     values = {"folder": folder, "python": sys.executable}
     where = ("--chdir", str(REPOSITORY), "--ntasks-per-node=1", "--gres=gpu:1")
-    first = cluster.submit(TRAINING.format(port=cluster.free_port(), **values), "-N2", *where)
+    first = cluster.submit(TRAINING.format(port=port, **values), "-N2", *where)
     cluster.wait_for((folder / "ready").exists, timeout_s=120)
     second = cluster.submit(JOINING.format(**values), "-N1", *where)
     cluster.wait_for((folder / "grown").exists, timeout_s=120)

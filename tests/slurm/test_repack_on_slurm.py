@@ -31,10 +31,10 @@ def training_script(folder: Path, port: int) -> str:
     return f"{script}echo srun ends with $?\ndate +%s.%N >{folder}/end\n"
 
 
-def test_nodes_go_back_while_training(cluster: SlurmCluster) -> None:
+def test_nodes_go_back_while_training(cluster: SlurmCluster, port: int) -> None:
     folder = cluster.folder / "training"
     folder.mkdir()
-    first = cluster.submit(training_script(folder, cluster.free_port()), "--chdir", str(REPOSITORY))
+    first = cluster.submit(training_script(folder, port), "--chdir", str(REPOSITORY))
     cluster.wait_for(lambda: cluster.show(first, "JobState") == "RUNNING")
     second = cluster.submit(WAITING.format(folder=folder), "-N2", "--gres=gpu:1")
     assert cluster.show(second, "JobState") == "PENDING"
