@@ -86,4 +86,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dynpipe {parsed.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return PROBLEMS if isinstance(error, ProblemError) else USAGE
     except KeyboardInterrupt:
+        print(f"\ndynpipe {parsed.command}: interrupted", file=sys.stderr)  # after the terminal's ^C
         return INTERRUPTED

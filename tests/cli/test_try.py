@@ -403,7 +403,7 @@ def test_who_ends_it_ends_what_it_started(
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     tried = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=as_a_terminal_starts_it
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=as_a_terminal_starts_it
     )
     log = tmp_path / "out" / "run-1" / "output.log"
     while not (log.exists() and log.read_text()):
@@ -411,5 +411,7 @@ def test_who_ends_it_ends_what_it_started(
         time.sleep(0.05)
     (child,) = psutil.Process(tried.pid).children()
     tried.send_signal(number)
-    assert tried.wait() == (INTERRUPTED if number == signal.SIGINT else 128 + number) and not child.is_running()
+    said = tried.communicate()[1]
+    assert tried.returncode == (INTERRUPTED if number == signal.SIGINT else 128 + number) and not child.is_running()
+    assert said.endswith("\ndynpipe try: interrupted\n") == (number == signal.SIGINT)
     assert sorted(tmp_path.glob("*/lock")) == [tmp_path / "lamb" / "lock"]
