@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.cpp_extension import get_default_build_root
 
 from tests.distributed.models import client
 
@@ -48,15 +46,10 @@ def adamw_no_empty_groups(module: nn.Module) -> dict[str, Any]:
 
 def compile_first(client: str) -> None:
     """Compile what the optimizer needs, once on a machine: for minutes, longer than ranks may be silent."""
-    if client == "cpu_adam":
+    if builder := {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder"}.get(client):
         from deepspeed.accelerator import get_accelerator
 
-        get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)
-
-
-def fused_adam_is_built() -> bool:
-    """Whether somebody has waited here for DeepSpeed's fused Adam, which takes minutes to compile on a CPU."""
-    return any(Path(get_default_build_root()).glob("*/fused_adam/*.so"))
+        get_accelerator().create_op_builder(builder).load(verbose=False)
 
 
 @client

@@ -15,7 +15,7 @@ import torch
 
 from dynpipe_ds.messages.channels import Outgoing
 from dynpipe_ds.messages.traffic import Kind, Message
-from tests.distributed.clients import fused_adam_is_built
+from tests.distributed.clients import compile_first
 from tests.distributed.configs import ADAMW, CLIP, EVEN, FUSED, OPTIMIZERS
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -157,9 +157,9 @@ def test_freezing_while_training(optimizer: str, stages: int) -> None:
     compare(run, elsewhere=stages == 3)
 
 
-@pytest.mark.skipif(not fused_adam_is_built(), reason="DeepSpeed's fused Adam takes minutes to compile")
 def test_freezing_with_fused_adam() -> None:
     """FusedAdam counts steps in the state of a group's last parameter that has a gradient."""
+    compile_first("fused_adam")
     compare(Run(num_stages=3, config={**FUSED, **CLIP}))
 
 

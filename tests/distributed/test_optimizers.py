@@ -95,8 +95,7 @@ def freeze_and_resume(rank: int, run: Run, folder: Path) -> tuple[Any, Any, Any]
 @pytest.mark.parametrize(("optimizer", "replicas"), mostly(product(["torch", "cpu_adam"], [1, 2]), []))
 def test_frozen_saved_and_loaded_on_the_host(optimizer: str, replicas: int, tmp_path: Path) -> None:
     kind = {**ADAMW, **TORCH} if optimizer == "torch" else CPU_ADAM
-    if optimizer == "cpu_adam":
-        compile_first(optimizer)
+    compile_first(optimizer)
     run = Run(2, first=CUTS[0], config={**kind, **ON_HOST, **CLIP})
     ranks = 2 * replicas
     static, moved, resumed = zip(*run_ranks(freeze_and_resume, ranks, run, tmp_path), strict=True)
