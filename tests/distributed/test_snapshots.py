@@ -117,13 +117,13 @@ def check(
     return back
 
 
-@pytest.mark.parametrize("config", mostly(CONFIGS, ["adamw", "bf16_zero1"]))
+@pytest.mark.parametrize("config", mostly(CONFIGS, ["bf16_zero1"]))
 def test_everybody_goes_back(config: str) -> None:
     check(Run(num_stages=3, config={**CONFIGS[config], **CLIP, **WARMUP}, dropout=0.2))
 
 
 @pytest.mark.parametrize(("config", "wiped"), mostly(
-    [(config, wiped) for config in CONFIGS for wiped in range(3)], [("adamw", 0), ("bf16_zero1", 1)],
+    [(config, wiped) for config in CONFIGS for wiped in range(3)], [("adamw", 0)],
 ))  # fmt: skip
 def test_a_rank_that_lost_its_memory_takes_its_neighbours_copy(config: str, wiped: int) -> None:
     check(Run(num_stages=3, config={**CONFIGS[config], **CLIP, **WARMUP}, dropout=0.2), wiped=wiped)
@@ -131,7 +131,7 @@ def test_a_rank_that_lost_its_memory_takes_its_neighbours_copy(config: str, wipe
 
 @pytest.mark.parametrize(("config", "wiped"), mostly(
     [(config, wiped) for config in CONFIGS for wiped in range(4)],
-    [("adamw", 1), ("zero1", 2), ("bf16_zero1", 3)],
+    [("zero1", 2), ("bf16_zero1", 3)],
 ))  # fmt: skip
 def test_replicas_hold_what_they_share_and_neighbours_the_shards(config: str, wiped: int) -> None:
     check(Run(num_stages=2, config={**CONFIGS[config], **CLIP}), replicas=2, wiped=wiped)
@@ -139,7 +139,7 @@ def test_replicas_hold_what_they_share_and_neighbours_the_shards(config: str, wi
 
 @pytest.mark.parametrize(("config", "replicas"), mostly(
     [(config, replicas) for config in CONFIGS for replicas in (1, 2)],
-    [("adamw", 1), ("zero1", 2), ("bf16_zero1", 1)],
+    [("adamw", 1), ("zero1", 2)],
 ))  # fmt: skip
 def test_into_another_partition_with_a_lost_memory(config: str, replicas: int) -> None:
     run = Run(num_stages=4 // replicas, config={**CONFIGS[config], **CLIP})
@@ -148,7 +148,7 @@ def test_into_another_partition_with_a_lost_memory(config: str, replicas: int) -
 
 @pytest.mark.parametrize(("config", "boundaries"), mostly(
     [(config, boundaries) for config in CONFIGS for boundaries in (None, (0, 1, 7, 8))],
-    [("adamw", (0, 1, 7, 8)), ("bf16_zero1", None)],
+    [("adamw", (0, 1, 7, 8))],
 ))  # fmt: skip
 def test_tied_layers(config: str, boundaries: tuple[int, ...] | None) -> None:
     check(Run(num_stages=3, tied=True, config={**CONFIGS[config], **CLIP}), wiped=0, boundaries=boundaries)
@@ -221,7 +221,7 @@ def with_changes(rank: int, run: Run, wiped: int | None, boundaries: tuple[int, 
 
 @pytest.mark.parametrize(("config", "wiped", "boundaries"), mostly(
     [(c, w, b) for c in ("adamw", "zero1", "bf16_zero1") for w in (0, 1, 2) for b in (None, (0, 1, 7, 8))],
-    [("adamw", 0, None), ("bf16_zero1", 1, (0, 1, 7, 8))],
+    [("bf16_zero1", 1, (0, 1, 7, 8))],
 ))  # fmt: skip
 def test_what_changes_between_batches_is_repeated(
     config: str, wiped: int, boundaries: tuple[int, ...] | None
@@ -233,7 +233,7 @@ def test_what_changes_between_batches_is_repeated(
 
 @pytest.mark.parametrize(("config", "wiped"), mostly(
     [(config, wiped) for config in ("adamw", "zero1", "bf16_zero1") for wiped in range(4)],
-    [("adamw", 2), ("bf16_zero1", 1)],
+    [("bf16_zero1", 1)],
 ))  # fmt: skip
 def test_what_single_replicas_own(config: str, wiped: int) -> None:
     run = Run(num_stages=2, config=CONFIGS[config], special={1: Own, 4: Own})

@@ -39,7 +39,6 @@ OWNED = {
 OF_OWNED = ["saving: before what single replicas own", "loading: before rows are cut"]
 TYPICAL = {
     "profiling: before the backward",
-    "planning: before ranks compare their plans",
     "migration: after tensors travelled",
     "saving: before it gets its name",
     "saving: before latest is replaced",

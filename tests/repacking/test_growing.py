@@ -14,6 +14,7 @@ from dynpipe_ds.repacking.confirming import MOST, TURN, TWICE, Confirmation
 from dynpipe_ds.repacking.decision import Wish, fewest_stages, to_stages
 from dynpipe_ds.repacking.outcome import Refusal, Repacking
 from dynpipe_ds.repacking.request import Request
+from tests.matrix import mostly
 from tests.repacking.test_decision import best_partitions, granted, in_order, one_f_one_b_s, refused, request
 
 WISH = Wish(tolerance=0.05, min_gain=1.1 / 0.95 - 1)
@@ -208,11 +209,11 @@ def test_without_noise_one_decision_is_the_last() -> None:
         assert len(random_job(seed, 0.0).decide(6)) <= 2
 
 
-@pytest.mark.parametrize("num_batches", [1, 5])
-@pytest.mark.parametrize(
-    "seeds", [pytest.param(range(16), id="few"), pytest.param(range(16, 200), id="many", marks=pytest.mark.exhaustive)]
-)
-def test_noise_moves_nothing_to_and_fro(num_batches: int, seeds: range) -> None:
+@pytest.mark.parametrize(("seeds", "num_batches"), mostly(
+    [pytest.param(seeds, n, id=f"{len(seeds)} jobs, {n}") for seeds in (range(16), range(16, 200)) for n in (1, 5)],
+    ["16 jobs, 5"],
+))  # fmt: skip
+def test_noise_moves_nothing_to_and_fro(seeds: range, num_batches: int) -> None:
     """One layer's seconds vary by 10% from batch to batch; the load stays: never back and forth again."""
     resized = 0
     for seed in seeds:

@@ -57,7 +57,7 @@ def lasting(reports: list[Any]) -> list[Any]:
             pytest.param(Job("moe", SHARDED["moe"] | {"placement": "lanes"}, stages=2), 4, (0, 2, 6), id="sharded"),
             pytest.param(Job("early_exit", {}, stages=2), 2, None, id="early-exit"),
         ],
-        ["pruning", "both"],
+        ["both"],
     ),
 )
 def test_same_bits(job: Job, ranks: int, boundaries: tuple[int, ...] | None) -> None:

@@ -75,9 +75,7 @@ JOB = Job("moe", {"num_experts": 8}, num_batches=4)
 CASES = {f"{fault}, rank {victim}": (fault, victim) for fault in FAULTS for victim in (0, 3)}
 
 
-@pytest.mark.parametrize(
-    "case", mostly(CASES, ["between rows and answers, rank 3", "in the last gradients of weights, rank 0"])
-)
+@pytest.mark.parametrize("case", mostly(CASES, ["between rows and answers, rank 3"]))
 def test_the_batch_is_dropped_and_the_next_one_has_the_same_bits(case: str) -> None:
     fault, victim = CASES[case]
     found, plain = (run_ranks(train_failing, 4, JOB, what, victim, timeout_s=60) for what in (fault, None))
