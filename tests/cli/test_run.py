@@ -36,6 +36,7 @@ def losses(output: str) -> dict[int, set[str]]:
     return found
 
 
+@pytest.mark.exhaustive  # docs/elastic.md runs always
 def test_a_job_with_spares() -> None:
     """Two of three spares join; the third hears that the job is over. The bits are those of one rank."""
     alone = started("run", "--", SCRIPT, "1", "8").communicate(timeout=400)[0]
