@@ -1,4 +1,4 @@
-"""The three runs of one scenario: static uniform, static parameters, ours; trained in turns."""
+"""The runs of one scenario: static uniform, static parameters, ours, and fixed intervals; trained in turns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from omegaconf import OmegaConf
 from benchmarks.scenarios.micro_batches import of_all_layers, on_all_stages
 from scenarios.compare import Contender, build_contender
 from scenarios.data import load_corpus
-from scenarios.settings import Settings, config_folder
+from scenarios.settings import Settings, config_folder, merge
 
 SCENARIOS = ("pruning", "freezing", "early_exit", "moe", "mod", "sparse_attention")
 UNIFORM, PARAMETERS, OURS = RUNS = ("static uniform", "static parameters", "ours")
+EVERY = "every {}"
+"""Name of a run that decides after each so-many-th batch."""
 
 # Schedules that are over after six batches; half as much to compute where a batch takes long.
 EARLY: Mapping[str, tuple[str, ...]] = {
@@ -46,11 +48,15 @@ def settings_of(run: str, settings: Settings) -> tuple[Settings, bool]:
     """What one of the runs trains, and whether it re-partitions.
 
     Args:
-        run: one of :data:`RUNS`.
+        run: one of :data:`RUNS`, or :data:`EVERY` with a number of batches.
         settings: the scenario's.
     """
     method = "uniform" if run == UNIFORM else "parameters"
-    return replace(settings, partition_method=method), run == OURS
+    found = replace(settings, partition_method=method)
+    if run not in RUNS:
+        section = {"dynamic_pipeline": {"rebalance_every": int(run.split()[1])}}
+        found = replace(found, deepspeed=merge(found.deepspeed, section))
+    return found, run not in (UNIFORM, PARAMETERS)
 
 
 @dataclass
@@ -79,17 +85,18 @@ class TimedRun:
             )
 
 
-def build_runs(settings: Settings) -> dict[str, TimedRun]:
+def build_runs(settings: Settings, intervals: Sequence[int] = ()) -> dict[str, TimedRun]:
     """Build the runs; they read the same data.
 
     Static parameters is left out where it cuts as static uniform does: it would be the same run twice.
 
     Args:
         settings: the scenario's.
+        intervals: of more runs, each of which decides after every so-many-th batch.
     """
     tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     runs: dict[str, TimedRun] = {}
-    for name in RUNS:
+    for name in (*RUNS, *map(EVERY.format, intervals)):
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:

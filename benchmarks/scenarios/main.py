@@ -1,6 +1,6 @@
 """All scenarios with real compute: static uniform, static parameters and ours, in turns, next to the ideal.
 
-python -m benchmarks.scenarios.main [--quick] [--only pruning moe] [--set model.depth=8]
+python -m benchmarks.scenarios.main [--quick] [--only pruning moe] [--intervals 1 4] [--set model.depth=8]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_rank(send: Send, scenario: str, options: argparse.Namespace) -> None:
     if options.quick:
         overrides += EARLY[scenario]
     settings = read_settings([*overrides, *options.set])
-    runs = build_runs(settings)
+    runs = build_runs(settings, options.intervals)
     train_in_turns(runs, settings)
     _, *windows = settings.run.windows()
     send({
@@ -63,6 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs whose models change at once")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument(
+        "--intervals", nargs="+", type=int, default=[], metavar="N", help="also runs that decide after every N-th batch"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")
     add_force(parser)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.record import table
-from benchmarks.scenarios.contenders import OURS, PARAMETERS, UNIFORM
+from benchmarks.scenarios.contenders import OURS, PARAMETERS, RUNS, UNIFORM
 from benchmarks.scenarios.ideal import ideal_s, window_s
 from scenarios.report.comparison import same_bits
 from scenarios.report.interval import SAME_PARTITION, Estimate, ratio_of_totals
@@ -44,6 +44,8 @@ class Summary:
         best_static: the static run with the greater throughput at the end.
         speedup: ours over it at the end, by windows; ``None`` where all layers lay as there.
         whole_speedup: ours over the best static of the whole run; the same.
+        best_interval: the fixed interval with the greater throughput over the whole run; ``None`` if none ran.
+        over_interval: ours over it, over the whole run; ``None`` also where all layers lay as there.
         ideal_tokens_per_s: of the best partition, at the end.
         share: of the ideal that ours reaches at the end, window by window, all overhead included.
         cut_share: what of it is left if only the cut counts: time of the ideal over that of ours' own cut, both on
@@ -51,7 +53,7 @@ class Summary:
         whole_share: as share, over all timed windows, while the model changes and layers move.
         overhead: share of the whole run's time spent profiling, planning, migrating.
         ideal_boundaries: the best partition of the last window.
-        equal_bits: whether ours and the static runs had the same losses in every batch, to the bit.
+        equal_bits: whether all runs had the same losses in every batch, to the bit.
     """
 
     tokens_per_s: Mapping[str, Spread]
@@ -59,6 +61,8 @@ class Summary:
     best_static: str
     speedup: Estimate | None
     whole_speedup: Estimate | None
+    best_interval: str | None
+    over_interval: Estimate | None
     ideal_tokens_per_s: float
     share: Spread
     cut_share: Spread
@@ -85,6 +89,7 @@ def summarise(values: Mapping[str, Any]) -> Summary:
     at_end = {name: Spread.of([rate[i] for i in late]) for name, rate in rates.items()}
     statics = [name for name in (UNIFORM, PARAMETERS) if name in runs]
     best = max(statics, key=lambda name: at_end[name].median)
+    best_interval = max((name for name in runs if name not in RUNS), key=whole.__getitem__, default=None)
     ideals = [ideal(runs[OURS], window) for window in windows]
     ours_s = runs[OURS]["windows_s"]
     overhead_s = sum(runs[OURS][f"{what}_s"] for what in ("profiling", "planning", "migrating"))
@@ -96,13 +101,17 @@ def summarise(values: Mapping[str, Any]) -> Summary:
         whole_speedup=speedup(
             runs[max(statics, key=lambda name: whole[name])], runs[OURS], windows, range(len(windows))
         ),
+        best_interval=best_interval,
+        over_interval=None if best_interval is None else speedup(
+            runs[best_interval], runs[OURS], windows, range(len(windows))
+        ),
         ideal_tokens_per_s=statistics.median(tokens * (windows[i][1] - windows[i][0]) / ideals[i][0] for i in late),
         share=Spread.of([ideals[i][0] / ours_s[i] for i in late]),
         cut_share=Spread.of([ideals[i][0] / _own_s(runs[OURS], windows[i]) for i in late]),
         whole_share=sum(seconds for seconds, _ in ideals) / sum(ours_s),
         overhead=overhead_s / sum(ours_s),
         ideal_boundaries=ideals[-1][1],
-        equal_bits=all(same_bits(runs[name]["losses"], runs[OURS]["losses"]) for name in statics),
+        equal_bits=all(same_bits(run["losses"], runs[OURS]["losses"]) for run in runs.values()),
     )
 
 
@@ -153,7 +162,7 @@ HEAD = (
     "scenario", "static uniform, tokens/s", "static parameters", "ours", "ideal",
     "ours / best static (95% interval)", "ours / ideal (least to greatest)",
     "of which the cut", "whole run: ours / best static (95% interval)", "whole run: ours / ideal",
-    "own overhead", "losses",
+    "whole run: ours / best interval (95% interval)", "own overhead", "losses",
 )
 
 
@@ -173,7 +182,8 @@ def row(name: str, values: Mapping[str, Any]) -> list[str]:
         name, rate(UNIFORM), rate(PARAMETERS), rate(OURS), f"{s.ideal_tokens_per_s:,.0f}",
         told(s.speedup),
         f"{s.share.median:.1%} ({s.share.least:.1%} to {s.share.greatest:.1%})",
-        f"{s.cut_share.median:.1%}", told(s.whole_speedup), f"{s.whole_share:.1%}", f"{s.overhead:.2%}",
+        f"{s.cut_share.median:.1%}", told(s.whole_speedup), f"{s.whole_share:.1%}",
+        f"{told(s.over_interval)} ({s.best_interval})" if s.best_interval else "not run", f"{s.overhead:.2%}",
         "equal bits" if s.equal_bits else "DIFFER",
     ]
 
@@ -193,6 +203,7 @@ def text(all_values: Mapping[str, Mapping[str, Any]]) -> str:
         "window as one pair. *Ideal*: the partition that is best for the layer times as measured in the very "
         "window, micro-batch by micro-batch, chosen with hindsight, with the schedule's fill and drain, without any "
         "overhead. *Of which the cut*: the same if only our choice of boundaries counts, on paper; the rest are "
-        "messages and overhead."
+        "messages and overhead. *Best interval*: of the runs that decide after every so-many-th batch (in brackets), "
+        "the fastest as a whole, chosen with hindsight."
     )
     return f"{words}\n\n{table(HEAD, [row(name, values) for name, values in all_values.items()])}"

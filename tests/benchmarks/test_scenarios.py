@@ -12,6 +12,7 @@ import pytest
 from benchmarks.record import environment
 from benchmarks.scenarios.contenders import (
     EARLY,
+    EVERY,
     OURS,
     PARAMETERS,
     SCENARIOS,
@@ -124,6 +125,21 @@ def test_no_speedup_over_the_same_partition() -> None:
     assert cells[HEAD.index("whole run: ours / best static (95% interval)")].startswith("1.14x (")
 
 
+def test_the_best_interval_is_the_fastest_as_a_whole() -> None:
+    values = example()
+    assert summarise(values).best_interval is None
+    assert row("moe", values)[HEAD.index("whole run: ours / best interval (95% interval)")] == "not run"
+    values["runs"][EVERY.format(1)] = measured([70.0, 70.0, 80.0], [1.0, 2.0]) | {"boundaries": [[0, 1, 4]] * 6}
+    values["runs"][EVERY.format(4)] = measured([10.0, 10.0, 169.0], [1.0, 2.0]) | {"boundaries": [[0, 1, 4]] * 6}
+    s = summarise(values)
+    assert s.best_interval == "every 4" and s.over_interval is not None
+    assert s.over_interval.value == pytest.approx(189 / 210)
+    assert (s.best_static, s.equal_bits) == (UNIFORM, True)
+    assert row("moe", values)[HEAD.index("whole run: ours / best interval (95% interval)")].startswith("0.90x (")
+    values["runs"][EVERY.format(1)]["losses"] = [1.0, 3.0]
+    assert not summarise(values).equal_bits
+
+
 def test_other_losses_are_told() -> None:
     values = example()
     values["runs"][PARAMETERS]["losses"] = [1.0, 2.0 + 2**-51]
@@ -140,6 +156,9 @@ def test_the_end_is_after_all_changes(scenario: str) -> None:
         assert sum(window.start >= settled for window in settings.run.windows()) >= 5
         static, moves = settings_of(UNIFORM, settings)
         assert (static.partition_method, moves, static.scenario) == ("uniform", False, scenario)
+        fixed, moves = settings_of(EVERY.format(4), settings)
+        assert (fixed.partition_method, moves) == ("parameters", True)
+        assert fixed.deepspeed["dynamic_pipeline"] == {**settings.deepspeed["dynamic_pipeline"], "rebalance_every": 4}
 
 
 TINY = (
@@ -152,7 +171,7 @@ TINY = (
 
 def train_tiny(_: int) -> dict[str, Any]:
     settings = read_settings(TINY)
-    runs = build_runs(settings)
+    runs = build_runs(settings, [1])
     train_in_turns(runs, settings)
     windows = [[w.start, w.stop] for w in settings.run.windows()[1:]]
     return {
@@ -163,7 +182,7 @@ def train_tiny(_: int) -> dict[str, Any]:
 
 def test_a_tiny_run(tmp_path: Path) -> None:
     values, other = run_ranks(train_tiny, 2)
-    assert list(values["runs"]) == [UNIFORM, OURS]  # by parameters the cut is the same
+    assert list(values["runs"]) == [UNIFORM, OURS, EVERY.format(1)]  # by parameters the cut is the same
     ours = values["runs"][OURS]
     assert ours["boundaries"] == other["runs"][OURS]["boundaries"]
     means_s = np.mean(ours["micro_batches_s"], axis=3)
@@ -176,4 +195,5 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     report({"environment": environment(reading=IDLE), "scenarios": scenarios}, tmp_path)
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     assert pictures == ["layers_freezing.png", "scenarios.png", "timeline_freezing.png"]
-    assert "the same cut" in (tmp_path / "scenarios.md").read_text()
+    page = (tmp_path / "scenarios.md").read_text()
+    assert "the same cut" in page and page.count("(every 1)") == 1
