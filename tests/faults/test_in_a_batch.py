@@ -21,7 +21,10 @@ from torch import Tensor
 
 from dynpipe_ds.host.order import ONE_F_ONE_B, OrderFor
 from dynpipe_ds.host.passing import BatchRefused
+from dynpipe_ds.planning import plan_order
 from dynpipe_ds.ranks.fatal import RankLostError
+from dynpipe_ds.schedule import Order
+from dynpipe_ds.simulation import Workload
 from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, CLIP, FP16, ZERO
 from tests.distributed.models import Block, Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -200,6 +203,13 @@ FEW = 30
 """Forwards of blocks; a rank with two or three blocks that goes on computes more after the fault."""
 
 
+def in_memory_of_1f1b(num_micro_batches: int, num_stages: int) -> Order:
+    """A planned order as training runs them: with more memory, stages run far ahead of who could tell them anything."""
+    s = [1.0] * num_stages
+    workload = Workload(s, [2.0] * num_stages, num_micro_batches, weight_s=s, activation_bytes=[1] * num_stages)
+    return plan_order(workload).order
+
+
 def raising_at(note: str) -> Callable[..., None]:
     def run(*_: Any) -> None:
         Path(note).write_text(str(time.time()))
@@ -217,7 +227,7 @@ def in_a_slow_batch(rank: int, victim: int, order: str, is_backward: bool, note:
         time.sleep(SLOW_S)
 
     engine = make_engine(Run(3, micro_batches=MANY, first=(0, 2, 5, 8)))
-    engine.dynamic.pipeline.order_for = ORDERS[order]
+    engine.dynamic.pipeline.order_for = in_memory_of_1f1b if order == "planned" else ORDERS[order]
     then = raising_at(note)
     fault = in_backward(7, then) if is_backward else in_layers(7, then)
     refused = pytest.raises(BatchRefused, match=f"rank {victim}: OutOf")
