@@ -96,7 +96,7 @@ def build_runs(settings: Settings, intervals: Sequence[int] = ()) -> dict[str, T
     """
     tokens = load_corpus(settings.data, settings.model.vocab_size).tokens
     runs: dict[str, TimedRun] = {}
-    for name in (*RUNS, *map(EVERY.format, intervals)):
+    for name in (*RUNS, *map(EVERY.format, dict.fromkeys(intervals))):
         own, dynamic = settings_of(name, settings.profiling_every_batch())
         contender = build_contender(own, tokens, dynamic=dynamic)
         if name == PARAMETERS and contender.engine.partition == runs[UNIFORM].contender.engine.partition:

@@ -59,12 +59,20 @@ def report(values: dict[str, Any], folder: Path) -> None:
         save_timeline(name, found, folder / f"timeline_{name}{ending}")
 
 
+def _interval(text: str) -> int:
+    """A number of batches; checked here, since ranks would start first."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of batches, 1 or more")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short runs whose models change at once")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument(
-        "--intervals", nargs="+", type=int, default=[], metavar="N", help="also runs that decide after every N-th batch"
+        "--intervals", nargs="+", type=_interval, default=[], metavar="N",
+        help="also runs that decide after every N-th batch",
     )
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="overrides as for make run")
     parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")

@@ -24,7 +24,7 @@ from benchmarks.scenarios.contenders import (
     train_in_turns,
 )
 from benchmarks.scenarios.ideal import batch_s, best, ideal_s, partitions
-from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, report
+from benchmarks.scenarios.main import FULL, QUICK, SETTLED_FULL, SETTLED_QUICK, main, report
 from benchmarks.scenarios.summary import HEAD, row, summarise
 from tests.benchmarks.test_record import IDLE
 from tests.distributed.ranks import run_ranks
@@ -140,6 +140,16 @@ def test_the_best_interval_is_the_fastest_as_a_whole() -> None:
     assert not summarise(values).equal_bits
 
 
+@pytest.mark.parametrize("interval", ["0", "-1", "x", "1.5"])
+def test_a_wrong_interval_is_refused_before_ranks_start(
+    interval: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["main", f"--intervals={interval}"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"'{interval}': must be a number of batches, 1 or more" in capsys.readouterr().err
+
+
 def test_other_losses_are_told() -> None:
     values = example()
     values["runs"][PARAMETERS]["losses"] = [1.0, 2.0 + 2**-51]
@@ -171,7 +181,7 @@ TINY = (
 
 def train_tiny(_: int) -> dict[str, Any]:
     settings = read_settings(TINY)
-    runs = build_runs(settings, [1])
+    runs = build_runs(settings, [1, 1])
     train_in_turns(runs, settings)
     windows = [[w.start, w.stop] for w in settings.run.windows()[1:]]
     return {
