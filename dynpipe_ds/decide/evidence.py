@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -50,7 +50,7 @@ _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
 
 
-def noise_of(series: Sequence[float]) -> float:
+def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
     """Standard deviation of one value, from successive differences, or from how these differ, whichever is less.
 
     Differences leave out slow drift, and a step of the model is one difference only. Differences of differences leave
@@ -59,6 +59,8 @@ def noise_of(series: Sequence[float]) -> float:
 
     Args:
         series: values in the order of their batches.
+        changes: positions of values before which the model was known to change: no such step is noise. It is counted
+            as one all the same where that leaves out more than it tells.
 
     Returns:
         The standard deviation, in the unit of the series; 0 for fewer than two values.
@@ -66,8 +68,13 @@ def noise_of(series: Sequence[float]) -> float:
     differences = [new - old for old, new in pairwise(series)]
     if not differences:
         return 0.0
+    found = [_deviation(differences)]
     bends = [(new - old) / math.sqrt(3.0) for old, new in pairwise(differences)]  # of noise as large as differences
-    return min(map(_deviation, (differences, bends))) if len(bends) > 1 else _deviation(differences)
+    if len(bends) > 1:
+        found.append(_deviation(bends))
+    if changes and (quiet := [each for i, each in enumerate(differences, start=1) if i not in changes]):
+        found.append(_deviation(quiet))
+    return min(found)
 
 
 def _deviation(differences: Sequence[float]) -> float:

@@ -77,6 +77,7 @@ class History:
         self._newest: deque[PipelineProfile] = deque(maxlen=config.profile_batches)
         self._profiles: deque[PipelineProfile] = deque(maxlen=HISTORY)  # at unit speed: if all are, the same objects
         self.seconds_until: deque[tuple[float, ...]] = deque(maxlen=HISTORY)
+        self._num_observed, self._changes = 0, deque[int](maxlen=HISTORY)  # layers changed after so many profiles
         self._kept: dict[tuple[int, Smoothing], PipelineProfile] = {}
 
     def append(self, profile: PipelineProfile, whole: PipelineProfile) -> None:
@@ -97,6 +98,7 @@ class History:
             self._convert()
         self._kept.clear()
         self._window.observe(self.seconds_until[-1])
+        self._num_observed += 1
         self.num_comparable = min(HISTORY, self.num_comparable + 1)
         self.has_changed = self._sees_change(profile.boundaries)
 
@@ -105,6 +107,7 @@ class History:
         self.speeds.expect_change()
         self._window.restart()
         self.num_comparable = 0
+        self._changes.append(self._num_observed)
 
     def _at_unit_speed(self, profile: PipelineProfile) -> PipelineProfile:
         speeds = self.speeds.means
@@ -234,14 +237,17 @@ class History:
         Layers on one rank slow down together, and a bottleneck is the largest of S such sums, so
         a plan's own gains can look steadier than they are. What slows down all stages alike does
         not matter: each batch counts by its stages' shares. The shares of S independent stages
-        vary by sqrt(1 - 1/S) of what the stages do, which is undone here.
+        vary by sqrt(1 - 1/S) of what the stages do, which is undone here. A step where layers were
+        known to change is the model's.
         """
         num_stages = len(boundaries) - 1
-        history = [loads for loads in self._loads(self.seconds_until, boundaries) if any(loads)]
-        if num_stages < 2 or not history:
+        history = list(self._loads(self.seconds_until, boundaries))
+        if num_stages < 2 or not any(map(any, history)):
             return 0.0
-        shares = [[load / sum(loads) for load in loads] for loads in history]
-        noise = max(map(noise_of, zip(*shares, strict=True)))
+        first = self._num_observed - len(history)
+        changes = {known - first for known in self._changes}
+        shares = [[load / (sum(loads) or 1.0) for load in loads] for loads in history]
+        noise = max(noise_of(stage, changes) for stage in zip(*shares, strict=True))
         usual = median([max(stages) for stages in shares])
         return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
 
@@ -265,6 +271,7 @@ class History:
             "profiles": list(self._profiles), "num_newest": len(self._newest), "speeds": self.speeds.state_dict(),
             "has_changed": self.has_changed, "num_comparable": self.num_comparable,
             "window": self._window.state_dict(),
+            "changed_before": [self._num_observed - known for known in self._changes],  # so many profiles ago
             **measured,
         }  # fmt: skip
 
@@ -289,6 +296,8 @@ class History:
         newest = state.get("newest", profiles[len(profiles) - state.get("num_newest", 0) :])
         self._newest = deque(newest if same_stages else [], maxlen=self._config.profile_batches)
         self.num_comparable = state.get("num_comparable", len(profiles))
+        changed_before = state.get("changed_before", ())
+        self._num_observed, self._changes = 0, deque((-ago for ago in changed_before), maxlen=HISTORY)
         self._window.load_state_dict(state.get("window", {}))
         self._kept.clear()
 

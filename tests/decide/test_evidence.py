@@ -29,6 +29,15 @@ def test_a_model_that_changes_fast_is_no_noise() -> None:
     assert noise_of([0.0, 1.0, 2.0]) > 1.0, "three values tell of no trend"
 
 
+def test_a_step_that_was_known_is_no_noise() -> None:
+    steps = [1.0, 1.01, 2.0, 2.01, 3.0, 3.01]
+    assert noise_of(steps) > 0.1 > 0.05 > noise_of(steps, {2, 4})
+    assert noise_of(steps, range(1, 6)) == noise_of(steps), "where all are known, they are all there is"
+    assert noise_of([1.0, 1.5], {1}) == noise_of([1.0, 1.5])
+    quiet = [1.0, 1.01] * 20
+    assert noise_of(quiet, {len(quiet) - 1}) <= noise_of(quiet), "a change that was none takes nothing from the rest"
+
+
 def test_a_wait_costs_no_more_than_a_mistake() -> None:
     assert evidence_for(saved_a_batch_s=0.1, cost_s=0.0) == 2
     assert evidence_for(saved_a_batch_s=0.1, cost_s=0.1) == 2

@@ -66,6 +66,33 @@ def test_a_known_change_under_noise_is_no_reason_to_move() -> None:
     assert moves == 0
 
 
+def test_known_changes_are_no_noise() -> None:
+    """Layers become faster after every second batch: the first change that pays is answered at once."""
+    told, untold = controller(), controller()
+    steps = [[0.005] * frozen + [0.010] * (12 - frozen) for frozen in (0, 3, 5, 6)]
+    moves: dict[Balancer, list[int]] = {told: [], untold: []}
+    for step, seconds in enumerate(steps):
+        for balancer, moved in moves.items():
+            if balancer is told and step:
+                balancer.expect_change()
+            moved += observed(balancer, seconds, range(2 * step, 2 * step + 2), Noise(layer=0.002), seed=step)
+    assert moves[told][0] == 6
+    assert moves[untold] != moves[told], "else the test would tell nothing"
+
+
+def test_what_was_known_to_change_is_kept() -> None:
+    first, second = controller(), controller()
+    observed(first, BEFORE, range(2))
+    first.expect_change()
+    observed(first, DEARER, range(2, 4))
+    second.load_state_dict(first.state_dict())
+    noise = first._history.stage_noise(EVEN)
+    assert second._history.stage_noise(EVEN) == noise == 0.0
+    older = {key: value for key, value in first.state_dict().items() if key != "changed_before"}
+    second.load_state_dict(older)
+    assert second._history.stage_noise(EVEN) > 0.01, "the step counts, as when it was written"
+
+
 def test_a_copy_knows_what_can_be_compared() -> None:
     first, second = controller(), controller()
     observed(first, BEFORE, range(8))
