@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import inf
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -177,49 +178,61 @@ def work_of(workload: Workload, caps: Sequence[int]) -> Work:
         workload: seconds and bytes.
         caps: S most bytes of activations.
     """
-    tables = (
-        workload.forward_s, workload.backward_s, workload.split_s, workload.weight_s, workload.activation_link_s,
-        workload.gradient_link_s,
-    )  # fmt: skip
-    return new_work(
-        *tables, workload.num_micro_batches, workload.frozen_boundaries, workload.activation_bytes,
-        workload.weight_bytes, caps,
-    )
+    count, num_stages = workload.num_micro_batches, workload.num_stages
+    tables = (workload.forward_s, workload.backward_s, workload.split_s, workload.weight_s)
+    seconds = np.stack([np.broadcast_to(table, (num_stages, count)) for table in tables])
+    links = link_tables(workload.activation_link_s, workload.gradient_link_s, count)
+    return new_works(
+        seconds[:, None], links, [workload.frozen_boundaries], workload.activation_bytes, workload.weight_bytes, caps,
+    )[0]  # fmt: skip
 
 
-def new_work(
-    forward_s: FloatArray, backward_s: FloatArray, split_s: FloatArray, weight_s: FloatArray,
-    activation_link_s: FloatArray, gradient_link_s: FloatArray, num_micro_batches: int, frozen_boundaries: int,
-    activation_bytes: Sequence[int], weight_bytes: Sequence[int], caps: Sequence[int],
-) -> Work:
-    """The same from numbers.
+def link_tables(activation_link_s: FloatArray, gradient_link_s: FloatArray, num_micro_batches: int) -> tuple[Any, Any]:
+    """Seconds of messages as a :class:`~dynpipe_ds.planning.runs.Work` has them.
 
     Args:
-        forward_s: as all of them up to the bytes, of a :class:`~dynpipe_ds.simulation.Workload`; ``(S, 1 or M)``.
-        backward_s: the same.
-        split_s: the same.
-        weight_s: the same.
         activation_link_s: ``(S - 1, 1 or M)``.
         gradient_link_s: the same.
         num_micro_batches: M.
-        frozen_boundaries: over how many boundaries no gradients go.
+    """
+    there, back = (
+        given(np.array(np.broadcast_to(table, (len(table), num_micro_batches))))
+        for table in (activation_link_s, gradient_link_s)
+    )
+    return there, back
+
+
+def new_works(
+    seconds: FloatArray, links: tuple[Any, Any], frozen_boundaries: Sequence[int], activation_bytes: Sequence[int],
+    weight_bytes: Sequence[int], caps: Sequence[int],
+) -> list[Work]:
+    """What all stages have to do in each of some batches.
+
+    Args:
+        seconds: of forwards, backwards, what splitting adds, and gradients of weights; ``(4, B, S, M)``.
+        links: see :func:`link_tables`.
+        frozen_boundaries: of each batch, over how many boundaries no gradients go.
         activation_bytes: S numbers.
         weight_bytes: the same.
         caps: S most bytes of activations.
     """
-    input_s = backward_s + split_s - weight_s
-    tables = (forward_s, backward_s, input_s, weight_s, activation_link_s, gradient_link_s)
-    rows = [np.array(np.broadcast_to(table, (len(table), num_micro_batches))) for table in tables]
-    has_backward: npt.NDArray[np.bool_] = np.any(backward_s, axis=1)
+    forward_s, backward_s, split_s, weight_s = seconds
+    input_s, count = backward_s + split_s - weight_s, seconds.shape[-1]
+    has_backward: npt.NDArray[np.bool_] = np.any(backward_s, axis=-1)
     # Nobody waits for a stage that sends no gradient: its backward may be late as a whole, unless it takes no time.
-    sends = np.arange(len(caps)) > frozen_boundaries
-    caps, activation_bytes = [min(cap, _MOST_BYTES) for cap in caps], list(activation_bytes)
-    _limit_frozen(caps, activation_bytes, frozen_boundaries, num_micro_batches)
-    of_stages = (
-        rows[0].sum(axis=1) + rows[1].sum(axis=1), np.array(activation_bytes), np.array(weight_bytes), np.array(caps),
-        has_backward, sends | ~has_backward, sends & np.any(weight_s, axis=1),
-    )  # fmt: skip
-    return Work(num_micro_batches, frozen_boundaries, *map(given, (*rows, *of_stages)))
+    sends = np.arange(len(caps)) > np.array(frozen_boundaries)[:, None]
+    of_flags = zip(has_backward, sends | ~has_backward, sends & np.any(weight_s, axis=-1), strict=True)
+    of_tables = zip(forward_s, backward_s, input_s, weight_s, strict=True)
+    works_s = forward_s.sum(axis=-1) + backward_s.sum(axis=-1)
+    room = {}
+    for frozen in set(frozen_boundaries):
+        most, needed = [min(cap, _MOST_BYTES) for cap in caps], list(activation_bytes)
+        _limit_frozen(most, needed, frozen, count)
+        room[frozen] = [given(np.array(num_bytes)) for num_bytes in (needed, weight_bytes, most)]
+    return [
+        Work._make((count, frozen, *map(given, tables), *links, given(work_s), *room[frozen], *map(given, flags)))
+        for frozen, tables, work_s, flags in zip(frozen_boundaries, of_tables, works_s, of_flags, strict=True)
+    ]
 
 
 def _limit_frozen(caps: list[int], activation_bytes: list[int], first: int, count: int) -> None:
@@ -258,7 +271,9 @@ def new_wires(work: Work) -> Wires:
     Args:
         work: of all stages.
     """
-    return Wires(*(given(np.full((len(work.caps), work.num_micro_batches + 1), inf)) for _ in range(2)))
+    tables = np.empty((2, len(work.caps), work.num_micro_batches + 1))
+    tables.fill(inf)
+    return Wires(given(tables[0]), given(tables[1]))
 
 
 def _no_places() -> Places:

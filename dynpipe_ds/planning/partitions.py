@@ -14,7 +14,7 @@ from dynpipe_ds.partition.problem import Problem
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.planning.bounds import bounds, num_ahead, stage_bounds
 from dynpipe_ds.planning.even import even_cuts, most_groups
-from dynpipe_ds.planning.listing import new_work
+from dynpipe_ds.planning.listing import link_tables, new_works
 from dynpipe_ds.planning.memory import num_late, worker_bytes_of_1f1b
 from dynpipe_ds.planning.pace import pace
 from dynpipe_ds.planning.planner import num_computations
@@ -52,41 +52,48 @@ class Partitions:
         self.profile, self.problem, self.links_s = profile, problem, links_s
         self.weight_bytes = profile.activation_bytes() if weight_bytes is None else list(weight_bytes)
         self.worker_bytes = worker_bytes_of_1f1b(profile, present) if worker_bytes is None else worker_bytes
-        self.varying, self.until = varying, self._until(varying or [profile])
+        self._activation_bytes = profile.activation_bytes()
+        self.varying, (self._until_s, self._until_held) = varying, self._sums(varying or [profile])
         self.num_computations = num_computations(problem.num_stages, profile.num_micro_batches)
-        self._activation_link_s, self._gradient_link_s = (
+        there_s, back_s = (
             table(name, seconds, problem.num_stages - 1, profile.num_micro_batches)
             for name, seconds in zip(("activation_link_s", "gradient_link_s"), links_s, strict=True)
         )
-        self._there_s, self._back_s = self._activation_link_s.min(axis=1), self._gradient_link_s.min(axis=1)
+        self._links = link_tables(there_s, back_s, profile.num_micro_batches)
+        self._there_s, self._back_s = there_s.min(axis=1), back_s.min(axis=1)
+        self._speeds = np.array(problem.speeds)
         self._layers_s = [
             [[getattr(layer, name) for layer in each.layers] for each in (profile, *varying)]
             for name in ("forward_s", "backward_s", "split_s", "weight_s")
         ]
         self._known_sums_s: dict[tuple[int, int], FloatArray] = {}
         self._known_weights_s: dict[tuple[int, int], FloatArray] = {}
-        self._activation_bytes = profile.activation_bytes()
         self._until_state_bytes = [0, *accumulate(profile.state_bytes())]
         self._until_weight_bytes = [0, *accumulate(self.weight_bytes)]
         self._most = np.broadcast_to(np.array(self.worker_bytes), problem.num_stages).tolist()
         self._num_bounded = self._num_cells = 0
         self._placements: dict[Cuts, Placement] = {}
 
-    def _until(self, profiles: Sequence[PipelineProfile]) -> dict[str, FloatArray]:
-        """Of each batch the sums over the first groups of layers, by what is summed."""
-        newest = self.profile
-        rows: dict[str, Sequence[Sequence[float]]] = {
-            "forward": [[layer.forward_s for layer in profile.layers] for profile in profiles],
-            "backward": [[layer.backward_s for layer in profile.layers] for profile in profiles],
-            "weight": [[min(layer.weight_s, layer.backward_s) for layer in profile.layers] for profile in profiles],
-            "trains": [[layer.backward_s > 0 for layer in newest.layers]],
-            "state": [newest.state_bytes()], "activation": [newest.activation_bytes()],
-        }  # fmt: skip
+    def _sums(self, batches: Sequence[PipelineProfile]) -> tuple[FloatArray, IntArray]:
+        """Of the first groups of layers.
+
+        Returns:
+            Seconds of forwards, backwards and gradients of weights, ``(3, B, G + 1)``; and how many layers train, bytes
+            of state and of activations, ``(3, G + 1)``.
+        """
+        seconds = [
+            [[layer.forward_s, layer.backward_s, min(layer.weight_s, layer.backward_s)] for layer in batch.layers]
+            for batch in batches
+        ]
+        trains = [layer.backward_s > 0 for layer in self.profile.layers]
+        held = [trains, self.profile.state_bytes(), self._activation_bytes]
         starts = list(self.problem.starts)
-        return {
-            name: np.array([[0, *np.cumsum(values)] for values in batches])[:, starts]
-            for name, batches in rows.items()
-        }  # fmt: skip
+        until_s = np.cumsum(np.array(seconds).transpose(2, 0, 1), axis=-1)
+        until_held = np.cumsum(np.array(held, dtype=np.int64), axis=-1)
+        return (
+            np.insert(until_s, 0, 0.0, axis=-1)[..., starts],
+            np.insert(until_held, 0, 0, axis=-1)[..., starts],
+        )  # fmt: skip
 
     @property
     def num_aside(self) -> int:
@@ -116,20 +123,17 @@ class Partitions:
         waiting = [
             (first, first + count) for (first, _), count in zip(ranges, late, strict=True)
         ] if late else ranges  # fmt: skip
-        speeds = np.array(self.problem.speeds)[:, None]
+        speeds, count = self._speeds[:, None], self.profile.num_micro_batches
         forward_s, backward_s, split_s = np.stack([self._sums_s(*layers) for layers in ranges], axis=1) / speeds
         weight_s = np.stack([self._weights_s(*layers) for layers in waiting]) / speeds
         weight_s = np.minimum(weight_s, backward_s + split_s)  # sums round
-        activation_bytes = [sum(self._activation_bytes[first:end]) for first, end in ranges]
-        weight_bytes = [sum(self.weight_bytes[first:end]) for first, end in waiting]
-        return [
-            new_work(
-                forward_s[:, i : i + 1], backward_s[:, i : i + 1], split_s[:, i : i + 1], weight_s[:, i : i + 1],
-                self._activation_link_s, self._gradient_link_s, self.profile.num_micro_batches,
-                frozen_boundaries(backward_s[:, i].tolist()), activation_bytes, weight_bytes, caps,
-            )
-            for i in range(forward_s.shape[1])
-        ]  # fmt: skip
+        of_stages = np.stack([forward_s, backward_s, split_s, weight_s]).transpose(0, 2, 1)
+        seconds = np.array(np.broadcast_to(of_stages[..., None], (*of_stages.shape, count)), order="C")
+        return new_works(
+            seconds, self._links, [frozen_boundaries(each) for each in backward_s.T.tolist()],
+            [sum(self._activation_bytes[first:end]) for first, end in ranges],
+            [sum(self.weight_bytes[first:end]) for first, end in waiting], caps,
+        )  # fmt: skip
 
     def _sums_s(self, first: int, end: int) -> FloatArray:
         """Of the profile and of each batch, forward, backward and split seconds of some layers, ``(3, 1 + K)``."""
@@ -165,14 +169,12 @@ class Partitions:
         if not len(candidates):
             return np.zeros(0)
         self._num_bounded += len(candidates) * len(self.varying)
-        sums = {name: np.diff(each[:, candidates], axis=2) for name, each in self.until.items()}
-        forward_s, backward_s, weight_s = (
-            np.maximum(sums[name], 0.0) / self.problem.speeds for name in ("forward", "backward", "weight")
-        )
+        until_s, until_held = (each.take(candidates, axis=-1) for each in (self._until_s, self._until_held))
+        seconds, held = (each[..., 1:] - each[..., :-1] for each in (until_s, until_held))
+        forward_s, backward_s, weight_s = np.maximum(seconds, 0.0) / self._speeds
         input_s = np.maximum(backward_s - weight_s, 0.0)
         count = self.profile.num_micro_batches
-        trains, activation_bytes = sums["trains"][0] > 0, sums["activation"][0].astype(np.int64)
-        caps = (np.array(self.worker_bytes) - sums["state"][0]).astype(np.int64)
+        trains, activation_bytes, caps = held[0] > 0, held[2], np.array(self.worker_bytes) - held[1]
         found = bounds(
             forward_s, input_s, count * (forward_s + input_s), count * weight_s, self._there_s,
             np.where(trains.any(axis=1), trains.argmax(axis=1), 0), gradient_link_s=self._back_s,
@@ -190,30 +192,31 @@ class Partitions:
     def _stage_seconds(self) -> tuple[FloatArray, FloatArray]:
         """What stages compute, and how long they are idle at least, for :func:`even_cuts`."""
         num_stages, count = self.problem.num_stages, self.profile.num_micro_batches
-        until = {name: each.mean(axis=0) for name, each in self.until.items()}
-        input_s = until["backward"] - until["weight"]
+        until_s, until_held = self._until_s.mean(axis=1), self._until_held
+        input_s = until_s[1] - until_s[2]
         ends = np.arange(self.problem.num_groups + 1)[:, None]
-        width = most_groups(until["forward"] + until["backward"], num_stages)
+        width = most_groups(until_s[0] + until_s[1], num_stages)
         starts = ends - np.arange(min(width, _MOST_CELLS // (num_stages * len(ends))) + 1)
         is_allowed = (starts >= 0) & ((starts < ends) | self.problem.allow_empty)
         starts = np.maximum(starts, 0)
-        held = {name: each[ends] - each[starts] for name, each in until.items()}
-        speeds = np.array(self.problem.speeds)[:, None, None]
+        held = until_held[:, ends] - until_held[:, starts]
+        speeds = self._speeds[:, None, None]
         usual = float(np.mean(self.problem.speeds))
-        forward_s, backward_s, weight_s = (np.maximum(held[n], 0.0) / speeds for n in ("forward", "backward", "weight"))
+        seconds = np.maximum(until_s[:, ends] - until_s[:, starts], 0.0)
+        forward_s, backward_s, weight_s = (each / speeds for each in seconds)
         awaited_s = count * (forward_s + np.maximum(backward_s - weight_s, 0.0))
         both_s = self._there_s + self._back_s
         before_s, behind_s = (
             np.array(sums)[:, None, None]
             for sums in ([0.0, *np.cumsum(self._there_s)], [*np.cumsum(both_s[::-1])[::-1], 0.0])
         )
-        rest_s = (until["forward"][-1] + input_s[-1] - until["forward"][ends] - input_s[ends]) / usual
+        rest_s = (until_s[0][-1] + input_s[-1] - until_s[0][ends] - input_s[ends]) / usual
         worker_bytes = np.broadcast_to(np.array(self.worker_bytes), num_stages)[:, None, None]
-        caps, activation_bytes = (worker_bytes - held["state"]).astype(np.int64), held["activation"].astype(np.int64)
+        caps, activation_bytes = worker_bytes - held[1], held[2]
         least_s = stage_bounds(
-            until["forward"][starts] / usual + before_s, forward_s + rest_s + behind_s,
+            until_s[0][starts] / usual + before_s, forward_s + rest_s + behind_s,
             num_ahead(caps, activation_bytes, count) * forward_s, awaited_s, count * weight_s,
-            input_s[starts] / usual, until["trains"][ends] > 0,
+            input_s[starts] / usual, until_held[0][ends] > 0,
         )
         busy_s = awaited_s + count * weight_s
         return np.where(is_allowed & (caps >= activation_bytes), busy_s, inf), least_s - busy_s
