@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import ceil
 from statistics import median
 from typing import Any
@@ -54,6 +53,7 @@ class Halves:
         self._tried_s: list[float] = []  # those at the last trial
         self._batch, self._next_trial, self._pause = -1, 0, _FIRST_PAUSE
         self._is_stale = False
+        self._filled: dict[int, tuple[PipelineProfile, PipelineProfile]] = {}  # since the newest batch, by identity
 
     @property
     def is_known(self) -> bool:
@@ -109,17 +109,17 @@ class Halves:
             order: that it ran; ``None``: 1F1B, all backwards whole.
             is_trial: whether it split backwards for the sake of measuring.
         """
+        self._filled.clear()
         split = {} if order is None else _split_shares(profile, order)
         compared = [profile.layers[i] for i, share in split.items() if share < 1.0 and profile.layers[i].weight_s]
         if whole_s := sum(layer.backward_s for layer in compared):
             self._costs.append(1.0 + sum(layer.split_s for layer in compared) / whole_s)
             self.cost = max(1.0, median(self._costs))
         silent = _num_silent(profile)
-        layers = tuple(
-            layer if i not in split else self._noted(i, layer, split[i], counts=i >= silent)
+        seconds = [
+            self._noted(i, layer, split[i], counts=i >= silent) if i in split else layer.backward_s
             for i, layer in enumerate(profile.layers)
-        )
-        seconds = [layer.backward_s for layer in layers]
+        ]
         self._backward_s, self._batch = seconds if profile.batch else [], profile.batch  # the first is slow in parts
         if is_trial:
             self._count_trial(seconds, profile)
@@ -127,7 +127,13 @@ class Halves:
             self._compared_s, self._is_stale = seconds, False
             if not is_trial:
                 self.num_trials = max(self.num_trials, TRIALS)
-        return replace(profile, layers=layers)
+        if not split:
+            return profile
+        kept = {
+            name: [0.0 if i in split else getattr(layer, name) for i, layer in enumerate(profile.layers)]
+            for name in ("weight_s", "split_s")
+        }
+        return profile.with_seconds(backward_s=seconds, **kept)
 
     def _count_trial(self, seconds: list[float], profile: PipelineProfile) -> None:
         if self._is_stale or self._has_drifted(seconds, self._tried_s):
@@ -141,8 +147,8 @@ class Halves:
         if self.num_trials >= TRIALS:
             self._pause *= 2
 
-    def _noted(self, i: int, layer: LayerProfile, share: float, *, counts: bool) -> LayerProfile:
-        """A layer's whole backward, once what its halves say is noted.
+    def _noted(self, i: int, layer: LayerProfile, share: float, *, counts: bool) -> float:
+        """Seconds of a layer's whole backward, once what its halves say is noted.
 
         Args:
             i: its index.
@@ -154,8 +160,7 @@ class Halves:
         if counts:
             earlier = [] if self._is_stale else self._shares.get(i, [])
             self._shares[i] = [*earlier, layer.weight_s / both_s if both_s else 0.0][-_NEWEST:]
-        whole_s = layer.backward_s if share < 1.0 else both_s / self.cost
-        return replace(layer, backward_s=whole_s, weight_s=0.0, split_s=0.0)
+        return layer.backward_s if share < 1.0 else both_s / self.cost
 
     def fill(self, profile: PipelineProfile) -> PipelineProfile:
         """Add halves to a profile of whole backwards, if any are known.
@@ -167,17 +172,19 @@ class Halves:
         """
         if not self._shares:
             return profile
+        if id(profile) not in self._filled:
+            self._filled[id(profile)] = profile, self._fill(profile)
+        return self._filled[id(profile)][1]
+
+    def _fill(self, profile: PipelineProfile) -> PipelineProfile:
         known = {i: median(shares) for i, shares in self._shares.items()}
         usual = median([share for share in known.values() if share] or [0.0])
         shares = [known.get(i, usual) for i in range(len(profile.layers))]
-        layers = tuple(
-            replace(
-                layer, weight_s=share * self.cost * layer.backward_s,
-                split_s=(self.cost - 1.0) * layer.backward_s if share else 0.0,
-            )
-            for layer, share in zip(profile.layers, shares, strict=True)
+        pairs = list(zip((layer.backward_s for layer in profile.layers), shares, strict=True))
+        return profile.with_seconds(
+            weight_s=[share * self.cost * backward_s for backward_s, share in pairs],
+            split_s=[(self.cost - 1.0) * backward_s if share else 0.0 for backward_s, share in pairs],
         )
-        return replace(profile, layers=layers)
 
     # -- state --------------------------------------------------------------------------------
 
@@ -203,6 +210,7 @@ class Halves:
         self._backward_s, self._compared_s, self._tried_s = (
             list(state.get(key, ())) for key in ("backward_s", "compared_s", "tried_s")
         )
+        self._filled.clear()
         self._batch, self._next_trial = state.get("batch", -1), state.get("next_trial", 0)
         self._pause = state.get("pause", _FIRST_PAUSE)
 

@@ -210,7 +210,8 @@ class History:
 
     def ordered_gains(
         self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile],
-        least_s: Callable[[PipelineProfile, Sequence[int]], float], profile: PipelineProfile, gain: float,
+        least_s: Callable[[Sequence[PipelineProfile], Sequence[int]], list[float]], profile: PipelineProfile,
+        gain: float,
     ) -> Gains:
         """What a partition would have saved of each batch, in planned orders.
 
@@ -221,12 +222,12 @@ class History:
             present: boundaries.
             planned: other ones.
             fill: adds halves of backwards to a profile of whole ones.
-            least_s: seconds that any order takes at least on a partition.
+            least_s: seconds that batches take at least on a partition, in any order.
             profile: that the prediction was made by, with halves.
             gain: predicted by it.
         """
         profiles = [*map(fill, [*self._comparable(_PLANNED_FOR), self._least()]), profile]
-        before, after = ([least_s(each, cut) for each in profiles] for cut in (present, planned))
+        before, after = (least_s(profiles, cut) for cut in (present, planned))
         *by_batch, sure, predicted = Gains.shares(before, after)
         more = gain - predicted
         return Gains([each + more for each in by_batch], sure + more)

@@ -20,11 +20,11 @@ from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.planning import (
     PlannedOrder,
     activation_caps,
-    least_seconds,
     plan_batch,
     plan_on_partition,
     worker_bytes_of_1f1b,
 )  # fmt: skip
+from dynpipe_ds.planning.bounds import least_batches_s
 from dynpipe_ds.planning.listing import work_of
 from dynpipe_ds.planning.pace import pace
 from dynpipe_ds.planning.planner import EFFORT, num_computations
@@ -305,20 +305,19 @@ class Orders:
         self._known[cuts] = there
         return present, there
 
-    def least_s(self, profile: PipelineProfile, boundaries: Sequence[int]) -> float:
-        """Seconds that a batch takes at least in any order that keeps the memory of the workers, if one does.
+    def least_s(self, profiles: Sequence[PipelineProfile], boundaries: Sequence[int]) -> list[float]:
+        """Seconds that batches take at least in any order that keeps the memory of the workers, if one does.
 
         Args:
-            profile: with halves.
+            profiles: with halves; what they hold is taken to be as in the last.
             boundaries: S + 1 layer indices.
         """
-        cuts = tuple(boundaries)
-        workload = Workload.from_profile(profile, cuts, speeds=self._speeds.values)
+        cuts, newest = tuple(boundaries), profiles[-1]
         try:
-            caps = activation_caps(profile, cuts, self._caps(profile, cuts))
+            caps = activation_caps(newest, cuts, self._caps(newest, cuts))
         except ValueError:
             caps = None
-        return least_seconds(workload, caps)
+        return least_batches_s(profiles, cuts, caps, speeds=self._speeds.values)
 
     def _usual(
         self, profile: PipelineProfile, cuts: tuple[int, ...], varying: Sequence[PipelineProfile] = ()

@@ -282,11 +282,39 @@ class PipelineProfile:
                 f"speeds = {list(speeds)}: need one for each stage of boundaries {self.boundaries}"
             )
         by_layer = [speeds[stage] for stage in self.placement.layer_stages]
-        layers = tuple(
-            replace(layer, **{name: getattr(layer, name) * speed for name in SECONDS})
-            for layer, speed in zip(self.layers, by_layer, strict=True)
-        )
-        return replace(self, layers=layers)
+        return self.with_seconds(**{
+            name: [getattr(layer, name) * speed for layer, speed in zip(self.layers, by_layer, strict=True)]
+            for name in SECONDS
+        })  # fmt: skip
+
+    def with_seconds(self, **seconds: Sequence[float]) -> PipelineProfile:
+        """The same batch if layers had taken other seconds.
+
+        Args:
+            seconds: of each layer, by the name of the field: ``forward_s``, ``backward_s``, ``weight_s``, ``split_s``.
+
+        Returns:
+            The profile; what is not named stays.
+
+        Raises:
+            ValueError: for another name, another number of layers, or seconds that are negative or not finite.
+        """
+        for name, values in seconds.items():
+            if name not in SECONDS:
+                raise ValueError(f"{name}: must be one of {', '.join(SECONDS)}")
+            if len(values) != len(self.layers):
+                raise ValueError(f"{name} has {len(values)} seconds: need one for each of {len(self.layers)} layers")
+            if not all(0 <= value < math.inf for value in values):
+                raise ValueError(f"{name} = {list(values)}: must be finite seconds >= 0")
+        if not seconds:
+            return self
+        layers = []
+        for layer, values in zip(self.layers, zip(*seconds.values(), strict=True), strict=True):
+            changed = object.__new__(LayerProfile)  # all else was checked: a decision makes thousands of layers
+            changed.__dict__.update(layer.__dict__)
+            changed.__dict__.update(zip(seconds, values, strict=True))
+            layers.append(changed)
+        return replace(self, layers=tuple(layers))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the profile as JSON; :meth:`load` reads it back, equal.
@@ -377,15 +405,10 @@ def smooth(
         raise ValueError(f"profiles have {counts} layers: all must come from the same model")
     if speeds is not None:
         profiles = [profile.at_unit_speed(speeds) for profile in profiles]
-    combine = _COMBINE[how]
-    layers = tuple(
-        replace(
-            same_layer[-1],
-            **{name: combine([getattr(layer, name) for layer in same_layer]) for name in SECONDS},
-        )
-        for same_layer in zip(*(profile.layers for profile in profiles), strict=True)
-    )
-    return replace(profiles[-1], layers=layers)
+    combine, by_layer = _COMBINE[how], list(zip(*(profile.layers for profile in profiles), strict=True))
+    return profiles[-1].with_seconds(**{
+        name: [combine([getattr(layer, name) for layer in same]) for same in by_layer] for name in SECONDS
+    })  # fmt: skip
 
 
 def _ema(values: Sequence[float]) -> float:

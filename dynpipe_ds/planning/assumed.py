@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dynpipe_ds.measure.profile import PipelineProfile
 
 
@@ -20,5 +18,4 @@ def assume_halves(profile: PipelineProfile, weight_share: float) -> PipelineProf
     """
     if any(layer.weight_s for layer in profile.layers):
         return profile
-    layers = tuple(replace(layer, weight_s=weight_share * layer.backward_s) for layer in profile.layers)
-    return replace(profile, layers=layers)
+    return profile.with_seconds(weight_s=[weight_share * layer.backward_s for layer in profile.layers])

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from dynpipe_ds.measure.profile import PipelineProfile
+from dynpipe_ds.placement import Placement
 from dynpipe_ds.simulation import Workload
-from dynpipe_ds.simulation.workload import FloatArray
+from dynpipe_ds.simulation.workload import FloatArray, frozen_boundaries, links_s
 
 IntArray = npt.NDArray[np.int64]
 
@@ -39,13 +41,53 @@ def least_seconds(workload: Workload, caps: Sequence[int] | None = None) -> floa
     )
 
 
-def num_ahead(caps: IntArray, activation_bytes: IntArray, num_micro_batches: int) -> IntArray:
+def least_batches_s(
+    profiles: Sequence[PipelineProfile], boundaries: Placement | Sequence[int], caps: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[float]:
+    """The same of many batches on one partition: :func:`least_seconds` of each one's workload, but for rounding.
+
+    Args:
+        profiles: with halves of backwards, of as many layers, at unit speed.
+        boundaries: S + 1 layer indices, or a placement that is a partition.
+        caps: as there.
+        speeds: S relative speeds to divide by.
+
+    Returns:
+        Seconds of each batch.
+    """
+    newest = profiles[-1]
+    placement = Placement.of(boundaries, num_layers=len(newest.layers))
+    num_stages = placement.num_stages
+    layers_s = np.array([
+        [[layer.forward_s, layer.backward_s, layer.weight_s] for layer in profile.layers] for profile in profiles
+    ])  # fmt: skip
+    until_s = np.insert(np.cumsum(layers_s.transpose(2, 0, 1), axis=-1), 0, 0.0, axis=-1)[..., list(placement.cuts)]
+    sums_s = np.maximum(np.diff(until_s, axis=-1), 0.0) / np.array([1.0] * num_stages if speeds is None else speeds)
+    forward_s, backward_s = sums_s[:2]
+    weight_s = np.minimum(sums_s[2], backward_s)
+    input_s = backward_s - weight_s
+    count = np.array([[profile.num_micro_batches] for profile in profiles])
+    links = np.array([np.broadcast_to(links_s(profile, num_stages), num_stages - 1) for profile in profiles])
+    ahead = count
+    if caps is not None:
+        activation_bytes = [sum(held) for held in placement.by_stage(newest.activation_bytes())]
+        ahead = num_ahead(np.array(caps), np.array(activation_bytes), count)
+    found = bounds(
+        forward_s, input_s, count * (forward_s + input_s), count * weight_s, links,
+        np.array([frozen_boundaries(seconds) for seconds in backward_s.tolist()]),
+        gradient_link_s=links, ahead_s=ahead * forward_s,
+    )  # fmt: skip
+    return [float(seconds) for seconds in found]
+
+
+def num_ahead(caps: IntArray, activation_bytes: IntArray, num_micro_batches: int | IntArray) -> IntArray:
     """Forwards that a stage has room for before its first backward.
 
     Args:
         caps: most bytes of activations, ``(..., S)``.
         activation_bytes: of a micro-batch, ``(..., S)``.
-        num_micro_batches: M.
+        num_micro_batches: M, the same for all or of each.
     """
     return np.minimum(caps // np.maximum(activation_bytes, 1), num_micro_batches)
 
@@ -66,7 +108,7 @@ def bounds(
         input_s: the same of the backward without weight gradients.
         awaited_s: all seconds of a stage's batch but weight gradients, ``(..., S)``.
         weights_s: all seconds of its weight gradients.
-        activation_link_s: least seconds of a message over every boundary, ``(S - 1,)``.
+        activation_link_s: least seconds of a message over every boundary, ``(..., S - 1)``.
         frozen_boundaries: ``(...)``.
         gradient_link_s: as for activations.
         ahead_s: most seconds of the forwards that a stage has room for before its first backward, ``(..., S)``.
@@ -75,9 +117,12 @@ def bounds(
         ``(...)`` seconds.
     """
     trains = np.arange(forward_s.shape[-1]) >= frozen_boundaries[..., None]
-    head_s = _before(forward_s + np.append(activation_link_s, 0.0))
+    none_s = np.zeros((*activation_link_s.shape[:-1], 1))
+    there_s = np.concatenate([activation_link_s, none_s], axis=-1)
+    back_s = np.concatenate([none_s, activation_link_s + gradient_link_s], axis=-1)
+    head_s = _before(forward_s + there_s)
     tail_s = _before(np.where(trains, input_s, 0.0))
-    returns_s = forward_s + _behind(forward_s + input_s + np.append(0.0, activation_link_s + gradient_link_s))
+    returns_s = forward_s + _behind(forward_s + input_s + back_s)
     return np.asarray(stage_bounds(head_s, returns_s, ahead_s, awaited_s, weights_s, tail_s, trains).max(axis=-1))
 
 

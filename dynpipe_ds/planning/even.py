@@ -41,21 +41,21 @@ def even_cuts(seconds: FloatArray, num_doublings: int) -> Cuts | None:
     allowed = np.isfinite(seconds)
     if not allowed.any():
         return None
-    costs = seconds / max(float(seconds[allowed].mean()), np.finfo(float).tiny)
+    costs = np.ascontiguousarray(seconds.transpose(0, 2, 1)) / max(float(seconds[allowed].mean()), np.finfo(float).tiny)
     for _ in range(num_doublings):
         costs *= costs
     num_ends, num_widths = seconds.shape[1:]
     sums = np.full(num_widths - 1 + num_ends, np.inf)  # up to each group, with the stages so far; none before the first
     sums[num_widths - 1] = 0.0
-    before = sliding_window_view(sums, num_widths)[:, ::-1]  # of each end and width, where the stage begins
-    chosen = []
+    before = sliding_window_view(sums, num_widths).T[::-1]  # of each width and end, where the stage begins
+    without = []  # of each stage, the sums without it
     for cost in costs:
-        with_this = before + cost
-        chosen.append(with_this.argmin(axis=1))
-        sums[num_widths - 1 :] = with_this.min(axis=1)
+        without.append(sums.copy())
+        sums[num_widths - 1 :] = (before + cost).min(axis=0)
     if not np.isfinite(sums[-1]):
         return None
     cuts = [num_ends - 1]
-    for widths_of in reversed(chosen):
-        cuts.append(cuts[-1] - int(widths_of[cuts[-1]]))
+    for sums, cost in zip(reversed(without), costs[::-1], strict=True):
+        end = cuts[-1]
+        cuts.append(end - int((sums[end : end + num_widths][::-1] + cost[:, end]).argmin()))
     return tuple(reversed(cuts))

@@ -131,9 +131,13 @@ class Partitions:
         seconds = np.array(np.broadcast_to(of_stages[..., None], (*of_stages.shape, count)), order="C")
         return new_works(
             seconds, self._links, [frozen_boundaries(each) for each in backward_s.T.tolist()],
-            [sum(self._activation_bytes[first:end]) for first, end in ranges],
+            self.activation_bytes(cuts),
             [sum(self.weight_bytes[first:end]) for first, end in waiting], caps,
         )  # fmt: skip
+
+    def activation_bytes(self, cuts: Cuts) -> list[int]:
+        """Of a micro-batch, of each stage."""
+        return [sum(self._activation_bytes[first:end]) for first, end in pairwise(self.placement(cuts).cuts)]
 
     def _sums_s(self, first: int, end: int) -> FloatArray:
         """Of the profile and of each batch, forward, backward and split seconds of some layers, ``(3, 1 + K)``."""

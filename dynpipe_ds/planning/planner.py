@@ -260,7 +260,7 @@ class Tried:
             late: of the order.
         """
         mean_s, best, varying_s = usual_s(works[0]), self.best, self.varying_s
-        if fits_1f1b(workload, caps):
+        if fits_1f1b(workload.activation_bytes, workload.num_micro_batches, caps):
             of_1f1b = seconds_of_1f1b(mean_s, works[1:], self.best_s * (1 + SAME))
             best, varying_s = (best, varying_s) if of_1f1b is None else (None, of_1f1b)
         least_s = least_seconds(workload, caps)
@@ -299,7 +299,7 @@ def checked_caps(workload: Workload, given: int | Sequence[int] | None) -> tuple
         ValueError: when one is below what one micro-batch needs, or there is not one for each stage.
     """
     if given is None:
-        given = max(_peaks_of_1f1b(workload))
+        given = max(_peaks_of_1f1b(workload.activation_bytes, workload.num_micro_batches))
     caps = (given,) * workload.num_stages if isinstance(given, int) else tuple(given)
     if len(caps) != workload.num_stages:
         raise ValueError(f"activation_caps = {caps}: need one number, or one for each of {workload.num_stages} stages")
@@ -312,17 +312,21 @@ def checked_caps(workload: Workload, given: int | Sequence[int] | None) -> tuple
     return caps
 
 
-def fits_1f1b(workload: Workload, caps: Sequence[int]) -> bool:
+def fits_1f1b(activation_bytes: Sequence[int], num_micro_batches: int, caps: Sequence[int]) -> bool:
     """Whether no stage holds more than its cap under 1F1B.
 
     Args:
-        workload: bytes.
+        activation_bytes: S numbers, of a micro-batch.
+        num_micro_batches: M.
         caps: S most bytes of activations.
     """
-    return all(peak <= cap for peak, cap in zip(_peaks_of_1f1b(workload), caps, strict=True))
+    peaks = _peaks_of_1f1b(activation_bytes, num_micro_batches)
+    return all(peak <= cap for peak, cap in zip(peaks, caps, strict=True))
 
 
-def _peaks_of_1f1b(workload: Workload) -> list[int]:
-    count, num_stages = workload.num_micro_batches, workload.num_stages
-    held = zip(workload.activation_bytes, range(num_stages), strict=True)
-    return [num_bytes * in_flight("1f1b", count, num_stages, stage) for num_bytes, stage in held]
+def _peaks_of_1f1b(activation_bytes: Sequence[int], num_micro_batches: int) -> list[int]:
+    num_stages = len(activation_bytes)
+    return [
+        num_bytes * in_flight("1f1b", num_micro_batches, num_stages, stage)
+        for stage, num_bytes in enumerate(activation_bytes)
+    ]

@@ -165,7 +165,8 @@ class _Partition:
     def run_1f1b(self) -> None:
         """Time it under 1F1B, if it may run that."""
         work, *varying = self.works(is_late=False)
-        if fits_1f1b(self._partitions.workload(self.cuts, ()), self._caps):
+        partitions = self._partitions
+        if fits_1f1b(partitions.activation_bytes(self.cuts), partitions.profile.num_micro_batches, self._caps):
             self._usual_s = fmean(map(usual_s, varying or [work]))
 
     def as_here(self, way: _Way) -> _Way:

@@ -87,6 +87,26 @@ def test_unequal_workers() -> None:
         slow_second.at_unit_speed([1.0])
 
 
+def test_other_seconds() -> None:
+    """As if every layer had been made anew."""
+    value = profile(1.0, 4.0, 4.0)
+    other = value.with_seconds(forward_s=[0.5, 0.25, 0.125], weight_s=[0.0, 0.1, 0.2])
+    assert other == replace(value, layers=tuple(
+        replace(old, forward_s=forward_s, weight_s=weight_s)
+        for old, forward_s, weight_s in zip(value.layers, (0.5, 0.25, 0.125), (0.0, 0.1, 0.2), strict=True)
+    ))  # fmt: skip
+    assert hash(other.layers) != hash(value.layers) and value == profile(1.0, 4.0, 4.0)
+    assert PipelineProfile.loads(other.dumps()) == other
+    assert value.with_seconds() == value
+    with pytest.raises(ValueError, match="seconds: must be one of forward_s, backward_s, weight_s, split_s"):
+        value.with_seconds(seconds=[1.0] * 3)
+    with pytest.raises(ValueError, match="split_s has 2 seconds: need one for each of 3 layers"):
+        value.with_seconds(split_s=[1.0] * 2)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="forward_s = .*: must be finite seconds >= 0"):
+            value.with_seconds(forward_s=[1.0, bad, 1.0])
+
+
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "1", None, True])
 def test_impossible_times(bad: object) -> None:
     with pytest.raises(ValueError, match="layer 'attention': forward_s = .*finite seconds >= 0"):
