@@ -23,7 +23,7 @@ class Pace(NamedTuple):
 
 
 IN_PYTHON = Pace(350_000, any_plan=500, bounds_a_computation=5, cells_a_computation=30)
-AS_MACHINE_CODE = Pace(2_500_000, any_plan=7_500, bounds_a_computation=0.6, cells_a_computation=4)
+AS_MACHINE_CODE = Pace(4_000_000, any_plan=12_000, bounds_a_computation=0.4, cells_a_computation=2.5)
 
 
 class _Now:
