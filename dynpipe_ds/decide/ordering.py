@@ -148,7 +148,7 @@ class Ordering:
         if news > MUCH_NEWS:
             return self._orders.can_spend(newest, owes=True)
         if news > NEWS:
-            return self._orders.can_spend(newest, self._needed)
+            return self._orders.can_spend(newest, min(most_effort(), self._needed))
         if self._searched >= most_effort():
             return False  # no search looks at more
         return self._orders.can_spend(newest, min(most_effort(), DEEPER * max(self._needed, self._searched)))

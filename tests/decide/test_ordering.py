@@ -359,6 +359,18 @@ def test_what_gains_nothing_is_planned_again_after_twice_the_time() -> None:
     assert looked_at > 0, "a change is answered at once"
 
 
+def test_what_gains_nothing_is_planned_again_now_and_then_for_ever() -> None:
+    """What the next search must be able to look at grows, and no search looks at more than there is."""
+    rng = np.random.default_rng(2)
+    run, deciding, planned = OnPaper([s / 10 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer(), []
+    for batch in range(400):
+        run.forward_s = [s / 10 * factor for s, factor in zip(UNEQUAL, rng.normal(1, 0.015, 8), strict=True)]
+        run.train(deciding, 1, first=batch)
+        if deciding.ordering.num_looked_at:
+            planned.append(batch)
+    assert any(batch >= 300 for batch in planned), planned
+
+
 def test_planning_keeps_within_its_share() -> None:
     """Layers change in every batch, and a batch takes a tenth of a second: there is not always time for a plan."""
     run, deciding = OnPaper([s / 240 for s in UNEQUAL], (0, 2, 4, 6, 8)), balancer(rebalance_every="auto")
