@@ -16,6 +16,7 @@ from benchmarks.record import RESULTS, add_force, environment, force, save
 from benchmarks.scenarios.contenders import EARLY, SCENARIOS, as_values, build_runs, read_settings, train_in_turns
 from benchmarks.scenarios.pictures import save_heat_map, save_rates, save_timeline
 from benchmarks.scenarios.summary import text
+from scenarios.settings import Settings
 
 NAME = "scenarios"
 FULL = ("run.batches=50", "run.window=3", "run.warmup_batches=2")
@@ -26,19 +27,46 @@ SETTLED_FULL, SETTLED_QUICK = 32, 8
 
 def run_rank(send: Send, scenario: str, options: argparse.Namespace) -> None:
     """Train one scenario's runs on this rank."""
-    overrides = [f"scenario={scenario}", *(QUICK if options.quick else FULL)]
-    if options.quick:
-        overrides += EARLY[scenario]
-    settings = read_settings([*overrides, *options.set])
+    settings = _settings(scenario, options)
     runs = build_runs(settings, options.intervals)
     train_in_turns(runs, settings)
     _, *windows = settings.run.windows()
     send({
         "windows": [[window.start, window.stop] for window in windows],
-        "settled": SETTLED_QUICK if options.quick else SETTLED_FULL,
+        "settled": _settled(options),
         "num_batches": settings.run.batches,
         "runs": {name: as_values(run) for name, run in runs.items()},
     })
+
+
+def _settings(scenario: str, options: argparse.Namespace) -> Settings:
+    overrides = [f"scenario={scenario}", *(QUICK if options.quick else FULL)]
+    if options.quick:
+        overrides += EARLY[scenario]
+    return read_settings([*overrides, *options.set])
+
+
+def _settled(options: argparse.Namespace) -> int:
+    return SETTLED_QUICK if options.quick else SETTLED_FULL
+
+
+def check_length(scenario: str, options: argparse.Namespace) -> None:
+    """Refuse runs that end before the model has changed: nothing could be told of the end.
+
+    Args:
+        scenario: any of them; all train as many batches.
+        options: as given.
+
+    Raises:
+        ValueError: for such runs.
+    """
+    run = _settings(scenario, options).run
+    _, *windows = run.windows()
+    if not any(window.start >= _settled(options) for window in windows):
+        raise ValueError(
+            f"run.batches = {run.batches}, run.window = {run.window}: no window begins at batch {_settled(options)} or "
+            f"later, when models have changed; train more batches, {_settled(options) + run.window} or a few more"
+        )
 
 
 def measure(scenario: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -78,6 +106,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "scenarios")
     add_force(parser)
     options = parser.parse_args()
+    try:
+        check_length(options.only[0], options)
+    except ValueError as problem:
+        parser.error(str(problem))
     force(options)
     values: dict[str, Any] = {"environment": environment(), "scenarios": {}}
     for name in options.only:

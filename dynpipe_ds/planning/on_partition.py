@@ -35,7 +35,7 @@ def plan_on_partition(
         activation_link_s: seconds of a micro-batch's activations over every boundary; None: as the profile has them.
         gradient_link_s: the same for gradients.
         speeds: S relative speeds to divide by, when layer times are at unit speed.
-        effort: how many computations to look at; 400,000 a second or so, compiled 2 to 3 million.
+        effort: how many computations to look at; 400,000 a second or so, compiled 4 million.
         varying: batches that the profile is the mean of; the order is the one in which they are the shortest.
 
     Returns:

@@ -96,7 +96,7 @@ def plan_batch(
         speeds: S relative speeds to divide by, when layer times are at unit speed.
         pinned: cuts that no partition may have.
         allow_empty: whether a stage may hold no layer.
-        effort: how many computations to look at; 400,000 a second or so, compiled 2 to 3 million.
+        effort: how many computations to look at; 400,000 a second or so, compiled 4 million.
         varying: batches that the profile is the mean of. The slowest stage is now this one and now that one, so they
             take longer than their mean does, on some partitions more than on others. Each order is timed with all of
             them.

@@ -150,6 +150,18 @@ def test_a_wrong_interval_is_refused_before_ranks_start(
     assert f"'{interval}': must be a number of batches, 1 or more" in capsys.readouterr().err
 
 
+def test_runs_that_end_too_soon_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing could be told of the end: that was an IndexError after training."""
+    monkeypatch.setattr("sys.argv", ["main", "--quick", "--only", "moe", "--set", "run.batches=8"])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err
+    assert "run.batches = 8, run.window = 2: no window begins at batch 8 or later" in error
+    assert "train more batches, 10 or a few more" in error
+
+
 def test_other_losses_are_told() -> None:
     values = example()
     values["runs"][PARAMETERS]["losses"] = [1.0, 2.0 + 2**-51]
