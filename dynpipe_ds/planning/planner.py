@@ -165,7 +165,7 @@ def is_worth_compiling(num_stages: int, num_micro_batches: int) -> bool:
 
 
 def compile_planning() -> bool:
-    """Compile what planning spends its time with, where Numba is installed: plans are the same, in a small part of the time.
+    """Compile what planning spends its time with, where Numba is installed: the same plans in a small part of the time.
 
     Takes ten seconds or so, a second where that was compiled before, and about 110 MB of memory.
 
