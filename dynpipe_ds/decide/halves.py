@@ -177,14 +177,22 @@ class Halves:
         return self._filled[id(profile)][1]
 
     def _fill(self, profile: PipelineProfile) -> PipelineProfile:
-        known = {i: median(shares) for i, shares in self._shares.items()}
-        usual = median([share for share in known.values() if share] or [0.0])
-        shares = [known.get(i, usual) for i in range(len(profile.layers))]
+        shares = self.weight_shares(len(profile.layers))
         pairs = list(zip((layer.backward_s for layer in profile.layers), shares, strict=True))
         return profile.with_seconds(
-            weight_s=[share * self.cost * backward_s for backward_s, share in pairs],
+            weight_s=[share * backward_s for backward_s, share in pairs],
             split_s=[(self.cost - 1.0) * backward_s if share else 0.0 for backward_s, share in pairs],
         )
+
+    def weight_shares(self, num_layers: int) -> list[float]:
+        """Seconds of each layer's second half over those of its whole backward, as :meth:`fill` has them.
+
+        Args:
+            num_layers: L.
+        """
+        known = {i: median(shares) for i, shares in self._shares.items()}
+        usual = median([share for share in known.values() if share] or [0.0])
+        return [known.get(i, usual) * self.cost for i in range(num_layers)]
 
     # -- state --------------------------------------------------------------------------------
 

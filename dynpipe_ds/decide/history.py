@@ -209,9 +209,9 @@ class History:
         return Gains.of(seconds[: len(profiles)], seconds[len(profiles) :])
 
     def ordered_gains(
-        self, present: Sequence[int], planned: Sequence[int], fill: Callable[[PipelineProfile], PipelineProfile],
-        least_s: Callable[[Sequence[PipelineProfile], Sequence[int]], list[float]], profile: PipelineProfile,
-        gain: float,
+        self, present: Sequence[int], planned: Sequence[int],
+        least_s: Callable[[Sequence[PipelineProfile], Sequence[Sequence[int]]], list[list[float]]],
+        profile: PipelineProfile, gain: float,
     ) -> Gains:
         """What a partition would have saved of each batch, in planned orders.
 
@@ -221,13 +221,11 @@ class History:
         Args:
             present: boundaries.
             planned: other ones.
-            fill: adds halves of backwards to a profile of whole ones.
-            least_s: seconds that batches take at least on a partition, in any order.
-            profile: that the prediction was made by, with halves.
+            least_s: seconds that batches take at least on each of some partitions, in any order.
+            profile: that the prediction was made by.
             gain: predicted by it.
         """
-        profiles = [*map(fill, [*self._comparable(_PLANNED_FOR), self._least()]), profile]
-        before, after = (least_s(profiles, cut) for cut in (present, planned))
+        before, after = least_s([*self._comparable(_PLANNED_FOR), self._least(), profile], [present, planned])
         *by_batch, sure, predicted = Gains.shares(before, after)
         more = gain - predicted
         return Gains([each + more for each in by_batch], sure + more)

@@ -286,9 +286,12 @@ class Ordering:
             shares = Gains.shares(present.varying_s, planned.varying_s)
             return Prospect(present.seconds, planned.seconds, Gains(shares, min(shares)))
         gain = 1.0 - planned.seconds / present.seconds if present.seconds else 0.0
-        gains = self._history.ordered_gains(
-            profile.boundaries, plan.boundaries, self._halves.fill, self._orders.least_s, profile, gain
-        )
+        weight_shares = self._halves.weight_shares(len(profile.layers))
+
+        def least_s(profiles: Sequence[PipelineProfile], partitions: Sequence[Sequence[int]]) -> list[list[float]]:
+            return self._orders.least_s(profiles, partitions, weight_shares)
+
+        gains = self._history.ordered_gains(profile.boundaries, plan.boundaries, least_s, profile, gain)
         return Prospect(present.seconds, planned.seconds, gains)
 
     def choose(self, profile: PipelineProfile | None, boundaries: Sequence[int]) -> Order | None:

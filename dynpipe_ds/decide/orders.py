@@ -305,19 +305,26 @@ class Orders:
         self._known[cuts] = there
         return present, there
 
-    def least_s(self, profiles: Sequence[PipelineProfile], boundaries: Sequence[int]) -> list[float]:
+    def least_s(
+        self, profiles: Sequence[PipelineProfile], partitions: Sequence[Sequence[int]], weight_shares: Sequence[float]
+    ) -> list[list[float]]:
         """Seconds that batches take at least in any order that keeps the memory of the workers, if one does.
 
         Args:
-            profiles: with halves; what they hold is taken to be as in the last.
-            boundaries: S + 1 layer indices.
+            profiles: of batches; what they hold is taken to be as in the last.
+            partitions: S + 1 layer indices each.
+            weight_shares: of each layer's backward, what the second half takes.
+
+        Returns:
+            Of each partition those of each batch.
         """
-        cuts, newest = tuple(boundaries), profiles[-1]
-        try:
-            caps = activation_caps(newest, cuts, self._caps(newest, cuts))
-        except ValueError:
-            caps = None
-        return least_batches_s(profiles, cuts, caps, speeds=self._speeds.values)
+        newest, caps = profiles[-1], list[Sequence[int] | None]()
+        for cuts in map(tuple, partitions):
+            try:
+                caps.append(activation_caps(newest, cuts, self._caps(newest, cuts)))
+            except ValueError:
+                caps.append(None)
+        return least_batches_s(profiles, partitions, caps, weight_shares, speeds=self._speeds.values)
 
     def _usual(
         self, profile: PipelineProfile, cuts: tuple[int, ...], varying: Sequence[PipelineProfile] = ()

@@ -42,43 +42,45 @@ def least_seconds(workload: Workload, caps: Sequence[int] | None = None) -> floa
 
 
 def least_batches_s(
-    profiles: Sequence[PipelineProfile], boundaries: Placement | Sequence[int], caps: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
-) -> list[float]:
-    """The same of many batches on one partition: :func:`least_seconds` of each one's workload, but for rounding.
+    profiles: Sequence[PipelineProfile], partitions: Sequence[Sequence[int]], caps: Sequence[Sequence[int] | None],
+    weight_shares: Sequence[float], *, speeds: Sequence[float] | None = None,
+) -> list[list[float]]:
+    """The same of many batches on some partitions: :func:`least_seconds` of each workload, but for rounding.
 
     Args:
-        profiles: with halves of backwards, of as many layers, at unit speed.
-        boundaries: S + 1 layer indices, or a placement that is a partition.
-        caps: as there.
+        profiles: of as many layers, at unit speed; what they hold is taken to be as in the last.
+        partitions: S + 1 layer indices each.
+        caps: for each partition, as there.
+        weight_shares: of each layer's backward, what gradients of weights take.
         speeds: S relative speeds to divide by.
 
     Returns:
-        Seconds of each batch.
+        Of each partition, seconds of each batch.
     """
-    newest = profiles[-1]
-    placement = Placement.of(boundaries, num_layers=len(newest.layers))
-    num_stages = placement.num_stages
-    layers_s = np.array([
-        [[layer.forward_s, layer.backward_s, layer.weight_s] for layer in profile.layers] for profile in profiles
-    ])  # fmt: skip
-    until_s = np.insert(np.cumsum(layers_s.transpose(2, 0, 1), axis=-1), 0, 0.0, axis=-1)[..., list(placement.cuts)]
-    sums_s = np.maximum(np.diff(until_s, axis=-1), 0.0) / np.array([1.0] * num_stages if speeds is None else speeds)
-    forward_s, backward_s = sums_s[:2]
-    weight_s = np.minimum(sums_s[2], backward_s)
-    input_s = backward_s - weight_s
+    num_stages, newest = len(partitions[0]) - 1, profiles[-1]
+    layers_s = np.array([[[layer.forward_s, layer.backward_s] for layer in profile.layers] for profile in profiles])
+    forward_s, backward_s = layers_s.transpose(2, 0, 1)
+    weight_s = np.array(weight_shares) * backward_s
+    until_s = np.insert(np.cumsum([forward_s, backward_s, weight_s], axis=-1), 0, 0.0, axis=-1)
     count = np.array([[profile.num_micro_batches] for profile in profiles])
     links = np.array([np.broadcast_to(links_s(profile, num_stages), num_stages - 1) for profile in profiles])
-    ahead = count
-    if caps is not None:
-        activation_bytes = [sum(held) for held in placement.by_stage(newest.activation_bytes())]
-        ahead = num_ahead(np.array(caps), np.array(activation_bytes), count)
-    found = bounds(
-        forward_s, input_s, count * (forward_s + input_s), count * weight_s, links,
-        np.array([frozen_boundaries(seconds) for seconds in backward_s.tolist()]),
-        gradient_link_s=links, ahead_s=ahead * forward_s,
-    )  # fmt: skip
-    return [float(seconds) for seconds in found]
+
+    def least_s(cuts: Sequence[int], caps: Sequence[int] | None) -> list[float]:
+        sums_s = np.maximum(np.diff(until_s[..., list(cuts)], axis=-1), 0.0)
+        forward_s, backward_s, weight_s = sums_s / np.array([1.0] * num_stages if speeds is None else speeds)
+        weight_s = np.minimum(weight_s, backward_s)
+        input_s, ahead = backward_s - weight_s, count
+        if caps is not None:
+            by_stage = Placement.from_boundaries(cuts).by_stage(newest.activation_bytes())
+            ahead = num_ahead(np.array(caps), np.array([sum(held) for held in by_stage]), count)
+        frozen = np.array([frozen_boundaries(seconds) for seconds in backward_s.tolist()])
+        found: list[float] = bounds(
+            forward_s, input_s, count * (forward_s + input_s), count * weight_s, links, frozen, gradient_link_s=links,
+            ahead_s=ahead * forward_s,
+        ).tolist()  # fmt: skip
+        return found
+
+    return [least_s(*each) for each in zip(partitions, caps, strict=True)]
 
 
 def num_ahead(caps: IntArray, activation_bytes: IntArray, num_micro_batches: int | IntArray) -> IntArray:
