@@ -46,8 +46,13 @@ SURE = 4.0
 LIKELY = 2.5
 """A gain of a plan that exceeds so many, seen in the same way, needs no other batch: a move can be undone."""
 
+USUAL = 0.05
+"""Relative noise of most machines: what is thought of one of which little is known."""
+
+_KNOWN_AS_WELL_AS = 2  # differences, before any was seen
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
+_MEAN = 0.7979  # of all |z|: of three differences and fewer, none is set aside
 
 
 def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
@@ -55,10 +60,13 @@ def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
 
     Differences leave out slow drift, and a step of the model is one difference only. Differences of differences leave
     out a model that changes fast, as much in one batch as in the next. The largest quarter of them (spikes, steps) is
-    set aside; few differences count as noisier than they look.
+    set aside.
+
+    Few differences say little, so what is usual counts, too, or they count as noisier than they look, whichever is
+    less.
 
     Args:
-        series: values in the order of their batches.
+        series: values in the order of their batches, relative to what is usual.
         changes: positions of values before which the model was known to change: no such step is noise. It is counted
             as one all the same where that leaves out more than it tells.
 
@@ -79,9 +87,11 @@ def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
 
 def _deviation(differences: Sequence[float]) -> float:
     """Standard deviation of one value, by differences of two."""
-    caution = 1.0 + 4.0 / len(differences)
-    quiet = sorted(map(abs, differences))[: math.ceil(_QUIET_SHARE * len(differences))]
-    return caution * fmean(quiet) / (_QUIET_MEAN * math.sqrt(2.0))
+    count = len(differences)
+    quiet = sorted(map(abs, differences))[: math.ceil(_QUIET_SHARE * count)]
+    seen = fmean(quiet) / ((_QUIET_MEAN if len(quiet) < count else _MEAN) * math.sqrt(2.0))
+    thought = math.sqrt((_KNOWN_AS_WELL_AS * USUAL**2 + count * seen**2) / (_KNOWN_AS_WELL_AS + count))
+    return min(thought, (1.0 + 4.0 / count) * seen)
 
 
 def evidence_for(saved_a_batch_s: float, cost_s: float) -> int:

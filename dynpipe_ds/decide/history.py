@@ -99,6 +99,8 @@ class History:
         self._kept.clear()
         self._window.observe(self.seconds_until[-1])
         self._num_observed += 1
+        if not profile.batch:  # a run's first batch is slow in parts, which is no noise
+            self._changes.append(self._num_observed)
         self.num_comparable = min(HISTORY, self.num_comparable + 1)
         self.has_changed = self._sees_change(profile.boundaries)
 
@@ -246,9 +248,8 @@ class History:
         first = self._num_observed - len(history)
         changes = {known - first for known in self._changes}
         shares = [[load / (sum(loads) or 1.0) for load in loads] for loads in history]
-        noise = max(noise_of(stage, changes) for stage in zip(*shares, strict=True))
-        usual = median([max(stages) for stages in shares])
-        return noise / usual / math.sqrt(1.0 - 1.0 / num_stages)
+        usual = median([max(stages) for stages in shares]) * math.sqrt(1.0 - 1.0 / num_stages)
+        return max(noise_of([share / usual for share in stage], changes) for stage in zip(*shares, strict=True))
 
     def _speeds(self, num_stages: int) -> Sequence[float]:
         return self.speeds.values or [1.0] * num_stages

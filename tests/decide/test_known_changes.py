@@ -80,6 +80,18 @@ def test_known_changes_are_no_noise() -> None:
     assert moves[untold] != moves[told], "else the test would tell nothing"
 
 
+def test_a_known_change_is_answered_at_once_under_noise_of_which_little_is_known() -> None:
+    """In the first batches of a run, the first of which is slow in parts."""
+    moved = []
+    for seed in range(40):
+        balancer, noise = controller(), Noise(layer=0.03, rank=0.05)
+        observed(balancer, [0.020] * 4 + BEFORE[4:], range(1), noise, seed)
+        assert observed(balancer, BEFORE, range(1, 4), noise, seed + 100) == []
+        balancer.expect_change()
+        moved.append(observed(balancer, [0.004] * 8 + [0.010] * 4, range(4, 8), noise, seed + 200)[:1])
+    assert sum(batch == [4] for batch in moved) > 20 and sum(batch in ([4], [5], [6]) for batch in moved) == 40
+
+
 def test_what_was_known_to_change_is_kept() -> None:
     first, second = controller(), controller()
     observed(first, BEFORE, range(2))
