@@ -55,20 +55,21 @@ _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
 _MEAN = 0.7979  # of all |z|: of three differences and fewer, none is set aside
 
 
-def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
+def noise_of(series: Sequence[float], changes: Collection[int] = (), *, usual: float = math.inf) -> float:
     """Standard deviation of one value, from successive differences, or from how these differ, whichever is less.
 
     Differences leave out slow drift, and a step of the model is one difference only. Differences of differences leave
     out a model that changes fast, as much in one batch as in the next. The largest quarter of them (spikes, steps) is
     set aside.
 
-    Few differences say little, so what is usual counts, too, or they count as noisier than they look, whichever is
-    less.
+    Few differences say little, so they count as noisier than they look.
 
     Args:
-        series: values in the order of their batches, relative to what is usual.
+        series: values in the order of their batches.
         changes: positions of values before which the model was known to change: no such step is noise. It is counted
             as one all the same where that leaves out more than it tells.
+        usual: what would be thought without a series. With a few differences, both count; unless what is seen is less
+            even if it is taken for noisier than it looks. Infinite: nothing is thought.
 
     Returns:
         The standard deviation, in the unit of the series; 0 for fewer than two values.
@@ -76,22 +77,23 @@ def noise_of(series: Sequence[float], changes: Collection[int] = ()) -> float:
     differences = [new - old for old, new in pairwise(series)]
     if not differences:
         return 0.0
-    found = [_deviation(differences)]
+    found = [_deviation(differences, usual)]
     bends = [(new - old) / math.sqrt(3.0) for old, new in pairwise(differences)]  # of noise as large as differences
     if len(bends) > 1:
-        found.append(_deviation(bends))
+        found.append(_deviation(bends, usual))
     if changes and (quiet := [each for i, each in enumerate(differences, start=1) if i not in changes]):
-        found.append(_deviation(quiet))
+        found.append(_deviation(quiet, usual))
     return min(found)
 
 
-def _deviation(differences: Sequence[float]) -> float:
+def _deviation(differences: Sequence[float], usual: float) -> float:
     """Standard deviation of one value, by differences of two."""
     count = len(differences)
     quiet = sorted(map(abs, differences))[: math.ceil(_QUIET_SHARE * count)]
-    seen = fmean(quiet) / ((_QUIET_MEAN if len(quiet) < count else _MEAN) * math.sqrt(2.0))
-    thought = math.sqrt((_KNOWN_AS_WELL_AS * USUAL**2 + count * seen**2) / (_KNOWN_AS_WELL_AS + count))
-    return min(thought, (1.0 + 4.0 / count) * seen)
+    mean = fmean(quiet) / math.sqrt(2.0)
+    seen = mean / (_QUIET_MEAN if len(quiet) < count else _MEAN)
+    thought = math.sqrt((_KNOWN_AS_WELL_AS * usual**2 + count * seen**2) / (_KNOWN_AS_WELL_AS + count))
+    return min(thought, (1.0 + 4.0 / count) * mean / _QUIET_MEAN)
 
 
 def evidence_for(saved_a_batch_s: float, cost_s: float) -> int:

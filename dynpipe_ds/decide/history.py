@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.evidence import HISTORY, SURE, noise_of
+from dynpipe_ds.decide.evidence import HISTORY, SURE, USUAL, noise_of
 from dynpipe_ds.decide.speeds import Speeds
 from dynpipe_ds.decide.window import Window
 from dynpipe_ds.measure.profile import PipelineProfile, Smoothing, smooth
@@ -249,7 +249,8 @@ class History:
         changes = {known - first for known in self._changes}
         shares = [[load / (sum(loads) or 1.0) for load in loads] for loads in history]
         usual = median([max(stages) for stages in shares]) * math.sqrt(1.0 - 1.0 / num_stages)
-        return max(noise_of([share / usual for share in stage], changes) for stage in zip(*shares, strict=True))
+        series = ([share / usual for share in stage] for stage in zip(*shares, strict=True))
+        return max(noise_of(each, changes, usual=USUAL) for each in series)
 
     def _speeds(self, num_stages: int) -> Sequence[float]:
         return self.speeds.values or [1.0] * num_stages

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from dynpipe_ds.config import DynamicPipelineConfig
-from dynpipe_ds.decide.evidence import LIKELY, confirming_batches, evidence_for, noise_of
+from dynpipe_ds.decide.evidence import LIKELY, USUAL, confirming_batches, evidence_for, noise_of
 from dynpipe_ds.decide.history import Gains, History
 from dynpipe_ds.measure.profile import PipelineProfile
 from dynpipe_ds.partition import Plan
@@ -99,7 +99,7 @@ def judge(
         gains = prospect.gains
     else:
         gains = (history.batch_gains if refines else history.gains)(profile.boundaries, plan.boundaries)
-        noise = max(noise, noise_of(gains.by_batch))
+        noise = max(noise, noise_of(gains.by_batch, usual=USUAL))
     if every == "never":
         rebalance, reason = False, "rebalance_every is 'never'"
     elif every == "auto":

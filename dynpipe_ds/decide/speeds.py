@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median, median_low
 from typing import Any
 
-from dynpipe_ds.decide.evidence import noise_of
+from dynpipe_ds.decide.evidence import USUAL, noise_of
 from dynpipe_ds.decide.replicas import LEAST_RATIO, Replicas
 from dynpipe_ds.placement import Placement
 
@@ -317,5 +317,6 @@ class _Ratio:
         usual = [median(each) for each in sums]
         if min(usual) <= 0:
             return None
-        one = max(noise_of([value / middle for value in each]) for each, middle in zip(sums, usual, strict=True))
+        series = ([value / middle for value in each] for each, middle in zip(sums, usual, strict=True))
+        one = max(noise_of(each, usual=USUAL) for each in series)
         return cls(math.log(usual[1] / usual[0]), one * math.sqrt(1 / len(before) + 1 / len(after)))

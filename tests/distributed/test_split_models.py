@@ -138,7 +138,7 @@ def train_kind(kind: str, num_stages: int, way: Way) -> Seen:
         [LayerSpec(layer) for layer in KINDS[kind]], num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform"
     )
     told: list[str] = []
-    with counting_splits() as split, patch.object(halves.log, "info", told.append):
+    with counting_splits() as split, patch.object(halves.log, "info", lambda text, *_: told.append(text)):
         engine, *_ = deepspeed.initialize(model=module, config=CONFIG)
         engine.dynamic.pipeline.order_for = order_for_of(way)
         draw = torch.Generator().manual_seed(1)
