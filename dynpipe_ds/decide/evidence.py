@@ -49,6 +49,7 @@ LIKELY = 2.5
 USUAL = 0.05
 """Relative noise of most machines: what is thought of one of which little is known."""
 
+_FEW = 6  # differences: more of them say by themselves what they vary by
 _KNOWN_AS_WELL_AS = 2  # differences, before any was seen
 _QUIET_SHARE = 0.75  # of the differences count as noise; the rest may be spikes and real changes
 _QUIET_MEAN = 0.5148  # mean of |z| below its 75% quantile, z standard normal
@@ -92,8 +93,10 @@ def _deviation(differences: Sequence[float], usual: float) -> float:
     quiet = sorted(map(abs, differences))[: math.ceil(_QUIET_SHARE * count)]
     mean = fmean(quiet) / math.sqrt(2.0)
     seen = mean / (_QUIET_MEAN if len(quiet) < count else _MEAN)
-    thought = math.sqrt((_KNOWN_AS_WELL_AS * usual**2 + count * seen**2) / (_KNOWN_AS_WELL_AS + count))
-    return min(thought, (1.0 + 4.0 / count) * mean / _QUIET_MEAN)
+    cautious = (1.0 + 4.0 / count) * mean / _QUIET_MEAN
+    if count > _FEW:
+        return cautious
+    return min(cautious, math.sqrt((_KNOWN_AS_WELL_AS * usual**2 + count * seen**2) / (_KNOWN_AS_WELL_AS + count)))
 
 
 def evidence_for(saved_a_batch_s: float, cost_s: float) -> int:
