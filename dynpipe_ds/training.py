@@ -128,7 +128,7 @@ class Training:
         if is_worth_it and not is_compiled and dist.get_rank() == 0:
             log.info(
                 "dynamic_pipeline: orders are planned in Python; where every rank has Numba (pip install "
-                "'dynpipe_ds[fast]'), the same plans take a tenth of the time"
+                "'dynpipe_ds[fast]'), the same plans take a ninth of the time"
             )
         self.repacker.open_doors()
 
