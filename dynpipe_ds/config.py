@@ -173,6 +173,13 @@ class DynamicPipelineConfig(Section):
         rule='a number of bytes >= 1048576 (1 MiB) or a size such as "64MiB"',
         example='"64MiB"',
     )
+    cross_memory: bool = key(
+        True,
+        "Let ranks of one machine read weights and optimizer state that lie in host memory from each other's memory, "
+        "where Linux allows it. It takes about half the time of messages.",
+        rule="true or false",
+        example="false",
+    )
 
     journal: Annotated[str, Field(min_length=1)] | None = key(
         None,

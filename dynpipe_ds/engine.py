@@ -380,7 +380,10 @@ class EnabledEngine(DynamicPipelineEngine, Hooks):
         checkpoints, pipeline = Checkpoints(), Pipeline(self, module.make_dynamic())
         if module.owned:
             check_hooks(type(self), owns=True)
-        stage = Stage(pipeline, module, checkpoints.newest, buffer_bytes=config.transfer_buffer_bytes)
+        stage = Stage(
+            pipeline, module, checkpoints.newest,
+            buffer_bytes=config.transfer_buffer_bytes, reads_memory=config.cross_memory,
+        )
         self.dynamic: Training = Training(stage, Balancer(config, method, _pinned(config, module)), checkpoints, config)
         if module.newcomer is None:
             self.dynamic.journal.begin()

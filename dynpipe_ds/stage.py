@@ -19,6 +19,7 @@ from dynpipe_ds.migration.transaction import MigrationError
 from dynpipe_ds.module import DynamicPipelineModule
 from dynpipe_ds.placement import Placement
 from dynpipe_ds.ranks.agreement import greatest, same_everywhere, together
+from dynpipe_ds.ranks.cross_memory import cross_memory, give_up_cross_memory
 from dynpipe_ds.ranks.guard import Guard
 
 
@@ -30,6 +31,7 @@ class Stage:
         module: its module, made dynamic.
         newest_checkpoint: finds the newest complete checkpoint that this run knows of.
         buffer_bytes: largest message in which layers travel.
+        reads_memory: whether ranks of one machine read each other's memory, where the system lets them.
 
     Attributes:
         pipeline: as given.
@@ -41,13 +43,14 @@ class Stage:
 
     def __init__(
         self, pipeline: Pipeline, module: DynamicPipelineModule, newest_checkpoint: Callable[[], str | None], *,
-        buffer_bytes: int,
+        buffer_bytes: int, reads_memory: bool,
     ) -> None:
         self.pipeline = pipeline
         self.module = module
         self.guard = Guard(newest_checkpoint)
         self.optimizer: StageOptimizer | None = None
         self.buffer_bytes = buffer_bytes
+        self._reads_memory = reads_memory
         self._trainable: list[tuple[int, bool]] = []
 
     def start(self) -> None:
@@ -138,7 +141,13 @@ class Stage:
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
             has_news = self._unnoticed() is not Change.NONE
-            num_bytes = Migration(self, placement, buffer_bytes=self.buffer_bytes).run(has_news=has_news)
+            memory = cross_memory() if self._reads_memory else None
+            try:
+                migration = Migration(self, placement, buffer_bytes=self.buffer_bytes, memory=memory)
+                num_bytes = migration.run(has_news=has_news)
+            except MigrationError:
+                give_up_cross_memory()  # in case it was this that failed
+                raise
             if num_bytes is not None:
                 self.settle()
         return num_bytes

@@ -69,6 +69,7 @@ class Method:
         section: dict[str, Any] = {"enabled": True, "schedule": self.schedule}
         section["activation_budget"] = self.activation_budget
         section["profile_every"] = 1  # results say what every batch took
+        section["cross_memory"] = False  # messages take the time along
         if not self.partitioner:
             return section | {"rebalance_every": "never"}
         if self.partitioner == PROBED and PROBED not in partitioner_names():

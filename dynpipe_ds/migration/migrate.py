@@ -37,6 +37,7 @@ from dynpipe_ds.migration.subject import Subject
 from dynpipe_ds.migration.transaction import NotYet, Transaction
 from dynpipe_ds.migration.transport import Letters, MessageSizes, Transfer, exchange_bytes
 from dynpipe_ds.placement import Placement
+from dynpipe_ds.ranks.cross_memory import CrossMemory
 from dynpipe_ds.telling import warn
 
 T = TypeVar("T")
@@ -85,6 +86,20 @@ class _Leaving(NamedTuple):
         return {layer: packing.finish() for layer, packing in self.packings.items()}
 
 
+class _Heads(NamedTuple):
+    """What others have told of the layers that come.
+
+    Attributes:
+        heads: of their skeletons, by layer.
+        sizes: of the messages that will come with them, by rank.
+        offers: addresses in the other's memory, by rank.
+    """
+
+    heads: dict[int, bytes]
+    sizes: dict[int, list[MessageSizes]]
+    offers: dict[int, list[int]]
+
+
 class _Attempts:
     """What this rank does by itself: after a failure it tries nothing more, and says why when all vote.
 
@@ -118,12 +133,15 @@ class Migration:
         stage: what is here of the model.
         target: the wanted placement, the same on every rank.
         buffer_bytes: largest transfer buffer for one partner.
+        memory: which ranks read whose memory; nobody by default, so that all travels in messages.
 
     Raises:
         ValueError: if the target is of another number of layers, or no partition.
     """
 
-    def __init__(self, stage: Subject, target: Placement, *, buffer_bytes: int) -> None:
+    def __init__(
+        self, stage: Subject, target: Placement, *, buffer_bytes: int, memory: CrossMemory | None = None
+    ) -> None:
         assert stage.optimizer is not None, "layers move with what an optimizer knows of them"
         self._stage = stage
         self._module = stage.module
@@ -133,6 +151,7 @@ class Migration:
         boundaries = self._before.boundaries, self._target.boundaries  # refused here if it can't be run
         self._what = "changing the partition from {} to {}".format(*boundaries)
         self._buffer_bytes = buffer_bytes
+        self._memory = memory
         self._old_layers: dict[int, nn.Module] = self._module.local_layers()
         moves = plan_moves(self._before, self._target)
         self._leaving = [m for m in moves if m.source == stage.stage_id]
@@ -168,11 +187,11 @@ class Migration:
         change = Transaction(self._optimizer, self._stage.device, self._what)
         attempt = _Attempts(NotYet() if has_news else None)
         leaving = attempt(self._prepare_leaving) or _Leaving({}, self._transfer({}, {}))
-        heads, promised = self._exchange_heads(leaving)  # from a rank that failed comes none
-        has_all = len(heads) == len(self._coming)
+        told = self._exchange_heads(leaving)  # a rank that failed tells nothing
+        has_all = len(told.heads) == len(self._coming)
         packages = attempt(leaving.finish)
         letters = self._post_bodies(packages)
-        coming = attempt(partial(self._allocate, heads, leaving.journey)) if has_all else None
+        coming = attempt(partial(self._allocate, told, leaving.journey)) if has_all else None
         bodies = self._read_bodies(letters)
         journey = leaving.journey
         if self._optimizer.shares_out:
@@ -186,7 +205,7 @@ class Migration:
 
             journey = change.together(prepare_journey)
         elif coming is None:
-            journey.drain(promised)
+            journey.drain(told.sizes)
         journey.start()
         if any(runs_code for _, runs_code in bodies.values()):
             journey.finish()
@@ -241,11 +260,12 @@ class Migration:
             partners.setdefault(self._stage.pipeline.rank_of(stage), []).append(layer)
         return partners
 
-    def _exchange_heads(self, leaving: _Leaving) -> tuple[dict[int, bytes], dict[int, list[MessageSizes]]]:
-        """Heads of what comes, by layer, and the messages that will come with it, by rank."""
+    def _exchange_heads(self, leaving: _Leaving) -> _Heads:
+        """What each rank tells the others of what it gives them."""
         packings, journey = leaving
         told = {
-            rank: ([packings[i].head for i in layers], journey.message_sizes(rank)) if packings else None
+            rank: ([packings[i].head for i in layers], journey.message_sizes(rank), journey.offers(rank))
+            if packings else None
             for rank, layers in self._outgoing.items()
         }
         received = exchange_bytes(
@@ -253,13 +273,14 @@ class Migration:
         )
         answers = {rank: answer for rank, data in received.items() if (answer := load(data)) is not None}
         heads = {
-            layer: head for rank, (its, _) in answers.items()
+            layer: head for rank, (its, _, _) in answers.items()
             for layer, head in zip(self._incoming[rank], its, strict=True)
         }
-        return heads, {rank: sizes for rank, (_, sizes) in answers.items()}
+        sizes, offers = ({rank: answer[place] for rank, answer in answers.items()} for place in (1, 2))
+        return _Heads(heads, sizes, offers)
 
-    def _allocate(self, heads: dict[int, bytes], journey: Transfer) -> _Coming:
-        rooms = {layer: make_room(head, self._stage.device) for layer, head in heads.items()}
+    def _allocate(self, told: _Heads, journey: Transfer) -> _Coming:
+        rooms = {layer: make_room(head, self._stage.device) for layer, head in told.heads.items()}
         tensors = {layer: tensors for layer, (tensors, _) in rooms.items()}
         entries = {layer: [Entry(*entry) for entry in its] for layer, (_, its) in rooms.items()}
         coming = _Coming(tensors, entries, NewBuffers(), {})
@@ -271,7 +292,7 @@ class Migration:
             coming.buffers = self._optimizer.make_buffers(self._departed, coming.all_entries, order)
             coming.places = {i: self._optimizer.places(arrived, coming.buffers) for i, arrived in entries.items()}
         if not self._optimizer.shares_out:
-            journey.receive(self._tensors({}, {}, coming)[1])
+            journey.receive(self._tensors({}, {}, coming)[1], told.offers)
         return coming
 
     def _post_bodies(self, packages: dict[int, Package] | None) -> Letters:
@@ -330,7 +351,11 @@ class Migration:
         return sends, receives
 
     def _transfer(self, sends: dict[int, list[Tensor]], receives: dict[int, list[Tensor]]) -> Transfer:
-        return Transfer(sends, receives, buffer_bytes=self._buffer_bytes, device=self._stage.device)
+        # Where replicas share out state, senders don't know with the heads what will lie where.
+        memory = None if self._optimizer.shares_out else self._memory
+        return Transfer(
+            sends, receives, buffer_bytes=self._buffer_bytes, device=self._stage.device, memory=memory
+        )
 
     def _with_places(
         self, layer: int, places: dict[int, list[PlaceText | None]]

@@ -99,6 +99,7 @@ class Transaction:
         except Exception as error:  # noqa: BLE001 - whatever it is, others wait for what this rank sends
             failure = error
         journey.send_rest()
+        failure = failure or journey.reading_failure()  # after the vote, others change what they offer
 
         def check() -> None:
             if failure is not None:

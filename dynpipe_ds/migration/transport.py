@@ -1,5 +1,8 @@
 """Point-to-point transfers among ranks that can't deadlock and use bounded buffers, or none.
 
+Tensors in host memory are read by the receiver where it can read the sender's memory (``ranks/cross_memory.py``).
+Everything else travels in messages.
+
 Every rank takes part in the same numbered rounds. In one round it posts all its sends and receives,
 then waits for them; a rank in round ``r`` waits only for partners that are in round ``r`` or on their
 way to it, so no cycle of waiting can form, however many stages send in whatever direction.
@@ -8,19 +11,28 @@ way to it, so no cycle of waiting can form, however many stages send in whatever
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from typing_extensions import override
+
+from dynpipe_ds.ranks.cross_memory import CrossMemory, Piece, split
 
 DIRECT_BYTES = 256 * 2**10
 """Tensors of at least so many bytes travel from and into their own memory.
 
 Smaller ones share a message: below this, a message of its own costs more than copying twice.
 """
+
+READ_BYTES = 2 * 2**20
+"""So much of another rank's memory is read at a time."""
+
+_READERS = 2  # threads: one is slowed down by new pages, and the processor of the rank that is read is free meanwhile
 
 FIRST_BYTES = 16 * 2**10
 """Size of the message that byte strings of unknown length begin with; more follows only if it is too short."""
@@ -311,6 +323,7 @@ class Transfer:
 
     Large tensors on a device of the back-end's kind are sent from, and received into, their own memory;
     the others share a message a round, through a buffer. All memory that is needed is taken before it starts.
+    What a rank offers to one that can read its memory is in no message.
 
     Args:
         sends: dense tensors by destination rank.
@@ -318,6 +331,7 @@ class Transfer:
         buffer_bytes: most bytes to or from one partner at a time; the same on every rank.
         device: device that the back-end communicates from.
         direct_bytes: least size of a message of its own; the same on every rank.
+        memory: who can read whose; nobody by default.
     """
 
     def __init__(
@@ -328,21 +342,58 @@ class Transfer:
         buffer_bytes: int,
         device: torch.device,
         direct_bytes: int = DIRECT_BYTES,
+        memory: CrossMemory | None = None,
     ) -> None:
         self._cut = buffer_bytes, direct_bytes, device
-        self._out = {rank: _Stream(tensors, *self._cut) for rank, tensors in sends.items()}
+        self._memory = memory or CrossMemory()
+        self._offers = {rank: self._offer(rank, tensors) for rank, tensors in sends.items()}
+        self._offered = [t for rank, tensors in sends.items() for t in _chosen(tensors, self._offers[rank])]
+        self._out = {
+            rank: _Stream(_chosen(tensors, self._offers[rank], is_offered=False), *self._cut)
+            for rank, tensors in sends.items()
+        }
         self._into: dict[int, _Messages] = {}
+        self._reads: list[Tensor] = []
+        self._pieces: list[tuple[int, list[Piece]]] = []
+        self._reading: list[Callable[[], OSError | None]] = []
         self.receive(receives)
         self._round = -1
         self._small = self._large = Posted([], [])
 
-    def receive(self, receives: Mapping[int, Sequence[Tensor]]) -> None:
+    def _offer(self, rank: int, tensors: Sequence[Tensor]) -> list[int]:
+        if not self._memory.is_read_by(rank):
+            return []
+        on_host = [t.device.type == "cpu" and t.nbytes > 0 for t in tensors]
+        if self._cut[-1].type != "cpu":
+            get_accelerator().synchronize()  # which may still be writing to host memory
+            on_host = [is_so and not t.is_pinned() for t, is_so in zip(tensors, on_host, strict=True)]
+        return [t.data_ptr() if is_so else 0 for t, is_so in zip(tensors, on_host, strict=True)]
+
+    def offers(self, rank: int) -> list[int]:
+        """Addresses that a rank shall read, of each tensor that is sent there: 0 if it comes in messages.
+
+        Args:
+            rank: receives them; no addresses if it can't read this rank's memory.
+        """
+        return self._offers.get(rank, [])
+
+    def receive(
+        self, receives: Mapping[int, Sequence[Tensor]], offers: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
         """Expect tensors, before it starts.
 
         Args:
             receives: dense tensors to fill by source rank, in the sender's order, on the same kinds of device.
+            offers: by source rank, its :meth:`offers`.
         """
-        self._into |= {rank: _Stream(tensors, *self._cut) for rank, tensors in receives.items()}
+        for rank, tensors in receives.items():
+            addresses = (offers or {}).get(rank, [])
+            read = _chosen(tensors, addresses)
+            if read:
+                self._reads += read
+                pairs = zip(filter(None, addresses), read, strict=True)
+                self._pieces.append((rank, [Piece(source, t.data_ptr(), t.nbytes) for source, t in pairs]))
+            self._into[rank] = _Stream(_chosen(tensors, addresses, is_offered=False), *self._cut)
 
     def drain(self, sizes: Mapping[int, Sequence[MessageSizes]]) -> None:
         """Expect messages that are not wanted any more, before it starts.
@@ -359,15 +410,37 @@ class Transfer:
     @property
     def num_bytes(self) -> tuple[int, int]:
         """Bytes that leave this rank, and bytes that come."""
-        return sum(s.num_bytes for s in self._out.values()), sum(s.num_bytes for s in self._into.values())
+        leave = sum(s.num_bytes for s in self._out.values()) + sum(t.nbytes for t in self._offered)
+        come = sum(s.num_bytes for s in self._into.values())
+        return leave, come + sum(piece.num_bytes for _, pieces in self._pieces for piece in pieces)
 
     @property
     def _num_rounds(self) -> int:
         return max((len(stream.sizes) for stream in (*self._out.values(), *self._into.values())), default=0)
 
     def start(self) -> None:
-        """Let the first round travel while this rank does other things."""
+        """Let the first round travel, and read what others offer, while this rank does other things."""
+        parts = [(rank, part) for rank, pieces in self._pieces for part in split(pieces, READ_BYTES)]
+        if len(parts) > 1:
+            readers = ThreadPoolExecutor(_READERS, "dynpipe_ds reading")
+            self._reading = [readers.submit(self._read, *part).result for part in parts]
+            readers.shutdown(wait=False)
+        elif parts:  # a thread would take longer to begin
+            failure = self._read(*parts[0])
+            self._reading = [lambda: failure]
         self._begin_round()
+
+    def _read(self, rank: int, pieces: Sequence[Piece]) -> OSError | None:
+        try:
+            self._memory.read(rank, pieces)
+        except OSError as error:
+            return error
+        return None
+
+    def reading_failure(self) -> OSError | None:
+        """Wait until all that others offer has been read, or could not be, and then why."""
+        failures = [wait() for wait in self._reading]
+        return next((failure for failure in failures if failure is not None), None)
 
     def send_rest(self) -> None:
         """Begin every round, each when the one before has come; from then on, nobody waits for this rank."""
@@ -380,6 +453,7 @@ class Transfer:
         """Wait until everything has come; nothing to do if it has."""
         self.send_rest()
         self._end_round()
+        self.reading_failure()
 
     def _begin_round(self) -> None:
         self._round = number = self._round + 1
@@ -406,3 +480,12 @@ class Transfer:
         self._take_small()
         large.wait_for_receives()
         large.wait_for_sends()
+
+
+def _chosen(tensors: Sequence[Tensor], addresses: Sequence[int], *, is_offered: bool = True) -> list[Tensor]:
+    """Tensors that are offered, or those that are not; without addresses none is.
+
+    Each in the memory that it has now: a parameter may get other memory while its weights are read.
+    """
+    told = addresses or [0] * len(tensors)
+    return [t.detach() for t, address in zip(tensors, told, strict=True) if bool(address) is is_offered]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-BY_HAND = {"enabled": True, "rebalance_every": "never"}
-"""The section ``dynamic_pipeline`` of an engine whose layers move only when the test says so."""
+BY_HAND = {"enabled": True, "rebalance_every": "never", "cross_memory": False}
+"""The section ``dynamic_pipeline`` of an engine whose layers move only when the test says so; in messages, which is
+how they move between machines."""
+
+CROSS_MEMORY = {"dynamic_pipeline": {**BY_HAND, "cross_memory": True}}
+"""For an engine whose layers move between processes of one machine, as they do by default."""
 
 # -- optimizers -----------------------------------------------------------------------------------
 

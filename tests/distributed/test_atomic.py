@@ -16,7 +16,8 @@ import torch.distributed as dist
 from dynpipe_ds import MigrationError
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.migration import migrate
-from tests.distributed.configs import CLIP, EVEN, OPTIMIZERS, WARMUP
+from dynpipe_ds.ranks.cross_memory import CrossMemory, cross_memory
+from tests.distributed.configs import CLIP, CROSS_MEMORY, EVEN, OPTIMIZERS, WARMUP
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
 from tests.matrix import mostly
@@ -165,6 +166,40 @@ def test_a_failure_on_one_rank_changes_nothing_on_any(optimizer: str, num_stages
     assert failing[0]["losses"] == static[0]["losses"]
     merged = [{k: v for r in runs for k, v in r["digest"].items()} for runs in (failing, static)]
     assert len(merged[0]) == 8 and merged[0] == merged[1]
+
+
+def train_through_a_failed_read(rank: int, run: Run) -> tuple[list[float], dict[str, str], list[bool], str]:
+    """A rank can't read what another one offers; from then on layers travel in messages."""
+    engine = make_engine(run)
+    batches, others = data(0, run.micro_batches), [other for other in range(3) if other != rank]
+    losses = [float(engine.train_batch(batches))]
+    engine.repartition(LATER)
+    reads = [any(cross_memory().is_read_by(other) for other in others)]
+    losses.append(float(engine.train_batch(batches)))
+    before = digest(engine)
+    fails = patch.object(CrossMemory, "read", side_effect=OSError(14, "Bad address"))
+    with fails, pytest.raises(MigrationError) as caught:
+        engine.repartition(TARGET)
+    assert engine.partition == LATER and digest(engine) == before
+    reads.append(any(cross_memory().is_read_by(other) for other in others))
+    losses.append(float(engine.train_batch(batches)))
+    for target in (TARGET, FIRST):
+        engine.repartition(target)
+        assert engine.partition == target
+        losses.append(float(engine.train_batch(batches)))
+    return losses, digest(engine), reads, str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", mostly(OPTIMIZERS, ["zero1"]))
+def test_after_a_read_that_failed_layers_travel_in_messages(optimizer: str) -> None:
+    run = Run(num_stages=3, first=FIRST, config={**OPTIMIZERS[optimizer], **CLIP, **CROSS_MEMORY})
+    results = run_ranks(train_through_a_failed_read, 3, run)
+    static = run_ranks(train_static, 3, replace(run, num_batches=len(results[0][0])))
+    assert [losses for losses, *_ in results] == [rank["losses"] for rank in static]
+    assert [digest for _, digest, *_ in results] == [rank["digest"] for rank in static]
+    assert all(reads == [True, False] for *_, reads, _ in results)
+    [text] = {text for *_, text in results}
+    assert text.endswith("(rank 1: OSError: [Errno 14] Bad address; rank 2: OSError: [Errno 14] Bad address)")
 
 
 # -- boundaries that break a rule -------------------------------------------------------------

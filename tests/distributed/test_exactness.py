@@ -15,6 +15,7 @@ from tests.distributed.configs import (
     BF16,
     BF16_FP32_SUMS,
     CLIP,
+    CROSS_MEMORY,
     FP16,
     FUSED,
     MOVES,
@@ -57,6 +58,16 @@ def test_three_stages_with_clipping_and_schedule(optimizer: str) -> None:
 )
 def test_two_and_four_stages(optimizer: str, stages: int) -> None:
     compare(Run(num_stages=stages, config={**ALL_OPTIMIZERS[optimizer], **CLIP}), MOVES[stages])
+
+
+@pytest.mark.parametrize("optimizer", mostly(ALL_OPTIMIZERS, ["adamw", "zero1", "bf16"]))
+def test_layers_that_are_read_from_other_ranks(optimizer: str) -> None:
+    compile_first(optimizer)
+    compare(Run(num_stages=3, config={**ALL_OPTIMIZERS[optimizer], **CLIP, **CROSS_MEMORY}), MOVES[3])
+
+
+def test_layers_that_are_read_from_other_ranks_on_two_replicas() -> None:
+    compare(Run(num_stages=2, config={**ADAMW, **CLIP, **CROSS_MEMORY}), MOVES[2], replicas=2)
 
 
 @pytest.mark.parametrize("optimizer", mostly(["adamw", "zero1", "bf16", "bf16_zero1_fp32_sums"], ["bf16"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from dynpipe_ds.migration.transport import (
     exchange,
     exchange_bytes,
 )
+from dynpipe_ds.ranks.agreement import gather
+from dynpipe_ds.ranks.cross_memory import CrossMemory, cross_memory, give_up_cross_memory
 from tests.distributed.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,9 +33,15 @@ SIZES: list[list[int]] = [
 
 
 def exchange_tensors(sends: dict[int, list[Tensor]], into: dict[int, list[Tensor]], **options: Any) -> None:
-    transfer = Transfer(sends, into, device=CPU, **options)
+    transfer = Transfer(sends, {}, device=CPU, **options)
+    reads = options.get("memory") is not None
+    offers = gather({rank: transfer.offers(rank) for rank in sends}) if reads else []
+    transfer.receive(into, {rank: offers[rank][dist.get_rank()] for rank in into if reads})
     transfer.start()
     transfer.finish()
+    assert transfer.reading_failure() is None
+    if reads:
+        dist.barrier()  # a vote, after which what was offered may change
 
 
 def sizes_from(source: int, destination: int, turn: int) -> list[int]:
@@ -48,14 +57,14 @@ def filled(source: int, destination: int, turn: int) -> list[Tensor]:
     ]
 
 
-def send_to_all(rank: int, direct_bytes: int) -> None:
+def send_to_all(rank: int, direct_bytes: int, memory: CrossMemory | None = None) -> None:
     """Every rank sends to every other at once, in as many turns as there are size lists."""
     others = [r for r in range(dist.get_world_size()) if r != rank]
     for turn in range(len(SIZES)):
         sends = {r: filled(rank, r, turn) for r in others}
         wanted = {r: filled(r, rank, turn) for r in others}
         into = {r: [torch.full_like(t, 255) for t in tensors] for r, tensors in wanted.items()}
-        exchange_tensors(sends, into, buffer_bytes=BUFFER, direct_bytes=direct_bytes)
+        exchange_tensors(sends, into, buffer_bytes=BUFFER, direct_bytes=direct_bytes, memory=memory)
         assert all(torch.equal(a, b) for r in others for a, b in zip(into[r], wanted[r], strict=True))
         for r in others:
             assert all(torch.equal(a, b) for a, b in zip(sends[r], filled(rank, r, turn), strict=True))
@@ -125,6 +134,69 @@ def everything(rank: int) -> None:
         send_to_all(rank, direct_bytes)
     for check in (send_round, send_one_way, send_in_order, send_bytes, send_single):
         check(rank)
+
+
+def read_from_some(rank: int) -> list[list[int]]:
+    """Every rank reads every other's memory, then only that of ranks before it, the others send; then none does."""
+    memory, others = cross_memory(), [r for r in range(dist.get_world_size()) if r != rank]
+    assert all(memory.is_read_by(r) for r in others), "these are processes of one user on one machine"
+    send_to_all(rank, 8, memory)
+    with patch.object(CrossMemory, "is_read_by", lambda _, reader: reader > rank):
+        sends = {r: [torch.zeros(9), torch.zeros(0), torch.zeros(2)] for r in others}
+        offers = [Transfer(sends, {}, buffer_bytes=BUFFER, device=CPU, memory=memory).offers(r) for r in others]
+        send_to_all(rank, 8, memory)
+    assert cross_memory() is memory
+    give_up_cross_memory()
+    assert not any(cross_memory().is_read_by(r) for r in others)
+    send_to_all(rank, 8, cross_memory())
+    return [[address > 0 for address in addresses] for addresses in offers]
+
+
+def test_memory_is_read_where_that_is_possible() -> None:
+    read = [True, False, True]  # no tensor without elements
+    assert run_ranks(read_from_some, 3) == [[read, read], [[], read], [[], []]]
+
+
+def read_what_is_gone(rank: int) -> list[str]:
+    """The first rank offers memory that it has not, to the second one; the third knows nothing of it."""
+    tensors = [torch.arange(100)]
+    transfer = Transfer({1: tensors} if rank == 0 else {}, {}, buffer_bytes=BUFFER, device=CPU, memory=cross_memory())
+    if rank == 1:
+        transfer.receive({0: [torch.empty(100, dtype=torch.int64)]}, {0: [4096]})
+    transfer.start()
+    transfer.send_rest()
+    failure = transfer.reading_failure()
+    transfer.finish()
+    assert transfer.num_bytes == ((800, 0), (0, 800), (0, 0))[rank]
+    return [] if failure is None else [str(failure)]
+
+
+def test_memory_that_can_not_be_read_is_said() -> None:
+    first, [said], third = run_ranks(read_what_is_gone, 3)
+    assert first == third == [] and "the memory of process" in said and "Bad address" in said
+
+
+def read_of_a_parameter(rank: int) -> list[float]:
+    """A parameter gets other memory on both sides while its weights travel."""
+    parameter = torch.nn.Parameter(torch.full((4,), 1.0 + rank))
+    before = parameter.detach()
+    memory = cross_memory()
+    transfer = Transfer({1 - rank: [parameter]}, {}, buffer_bytes=BUFFER, device=CPU, memory=memory)
+    arrived = torch.nn.Parameter(torch.zeros(4))
+    expected = arrived.detach()
+    transfer.receive({1 - rank: [arrived]}, {1 - rank: gather(transfer.offers(1 - rank))[1 - rank]})
+    del before
+    parameter.data = torch.full((4,), 7.0)
+    arrived.data = torch.full((4,), 8.0)
+    dist.barrier()
+    transfer.start()
+    transfer.finish()
+    dist.barrier()
+    return expected.tolist()
+
+
+def test_what_is_read_is_as_it_was_when_it_was_offered() -> None:
+    assert run_ranks(read_of_a_parameter, 2) == [[2.0] * 4, [1.0] * 4]
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4])
