@@ -148,7 +148,7 @@ def _overhead(folder: Path) -> str:
             f"{row['spent_s']['auto'][0] / sum(row['wall_s']['auto']):.2%} by its own accounting"
         )
     if moves is not None:
-        rows = [row for row in moves["rows"] if row["layer_bytes"] >= migration.LEAST_BYTES]
+        rows = [r for r in moves["rows"] if r["layer_bytes"] >= migration.LEAST_BYTES and r["cross_memory"]]
         rates = ", ".join(
             f"{row['optimizer']} {1e3 * statistics.median(row['move_s']):.0f} ms for {row['bytes_moved'] / 1e6:.0f} MB "
             f"({migration.rate(row).value:.0%})"

@@ -141,7 +141,7 @@ class Stage:
             )
         with self.guard.unless_undone("layers were moved", MigrationError):
             has_news = self._unnoticed() is not Change.NONE
-            memory = cross_memory() if self._reads_memory else None
+            memory = cross_memory(is_allowed=self._reads_memory)
             try:
                 migration = Migration(self, placement, buffer_bytes=self.buffer_bytes, memory=memory)
                 num_bytes = migration.run(has_news=has_news)

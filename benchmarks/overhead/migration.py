@@ -4,8 +4,8 @@ python -m benchmarks.overhead.migration [--hidden 256 512 1024 --moves 9 --quick
 
 Rank 0 gives a block to rank 1 and gets it back, again and again, with a batch in between. In turns with it, as many
 bytes travel by one send and one recv between buffers that exist already. And they travel in as many tensors as the
-block's weights and their state are, into new memory: the least that a move can take that keeps no memory for layers
-that may come.
+block's weights and their state are, into new memory: the least that messages can take where no memory is kept for
+layers that may come. Layers are read from the other rank's memory, as by default, and then, by another engine, sent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 QUICK = ("AdamW", "ZeRO-1", "bf16")
 
 
-def build(optimizer: str, hidden: int) -> Any:
+def build(optimizer: str, hidden: int, *, cross_memory: bool) -> Any:
     """A two-stage GPT of four blocks, with one micro-batch of few tokens: only its weights are large."""
     import deepspeed
 
@@ -55,7 +55,8 @@ def build(optimizer: str, hidden: int) -> Any:
     module = DynamicPipelineModule(gpt_layers(model), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"}, **OPTIMIZERS[optimizer],
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never", "cross_memory": cross_memory},
+        **OPTIMIZERS[optimizer],
     }
     client = {}
     if optimizer == "DeepSpeedCPUAdam":
@@ -65,10 +66,10 @@ def build(optimizer: str, hidden: int) -> Any:
     return deepspeed.initialize(model=module, config=config, **client)[0]
 
 
-def measure(optimizer: str, hidden: int, num_moves: int) -> dict[str, Any]:
+def measure(optimizer: str, hidden: int, num_moves: int, *, cross_memory: bool) -> dict[str, Any]:
     """Seconds of moves of one block and of plain messages of as many bytes, in turns."""
     with silence():
-        engine = build(optimizer, hidden)
+        engine = build(optimizer, hidden, cross_memory=cross_memory)
     tokens = torch.randint(256, (1, 9))
     batches = iter(lambda: (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), None)
     start = engine.partition
@@ -96,7 +97,8 @@ def measure(optimizer: str, hidden: int, num_moves: int) -> dict[str, Any]:
             new_s.append(new)
         engine.train_batch(batches)
     return {
-        "optimizer": optimizer, "hidden": hidden, "layer_bytes": block.parameter_bytes, "bytes_moved": num_bytes,
+        "optimizer": optimizer, "cross_memory": cross_memory, "hidden": hidden,
+        "layer_bytes": block.parameter_bytes, "bytes_moved": num_bytes,
         "move_s": move_s, "plain_s": plain_s, "new_s": new_s,
     }
 
@@ -126,12 +128,13 @@ def rate(row: dict[str, Any], of: str = "plain_s") -> Estimate:
 def report(values: dict[str, Any], folder: Path) -> None:
     """Write the table and the picture."""
     head = (
-        "optimizer", "layer, MB", "moved, MB", "move, median ms (worst)", "send and recv, median ms",
+        "optimizer", "layers are", "layer, MB", "moved, MB", "move, median ms (worst)", "send and recv, median ms",
         "into new memory, median ms", "of the plain rate (95% interval; goal 80%)", "of the rate into new memory",
     )
     rows = [
         [
-            row["optimizer"], f"{row['layer_bytes'] / 1e6:.1f}", f"{row['bytes_moved'] / 1e6:.1f}",
+            row["optimizer"], "read" if row["cross_memory"] else "sent",
+            f"{row['layer_bytes'] / 1e6:.1f}", f"{row['bytes_moved'] / 1e6:.1f}",
             f"{1e3 * statistics.median(row['move_s']):.1f} ({1e3 * max(row['move_s']):.1f})",
             f"{1e3 * statistics.median(row['plain_s']):.1f}", f"{1e3 * statistics.median(row['new_s']):.1f}",
             rate(row).text(".0%", ""), rate(row, "new_s").text(".0%", ""),
@@ -146,24 +149,28 @@ def draw(values: dict[str, Any], path: Path) -> None:
     figure = new_figure(7, 4)
     axes = figure.subplots()
     for number, name in enumerate(dict.fromkeys(row["optimizer"] for row in values["rows"])):
-        rows = [row for row in values["rows"] if row["optimizer"] == name]
-        axes.plot(
-            [row["bytes_moved"] / 1e6 for row in rows], [100 * rate(row).value for row in rows],
-            "osD^vP"[number % 6] + "-", color=COLOURS[number % len(COLOURS)], label=name,
-        )
-    axes.axhline(100 * GOAL, color="#555555", linestyle=":", label="goal, for layers of 10 MB or more")
-    axes.set(xscale="log", ylim=(0, 110), xlabel="bytes moved (MB)", ylabel="share of the rate of send and recv (%)")
+        for cross_memory, line in ((True, "-"), (False, ":")):
+            rows = [r for r in values["rows"] if r["optimizer"] == name and r["cross_memory"] is cross_memory]
+            axes.plot(
+                [row["bytes_moved"] / 1e6 for row in rows], [100 * rate(row).value for row in rows],
+                "osD^vP"[number % 6] + line, color=COLOURS[number % len(COLOURS)], label=name if cross_memory else None,
+            )
+    axes.axhline(100 * GOAL, color="#555555", linestyle="--", label="goal, for layers of 10 MB or more")
+    axes.set(xscale="log", ylim=(0, None), xlabel="bytes moved (MB)", ylabel="share of the rate of send and recv (%)")
     ticks = sorted({round(row["bytes_moved"] / 1e6) for row in values["rows"]})
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
     axes.minorticks_off()
-    axes.set_title("Moving one layer with its optimizer state")
+    axes.set_title("Moving one layer with its optimizer state (dotted: in messages)")
     axes.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
 
 
 def run_rank(send: Send, options: argparse.Namespace) -> None:
     """Measure on this rank."""
-    rows = [measure(name, hidden, options.moves) for name in options.optimizers for hidden in options.hidden]
+    rows = [
+        measure(name, hidden, options.moves, cross_memory=cross_memory)
+        for name in options.optimizers for cross_memory in (True, False) for hidden in options.hidden
+    ]
     send({"rows": rows})
 
 

@@ -88,7 +88,8 @@ def build(optimizer: str, hidden: int, num_stages: int) -> Any:
     module = DynamicPipelineModule(layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform")
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": num_stages, "steps_per_print": 10**9,
-        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never"}, **OPTIMIZERS[optimizer],
+        "dynamic_pipeline": {"enabled": True, "rebalance_every": "never", "cross_memory": False},  # all in messages
+        **OPTIMIZERS[optimizer],
     }
     return deepspeed.initialize(model=module, config=config)[0]
 
@@ -132,6 +133,8 @@ def measure(optimizer: str, hidden: int, num_stages: int, num_rounds: int) -> li
     start = engine.partition
     shorter = (start[0], start[1] - 1, *start[2:])
     engine.train_batch(batches)
+    for target in (shorter, start):  # before the first move of a world, ranks find out whose memory they can read
+        engine.repartition(target)
     rows: dict[str, dict[str, Any]] = {}
     for number in range(num_rounds):
         for what, target in (("first stage gives one", shorter), ("and gets it back", start)):

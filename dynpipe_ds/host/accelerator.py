@@ -54,6 +54,11 @@ def is_synchronous() -> bool:
     return bool(get_accelerator().is_synchronized_device())
 
 
+def finish() -> None:
+    """Wait until the device has done all that it was told."""
+    get_accelerator().synchronize()
+
+
 def backend() -> str:
     """Name of the communication back-end that DeepSpeed wants for the device."""
     return str(get_accelerator().communication_backend_name())

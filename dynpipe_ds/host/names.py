@@ -196,7 +196,7 @@ NEEDED: dict[str, Needed] = {
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": _needed(
         "Event Stream available_memory communication_backend_name current_device_name current_stream device_count "
         "device_name get_rng_state is_synchronized_device manual_seed_all max_memory_allocated set_rng_state stream "
-        "total_memory"
+        "synchronize total_memory"
     ),
 }
 

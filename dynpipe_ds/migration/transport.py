@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from typing_extensions import override
 
+from dynpipe_ds.host import accelerator
 from dynpipe_ds.ranks.cross_memory import CrossMemory, Piece, split
 
 DIRECT_BYTES = 256 * 2**10
@@ -365,7 +365,7 @@ class Transfer:
             return []
         on_host = [t.device.type == "cpu" and t.nbytes > 0 for t in tensors]
         if self._cut[-1].type != "cpu":
-            get_accelerator().synchronize()  # which may still be writing to host memory
+            accelerator.finish()  # it may still be writing to host memory
             on_host = [is_so and not t.is_pinned() for t, is_so in zip(tensors, on_host, strict=True)]
         return [t.data_ptr() if is_so else 0 for t, is_so in zip(tensors, on_host, strict=True)]
 

@@ -78,11 +78,15 @@ class CrossMemory:
 _met: tuple[Any, CrossMemory] = (None, CrossMemory())  # by world
 
 
-def cross_memory() -> CrossMemory:
-    """Who reads whose memory in the present world; all ranks try it once, so it is collective over them."""
+def cross_memory(*, is_allowed: bool = True) -> CrossMemory:
+    """Who reads whose memory in the present world; all ranks try it once, so it is collective over them.
+
+    Args:
+        is_allowed: whether this rank may read and be read; ranks may differ in it.
+    """
     global _met
     if _met[0] is not dist.group.WORLD:
-        _met = dist.group.WORLD, _meet()
+        _met = dist.group.WORLD, _meet(is_allowed=is_allowed)
     return _met[1]
 
 
@@ -108,11 +112,12 @@ class _Seen(NamedTuple):
     secret: bytes
 
 
-def _meet() -> CrossMemory:
+def _meet(*, is_allowed: bool) -> CrossMemory:
     secret = secrets.token_bytes(32)
     kept = ctypes.create_string_buffer(secret, len(secret))
-    _let_siblings_read()
-    everyone = gather(_Seen(_machine(), os.getpid(), ctypes.addressof(kept), secret))
+    if is_allowed:
+        _let_siblings_read()
+    everyone = gather(_Seen(_machine() if is_allowed else "", os.getpid(), ctypes.addressof(kept), secret))
     me = dist.get_rank()
     readable = {
         rank: seen.process for rank, seen in enumerate(everyone)

@@ -141,8 +141,8 @@ def test_every_overhead_is_written_beside(tmp_path: Path) -> None:
     spent = {"profiling": 0.01, "planning": 0.01, "migrating": 0.0}
     kinds = {name: times for name in (section.PLAIN, *section.SECTIONS)}
     rows: dict[Any, list[dict[str, Any]]] = {
-        migration: [{"optimizer": "AdamW", "layer_bytes": 10**7, "bytes_moved": 3 * 10**7, "move_s": times,
-                     "plain_s": times, "new_s": times}],
+        migration: [{"optimizer": "AdamW", "cross_memory": True, "layer_bytes": 10**7, "bytes_moved": 3 * 10**7,
+                     "move_s": times, "plain_s": times, "new_s": times}],
         section: [{"model": "1x2x3", "wall_s": kinds, "cpu_s": kinds, "num_profiles": dict.fromkeys(kinds, 7),
                    "spent_s": dict.fromkeys(kinds, [0.01, 0.01])}],
         every_batch: [{"scenario": "moe", "always": False, "batches_s": times, "layer_s": 0.02, "overhead_s": spent,

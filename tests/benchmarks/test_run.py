@@ -107,10 +107,11 @@ def test_without_results_nothing_is_claimed(part: readme.Part, tmp_path: Path) -
     assert part.text(tmp_path).startswith("Not measured yet: `")
 
 
-def moved(move_s: list[float], plain_s: list[float]) -> dict[str, Any]:
+def moved(move_s: list[float], plain_s: list[float], *, cross_memory: bool = True) -> dict[str, Any]:
     return {
-        "optimizer": "AdamW", "hidden": 512, "layer_bytes": 12 * 10**6, "bytes_moved": 36 * 10**6, "move_s": move_s,
-        "plain_s": plain_s, "new_s": [1.25 * seconds for seconds in plain_s],
+        "optimizer": "AdamW", "cross_memory": cross_memory, "hidden": 512, "layer_bytes": 12 * 10**6,
+        "bytes_moved": 36 * 10**6, "move_s": move_s, "plain_s": plain_s,
+        "new_s": [1.25 * seconds for seconds in plain_s],
     }
 
 
@@ -129,7 +130,10 @@ def test_share_at_20_ms_a_layer() -> None:
 def test_overheads_are_written_and_read_by_the_page_of_results(tmp_path: Path) -> None:
     environment = record.environment(reading=IDLE)
     folder = tmp_path / "overhead"
-    migration.report({"environment": environment, "rows": [moved([0.05], [0.04])]}, folder)
+    rows = [moved([0.05], [0.04]), moved([0.08], [0.04], cross_memory=False)]
+    migration.report({"environment": environment, "rows": rows}, folder)
+    table = (folder / "migration.md").read_text(encoding="utf-8")
+    assert "| AdamW | read | 12.0 | 36.0 | 50.0 (50.0) |" in table and "| AdamW | sent | 12.0 | 36.0 | 80.0" in table
     overhead_s = {"profiling": 0.01, "planning": 0.01, "migrating": 0.0}
     row = {"scenario": "moe", "always": False, "batches_s": [1.0], "layer_s": 0.02, "overhead_s": overhead_s}
     every_batch.report({"environment": environment, "rows": [{**row, "moves": 0, "moved_bytes": []}]}, folder)
@@ -137,7 +141,7 @@ def test_overheads_are_written_and_read_by_the_page_of_results(tmp_path: Path) -
         f"{name}.{ending}" for name in ("migration", "every_batch") for ending in ("json", "md", "png")
     }
     text = readme.performance(tmp_path)
-    assert "AdamW 50 ms for 36 MB (80%)" in text and "moe 2.0%" in text
+    assert "AdamW 50 ms for 36 MB (80%)" in text and "80 ms" not in text and "moe 2.0%" in text
 
 
 def test_the_table_of_results_has_intervals_and_tells_what_has_none(tmp_path: Path) -> None:

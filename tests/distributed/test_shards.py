@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynpipe_ds.migration import FlatLayout, least_bytes, migrate
+from dynpipe_ds.ranks.cross_memory import cross_memory
 from tests.distributed.configs import ADAMW, BF16, BF16_FP32_SUMS, BY_HAND, CLIP, FP16, MOVES, SGD, ZERO
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -171,6 +172,7 @@ class Watched:
 def train(run: Run, freezes: dict[int, int], delay: int | None) -> tuple[Any, list[Watched]]:
     """Train, and watch every move and every change of what is frozen."""
     engine = make_engine(run)
+    cross_memory(is_allowed=False)  # ranks meet for it once a world, not in every move
     if delay is not None:
         engine.dynamic.pipeline.order_for = delayed(delay)
     batches, losses, seen = data(engine.grid.get_data_parallel_id(), run.micro_batches), [], []

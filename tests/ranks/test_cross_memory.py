@@ -51,6 +51,9 @@ def test_memory_that_is_not_there_can_not_be_read() -> None:
 
 def tries(rank: int, kind: str) -> list[bool]:
     """Whether the other ranks read this one's memory, if something is special of the first."""
+    if kind == "not allowed":
+        memory = cross_memory(is_allowed=rank > 0)
+        return [memory.is_read_by(reader) for reader in range(3)]
     special: dict[str, tuple[str, Any]] = {
         "usual": ("_read", tested._read),
         "another machine": ("_machine", lambda: "elsewhere"),
@@ -69,6 +72,7 @@ def tries(rank: int, kind: str) -> list[bool]:
         ("usual", [False, True, True], [True, False, True]),
         ("another machine", [False, False, False], [False, False, True]),
         ("no such call", [False, False, False], [False, False, True]),
+        ("not allowed", [False, False, False], [False, False, True]),
         ("another process by that number", [False, True, True], [False, False, True]),  # what the first one finds
     ],
 )
