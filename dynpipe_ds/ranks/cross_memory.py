@@ -58,6 +58,10 @@ class CrossMemory:
         self._processes = dict(processes or {})
         self._readers = frozenset(readers)
 
+    def hidden(self) -> CrossMemory:
+        """The same for a rank that nobody shall read."""
+        return CrossMemory(self._processes)
+
     def is_read_by(self, rank: int) -> bool:
         """Whether a rank can read this one's memory; both ranks know it."""
         return rank in self._readers
@@ -82,12 +86,13 @@ def cross_memory(*, is_allowed: bool = True) -> CrossMemory:
     """Who reads whose memory in the present world; all ranks try it once, so it is collective over them.
 
     Args:
-        is_allowed: whether this rank may read and be read; ranks may differ in it.
+        is_allowed: whether this rank may be read; ranks may differ in it. A rank that may not when they try it does
+            not read either, as long as that world lasts.
     """
     global _met
     if _met[0] is not dist.group.WORLD:
         _met = dist.group.WORLD, _meet(is_allowed=is_allowed)
-    return _met[1]
+    return _met[1] if is_allowed else _met[1].hidden()
 
 
 def give_up_cross_memory() -> None:

@@ -53,6 +53,10 @@ def tries(rank: int, kind: str) -> list[bool]:
     """Whether the other ranks read this one's memory, if something is special of the first."""
     if kind == "not allowed":
         memory = cross_memory(is_allowed=rank > 0)
+    if kind == "no longer allowed":
+        cross_memory()
+        memory = cross_memory(is_allowed=rank > 0)
+    if kind in ("not allowed", "no longer allowed"):
         return [memory.is_read_by(reader) for reader in range(3)]
     special: dict[str, tuple[str, Any]] = {
         "usual": ("_read", tested._read),
@@ -73,6 +77,7 @@ def tries(rank: int, kind: str) -> list[bool]:
         ("another machine", [False, False, False], [False, False, True]),
         ("no such call", [False, False, False], [False, False, True]),
         ("not allowed", [False, False, False], [False, False, True]),
+        ("no longer allowed", [False, False, False], [True, False, True]),
         ("another process by that number", [False, True, True], [False, False, True]),  # what the first one finds
     ],
 )
