@@ -63,7 +63,7 @@ class CrossMemory:
         return CrossMemory(self._processes)
 
     def is_read_by(self, rank: int) -> bool:
-        """Whether a rank can read this one's memory; both ranks know it."""
+        """Whether a rank can read this one's memory, and may."""
         return rank in self._readers
 
     def read(self, rank: int, pieces: Sequence[Piece]) -> None:

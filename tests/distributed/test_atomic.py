@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import product
@@ -13,10 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from dynpipe_ds import MigrationError
+from dynpipe_ds import MigrationError, RankLostError
 from dynpipe_ds.host.optimizers.groups import ParameterGroups
 from dynpipe_ds.migration import migrate
-from dynpipe_ds.ranks.cross_memory import CrossMemory, cross_memory
+from dynpipe_ds.ranks.cross_memory import CrossMemory, Piece, cross_memory
 from tests.distributed.configs import CLIP, CROSS_MEMORY, EVEN, OPTIMIZERS, WARMUP
 from tests.distributed.models import Run, data, digest, make_engine
 from tests.distributed.ranks import run_ranks
@@ -200,6 +202,28 @@ def test_after_a_read_that_failed_layers_travel_in_messages(optimizer: str) -> N
     assert all(reads == [True, False] for *_, reads, _ in results)
     [text] = {text for *_, text in results}
     assert text.endswith("(rank 1: OSError: [Errno 14] Bad address; rank 2: OSError: [Errno 14] Bad address)")
+
+
+def die_while_reading(rank: int, lost: int) -> str:
+    """The second rank reads from the first one; one of the two is lost meanwhile."""
+    engine = make_engine(Run(num_stages=3, first=FIRST, config=CROSS_MEMORY))
+    engine.train_batch(data(0, 4))
+    read = CrossMemory.read
+
+    def kill(memory: CrossMemory, source: int, pieces: Sequence[Piece]) -> None:
+        os.kill(os.getpid() if lost == rank else memory._processes[source], signal.SIGKILL)
+        read(memory, source, pieces)
+
+    with patch.object(CrossMemory, "read", kill), pytest.raises(RankLostError) as caught:
+        engine.repartition((0, 2, 6, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_who_is_lost_while_layers_are_read_is_named(lost: int) -> None:
+    texts = run_ranks(die_while_reading, 3, lost, may_die=[lost])
+    assert texts.pop(lost) is None
+    assert all(text.startswith(f"rank {lost} ended while layers were moved, so every rank stops") for text in texts)
 
 
 # -- boundaries that break a rule -------------------------------------------------------------
