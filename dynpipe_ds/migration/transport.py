@@ -364,7 +364,7 @@ class Transfer:
         if not self._memory.is_read_by(rank):
             return []
         on_host = [t.device.type == "cpu" and t.nbytes > 0 for t in tensors]
-        if self._cut[-1].type != "cpu":
+        if self._cut[-1].type != "cpu" and any(on_host):
             accelerator.finish()  # it may still be writing to host memory
             on_host = [is_so and not t.is_pinned() for t, is_so in zip(tensors, on_host, strict=True)]
         return [t.data_ptr() if is_so else 0 for t, is_so in zip(tensors, on_host, strict=True)]
