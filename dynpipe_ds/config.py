@@ -176,7 +176,7 @@ class DynamicPipelineConfig(Section):
     cross_memory: bool = key(
         True,
         "Let ranks of one machine read weights and optimizer state that lie in host memory from each other's memory, "
-        "where Linux allows it. It takes about half the time of messages.",
+        "where Linux allows it. Large layers then move in about half the time.",
         rule="true or false",
         example="false",
     )
